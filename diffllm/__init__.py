@@ -1,4 +1,4 @@
-"""Pretraining of decoders that differ only in the attention variant, and comparison of the runs."""
+"""Pretrain decoders that differ only in the attention variant, and compare the training runs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""AdamW, learning-rate schedules, and the guard that skips bad updates."""
+"""AdamW, learning-rate schedules, and the decision whether to skip an optimizer update."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from diffllm.core.errors import ConfigError
 
 
 class Schedule(Enum):
-    """Learning rate after warm-up: cosine decay, or wsd (constant, then linear decay)."""
+    """Learning rate after warm-up: cosine decay, or wsd (constant rate, then linear decay)."""
 
     cosine = "cosine"
     wsd = "wsd"
@@ -22,7 +22,7 @@ class Schedule(Enum):
 
 @dataclass
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with weight decay on matrices only."""
+    """Settings of AdamW (Loshchilov and Hutter, arXiv 1711.05101) and of the learning rate."""
 
     lr: float = bounded(1e-3, above=0, most=1e20)
     """Peak learning rate."""
@@ -55,8 +55,9 @@ class OptimConfig:
 class SkipStep(Enum):
     """Which optimizer updates to skip.
 
-    off: none. nonfinite: updates whose loss or gradient norm is not finite. spike: also updates
-    with a spike of the loss or of the gradient norm, as defined by `Guard`.
+    off: skip no update.
+    nonfinite: skip updates whose loss or gradient norm is not finite.
+    spike: as nonfinite, but also skip updates whose loss or gradient norm is a spike (see `Guard`).
     """
 
     off = "off"
@@ -66,7 +67,7 @@ class SkipStep(Enum):
 
 @dataclass
 class ProtectionConfig:
-    """Protection of the parameters from bad updates."""
+    """Settings that protect the parameters from non-finite or unusually large updates."""
 
     skip_step: SkipStep = SkipStep.nonfinite
     """Updates to skip: none, updates with nan or infinity, or also loss spikes."""
@@ -77,9 +78,9 @@ class ProtectionConfig:
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, in a run of `steps` steps.
 
-    The rate rises linearly to `lr` in `warmup_steps` steps, then falls to `min_lr_ratio * lr`. With
-    schedule=cosine, the fall is half a cosine. With schedule=wsd, the rate stays constant and falls
-    linearly over the last `decay_fraction` of all steps.
+    The rate rises linearly to `lr` in `warmup_steps` steps, and later falls to `min_lr_ratio * lr`.
+    With schedule=cosine, the rate falls as half a cosine directly after warm-up. With schedule=wsd,
+    the rate first stays at `lr`, and falls linearly over the last `decay_fraction * steps` steps.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -95,8 +96,8 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
     """Build fused AdamW over named parameters, and allocate the optimizer state.
 
-    Weight decay applies only to tensors with at least two dimensions. Each device mesh has its own
-    parameter groups, because fused kernels cannot mix meshes.
+    Weight decay applies only to tensors with at least two dimensions. Parameters on different
+    device meshes are in different groups, because a fused kernel accepts tensors of only one mesh.
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
@@ -123,16 +124,16 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate; limit the weight decay to 1 / lr, so that the decay flips no signs."""
+    """Set the learning rate, and limit weight decay to 1 / lr, so that decay flips no signs."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Update the parameters with learning rate `lr`, unless the tensor `skip` is 1.0.
+    """Update the parameters with learning rate `lr`, but only if `skip` is 0.0, not 1.0.
 
-    `skip` is a float32 scalar on the device of the parameters.
+    `skip` is a float32 scalar tensor on the device of the parameters.
     """
     set_learning_rate(optimizer, lr)
     # Fused AdamW skips the update on the device if `found_inf` is 1.
@@ -143,7 +144,7 @@ def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the optimizer state by name: `<parameter>.exp_avg`, `.exp_avg_sq` and `.step`."""
+    """Return the optimizer state by name, such as `<parameter name>.exp_avg`."""
     return {
         f"{name}.{key}": value
         for name, param in params.items()
@@ -154,8 +155,8 @@ def optimizer_tensors(
 class Guard:
     """Decides which optimizer updates to skip, without a transfer of tensors to the CPU.
 
-    In mode `spike`, a loss or gradient norm is a spike if it is more than `sigmas` standard
-    deviations above the mean of its last `window` values.
+    A loss is a spike if it is more than `sigmas` standard deviations above the mean of the last
+    `window` finite losses. The same rule defines spikes of the gradient norm.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
@@ -165,7 +166,7 @@ class Guard:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1.0 if the update with this loss and gradient norm must be skipped, else 0.0.
 
-        All tensors are float32 scalars. All ranks must pass equal values.
+        Arguments and result are float32 scalars. All ranks must pass the same values.
         """
         if self.mode is SkipStep.off:
             return torch.zeros((), device=loss.device)
@@ -181,7 +182,7 @@ class Guard:
         return bad.any().float()
 
     def load(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Restore the last finite losses and gradient norms of earlier steps, oldest first."""
+        """Restore up to `window` of the last finite losses and gradient norms, oldest first."""
         size = self.windows.shape[1]
         padded = [[math.nan] * (size - len(row)) + list(row) for row in (losses, grad_norms)]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

@@ -177,7 +177,7 @@ TRAINING = (
 """Layers of modules in `training`; a module imports only from earlier layers."""
 
 
-def test_training_package_imports_only_heldout_of_evaluation_and_nothing_of_compare():
+def test_training_package_imports_no_evaluation_module_except_heldout_and_no_compare_module():
     files = modules("training")
     assert len(files) > 10
     for path in files:
@@ -188,7 +188,7 @@ def test_training_package_imports_only_heldout_of_evaluation_and_nothing_of_comp
             assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 
 
-def test_training_modules_import_only_training_modules_of_preceding_layers_in_layer_list():
+def test_training_modules_import_only_training_modules_of_lower_layers():
     floor = {name: number for number, names in enumerate(TRAINING) for name in names}
     assert set(floor) == {path.stem for path in modules("training")} - {"__init__"}
     for path in modules("training"):

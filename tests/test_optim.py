@@ -114,7 +114,7 @@ def test_optimizer_steps_equal_adamw_from_equations(dtype, tolerance):
         )
 
 
-def test_first_optimizer_step_uses_values_written_into_result_of_optimizer_tensors():
+def test_optimizer_step_uses_moments_written_into_tensors_returned_by_optimizer_tensors():
     params = tensors(torch.float32)
     optimizer = build_optimizer(params, OptimConfig(lr=0.1))
     state = optimizer_tensors(optimizer, params)

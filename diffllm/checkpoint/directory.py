@@ -22,11 +22,7 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """Settings for saving checkpoints, and for deleting old checkpoints.
-
-    `interval` is a number of training steps, or a time such as 30min. The newest `keep_last`
-    checkpoints, and all checkpoints at multiples of `keep_every` steps, are never deleted.
-    """
+    """Settings that control when checkpoints are saved and which old checkpoints are deleted."""
 
     interval: int | str = 100
     """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""
@@ -73,23 +69,23 @@ def hidden_path(directory: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoint directories in `directory`, oldest first, without incomplete ones."""
+    """List the complete checkpoint directories in `directory`, oldest first."""
     found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
     return sorted((p for p in found if p.is_dir()), key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
-    """List directories of checkpoints whose save or deletion is in progress or interrupted."""
+    """List the checkpoint directories in `directory` that are partly saved or partly deleted."""
     found = directory.glob(".step-*.incomplete")
     return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the newest undamaged checkpoint directory in `paths`; None if `paths` is empty.
+    """Return the newest undamaged checkpoint directory in `paths`, which is sorted oldest first.
 
-    `paths` is sorted, oldest first. Print a warning for each newer damaged checkpoint. Ignore
-    checkpoints that training deletes during the check; if all are deleted, return None. Raises
-    CheckpointError if all checkpoints are damaged.
+    Print a warning for each damaged checkpoint that is newer than the result. Ignore checkpoints
+    that training deletes during the check, and return None if no other checkpoint exists. Raises
+    CheckpointError if all other checkpoints are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -136,8 +132,8 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
     """Call `use` with the directory from `find_checkpoint(run, step)`; return the result of `use`.
 
-    If training deletes the directory while `use` reads the checkpoint, call both functions again.
-    Raises CheckpointError if this happens 20 times.
+    If training deletes the directory while `use` runs, call `find_checkpoint` and `use` again.
+    Raises CheckpointError after 20 such attempts.
     """
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
@@ -160,17 +156,17 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint directory to a free name that begins with "damaged-"; print a warning."""
+    """Rename a checkpoint directory to an unused name with prefix "damaged-"; print a warning."""
     aside = fresh(path.with_name(f"damaged-{path.name}"))
     path.rename(aside)
     to_stderr(f"warning: renamed {path} to {aside.name}: a new checkpoint needs the name")
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete old checkpoints; `paths` contains checkpoint directories, sorted oldest first.
+    """Delete old checkpoint directories in `paths`, which is sorted oldest first.
 
-    Keep the newest `cfg.keep_last` checkpoints (0 keeps all), and the checkpoints at multiples of
-    `cfg.keep_every` steps (0 keeps no others). Print a warning for each failed deletion.
+    Keep the newest `cfg.keep_last` checkpoints. Also keep all checkpoints at multiples of
+    `cfg.keep_every` steps. Print a warning for each failed deletion.
     """
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:

@@ -127,8 +127,8 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 def verify(path: Path, checksums: bool = True) -> list[str]:
     """Compare the files in a checkpoint directory with manifest.json.
 
-    Return one error message per missing or damaged file, or only the error of a missing or damaged
-    manifest.json. If `checksums` is False, compare file sizes only.
+    Return one error message per missing or damaged file. If manifest.json is missing or invalid,
+    return only one message about manifest.json. If `checksums` is False, compare file sizes only.
     """
     try:
         manifest = read_manifest(path)
@@ -140,7 +140,7 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
 
 
 def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
-    """Return an error message if a file is missing or differs from `record`, else None.
+    """Return an error message if `file` is missing or differs from `record`; None otherwise.
 
     If `checksum` is False, compare the file size only.
     """
@@ -161,7 +161,7 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Convert to text of at most 100 characters, and replace unprintable characters with "?"."""
+    """Return the first 100 characters of `text`, with "?" for each unprintable character."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:100])
 
 
@@ -170,10 +170,10 @@ STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(Non
 
 
 def faults(path: Path, checksums: bool = True) -> list[str]:
-    """Compare the files in a checkpoint directory with manifest.json, then check state.json.
+    """Compare the files in a checkpoint directory with manifest.json, and check state.json.
 
-    Return one error message per problem; an empty list means no problem. If `checksums` is False,
-    compare file sizes only.
+    state.json is checked only if all files match. Return one error message per problem. If
+    `checksums` is False, compare only the file sizes with manifest.json.
     """
     if problems := verify(path, checksums):
         return problems
@@ -199,10 +199,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if training cannot resume because of an invalid entry in state.json.
+    """Raise CheckpointError if state.json lacks a valid entry that training needs to resume.
 
-    `state` is the parsed state.json of the checkpoint directory `path`. A checkpoint that contains
-    only parameters, so that `state["loop"]` is None, raises no error.
+    `state` is the parsed state.json of the checkpoint directory `path`. If `state["loop"]` is None,
+    the checkpoint contains only parameters, and no error is raised.
     """
     loop = state["loop"]
     if loop is None:
@@ -250,9 +250,10 @@ def numbers_only(value: Any) -> bool:
 
 
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless a checkpoint and a model have equal parameter names and shapes.
+    """Raise CheckpointError if a checkpoint and a model differ in parameter names or shapes.
 
-    `state` is the parsed state.json of the checkpoint directory `path`.
+    `state` is the parsed state.json of the checkpoint directory `path`. `params` contains the
+    parameters of the model, by name.
     """
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}

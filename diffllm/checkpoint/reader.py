@@ -49,10 +49,11 @@ def index_error(problem: str) -> pickle.UnpicklingError:
 
 
 def enum_member(kind: Any, name: Any) -> Enum:
-    """Return member `name` of the enum class `kind`; replaces getattr when a pickle is loaded.
+    """Return the member `name` of the enum class `kind`.
 
-    Python 3.11.0 to 3.11.3 pickles an enum member as a call of getattr. Raises UnpicklingError if
-    `kind` is not an enum class, or has no member `name`.
+    `RecordUnpickler` calls this function instead of getattr: Python 3.11.0 to 3.11.3 pickles an
+    enum member as a call of getattr. Raises UnpicklingError if `kind` is not an enum class, or has
+    no member `name`.
     """
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
         member: Enum = kind.__members__[name]
@@ -73,11 +74,10 @@ class RecordUnpickler(pickle.Unpickler):
 
 
 class TensorReader(FileSystemReader):
-    """Storage reader of torch.distributed.checkpoint (DCP) that refuses entries except tensors.
+    """Storage reader of torch.distributed.checkpoint that reads the index with `read_index`.
 
-    Reading the index raises CheckpointError if a file is damaged, and UnpicklingError if an entry
-    is not a tensor. `refused` is the raised error, or None; `dcp.load` drops (torch 2.11) or wraps
-    the error.
+    `refused` is the error that `read_index` raised, or None if it raised no error. The error is
+    stored because `dcp.load` of some torch versions does not include the error in its exception.
     """
 
     refused: Exception | None = None
@@ -139,9 +139,9 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Return an error message of one line.
+    """Convert `error` to an error message without line breaks.
 
-    A CheckpointException of torch contains one error per failed rank; return the first message.
+    A CheckpointException of torch contains one error per failed rank. Use only the first error.
     """
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))

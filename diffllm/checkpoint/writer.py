@@ -47,7 +47,7 @@ WRAPPING = 2048
 
 
 class TensorWriter(FileSystemWriter):
-    """Storage writer of torch.distributed.checkpoint that raises the OSError of a failed write."""
+    """Storage writer for torch.distributed.checkpoint; failed writes raise the original OSError."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -82,9 +82,9 @@ class Checkpointer:
 
     Args:
         directory: directory with the checkpoints of the run.
-        step: training step at which the run starts or resumes. Checkpoints of later steps are
-            damaged, because a run resumes from the newest undamaged checkpoint. Damaged checkpoints
-            are not deleted, and `cfg.keep_last` does not count them.
+        step: training step at which the run starts or resumes. Existing checkpoints of later
+            steps are damaged; otherwise, the run would resume from them. The Checkpointer does not
+            delete these checkpoints, and `cfg.keep_last` does not count them.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -114,12 +114,12 @@ class Checkpointer:
     ) -> None:
         """Copy the tensors, and start to write a checkpoint in the background.
 
-        First wait until the previous save ends. `state` contains entries for state.json. If the new
-        checkpoint cannot be written, rank 0 prints a warning and training continues. If this is the
-        last save of the run (`final`), `wait` instead raises AgreedByAll, the same on all ranks.
+        First wait until the previous save ends. `state` contains entries for state.json. `final`
+        marks the last save of the run.
 
-        `save` raises AgreedByAll if the run directory was removed, or if `final` and the disk has
-        too little free space.
+        If a checkpoint cannot be written, rank 0 prints a warning and training continues. If the
+        last checkpoint cannot be written, `save` or `wait` raises AgreedByAll on all ranks. `save`
+        always raises AgreedByAll if the run directory was removed.
         """
         self.wait()
         self.since = monotonic()
@@ -133,10 +133,10 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, state_json, final)
 
     def due(self) -> bool:
-        """Return whether the time `cfg.interval` has passed since the last save.
+        """Return whether `cfg.interval` has passed since the last save or the last result True.
 
-        The result True restarts the interval. Return False if `cfg.interval` is a number of steps,
-        and on all ranks except rank 0, because only rank 0 measures the time.
+        Only rank 0 measures the time: all other ranks return False. If `cfg.interval` is a number
+        of steps, rank 0 also returns False.
         """
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
@@ -146,8 +146,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the save in progress is complete.
 
-        Raises AgreedByAll, the same error on all ranks, if the last save of the run failed, and
-        CheckpointError if the ranks cannot communicate.
+        Raises AgreedByAll on all ranks if the last save of the run failed. Raises CheckpointError
+        if the ranks cannot communicate.
         """
         pending, self.pending = self.pending, None
         try:
@@ -170,10 +170,10 @@ class Checkpointer:
             self.stager.close()
 
     def _write(self, hidden: Path, step: int, tensors: Any, state_json: str, final: bool) -> None:
-        """Write the tensor files of this rank into `hidden`; rank 0 then completes the checkpoint.
+        """Write this rank's tensor files to directory `hidden`; rank 0 completes the checkpoint.
 
-        Runs on the background thread. If `final`, a failure is an error on all ranks; otherwise,
-        rank 0 prints a warning.
+        Runs on the background thread. If the save fails and `final` is true, all ranks raise
+        AgreedByAll. If the save fails and `final` is false, rank 0 prints a warning.
         """
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
@@ -189,8 +189,8 @@ class Checkpointer:
     def _complete(self, hidden: Path, step: int, parts: list[Part], state_json: str) -> str | None:
         """Write state.json and manifest.json, rename `hidden`, and delete old checkpoints.
 
-        Runs on rank 0. Returns None, or the reason why the save failed. `parts` contains, for each
-        rank, the sizes and checksums of the files of this rank, or the reason for a failed write.
+        Runs on rank 0. Returns the reason why the save failed, or None after success. `parts` has
+        one entry per rank: sizes and checksums of the rank's files, or why the rank's write failed.
         """
         final, files = checkpoint_path(self.directory, step), Manifest()
         try:
@@ -222,8 +222,8 @@ class Checkpointer:
     def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
         """Create the empty directory `hidden` for a new checkpoint, and check the free disk space.
 
-        Returns None, or the reason why the checkpoint cannot be written. `extra` is the number of
-        bytes that the checkpoint needs in addition to `tensors`.
+        Returns the reason why the checkpoint cannot be written, or None if it can be written.
+        `extra` is the number of bytes that the checkpoint needs in addition to `tensors`.
         """
         if identity(self.directory.parent) != self.run:
             return GONE
@@ -269,8 +269,8 @@ def write_parameters(
 ) -> Path:
     """Write a checkpoint of step 0 that contains only parameters and router state.
 
-    Return the new checkpoint directory, a subdirectory of `directory`. `parameters` contains the
-    names in `tensors` that are parameters.
+    Return the new checkpoint directory, a subdirectory of `directory`. `tensors` contains
+    parameters and router state by name; `parameters` contains the names of the parameters.
     """
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)

@@ -67,10 +67,10 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins in plugins=[...]; return the words of a command without --config-dir DIR.
+    """Import the plugins that plugins=[...] in `words` names; return the words of the command.
 
-    Only for a command `name` in COMPOSE, register DIR as a directory of YAML files and remove the
-    two words. For a command in NO_PLUGINS, import nothing and return `words` unchanged.
+    If `name` is in COMPOSE, also register the DIR of --config-dir DIR as a directory of YAML files,
+    and remove both words from the result. If `name` is in NO_PLUGINS, import nothing.
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
@@ -114,14 +114,14 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def interrupt(text: str, number: int, frame: FrameType | None) -> None:
-    """Print `text` and raise KeyboardInterrupt; a second Ctrl-C ends the process at once."""
+    """Handle Ctrl-C: print `text`, raise KeyboardInterrupt. A second Ctrl-C ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     report_signal(text)
     raise KeyboardInterrupt
 
 
 def report_error(error: UserError, hint_text: str) -> None:
-    """Print an error and `hint_text` on stderr, once for all ranks that raise the error."""
+    """Print an error and `hint_text` on stderr; print an error that all ranks raise only once."""
     rank = own_rank()
     if rank == 0:
         echo(f"error: {error}{hint_text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Parser of a command line (`key=value`, flags and plain words) into a dataclass."""
+"""Parse a command line (`key=value`, flags and plain words) into a dataclass."""
 
 import os
 import re
@@ -28,14 +28,14 @@ REMOVED_ARGUMENTS = {
 
 
 def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
-    """Declare a dataclass field that a word of the command line sets.
+    """Declare a dataclass field that the command line sets with name=VALUE.
 
     Args:
         text: description of the field in --help.
-        metadata: bounds of the value, such as least=1 (see `core.bounds`), and these keys.
-            `path=True`: check and expand the value as a path. `flag=True`: also accept --name and
-            --name VALUE. `words="plain"`: also collect all words without a key, such as file
-            names. `words="overrides"`: collect all words that match no other field.
+        metadata: bounds of the value, such as least=1 (see `core.bounds`), or these keys.
+            `path=True`: check and expand the value as a path. `flag=True`: --name or --name VALUE
+            sets the field. `words="plain"`: the field also collects words without a key, such as
+            file names. `words="overrides"`: the field collects words that match no other field.
     """
     metadata["help"] = text
     if default == []:
@@ -62,9 +62,9 @@ class RunArguments:
 def parse(cls: type[T], argv: list[str], help_text: str) -> T:
     """Parse the words of a command line into the dataclass `cls`.
 
-    If `argv` contains --help, print `help_text` and the fields, and exit. Fields are str, int,
-    float, bool or list[str], optionally with None. The key of a list may be repeated. Raises
-    ConfigError for an unknown word, an invalid value or a missing field.
+    If `argv` contains --help, print `help_text` and the fields, and exit. The key of a
+    list[str] field may occur several times. Other fields are str, int, float, bool, or one of these
+    `| None`. Raises ConfigError for an unknown word, an invalid value or a missing field.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
@@ -113,7 +113,7 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
     """Yield (key, value as text) for each word of `argv`.
 
     `known` maps keys to dataclass fields. A word without a key, such as a file name, gets the key
-    of the field that collects such words. Raises ConfigError for a word that fits no field.
+    of the field declared with `words=`. Raises ConfigError if no field accepts a word.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"

@@ -69,10 +69,10 @@ def attention_map_command(argv: list[str]) -> None:
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
-    """Convert the value `text` of `key`, "all" or one index, to a list of indices.
+    """Convert `text`, the value of the argument `key`, to a list of indices.
 
-    Indices are 0 to `count` - 1. If `lowest` is -1, the index -1 is also valid: the last index.
-    Raises ConfigError for any other value.
+    The text "all" gives all indices, 0 to `count` - 1. A number gives one index. If `lowest` is -1,
+    the number -1 gives the last index. Raises ConfigError for any other text.
     """
     if text == "all":
         return list(range(count))
@@ -83,10 +83,10 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
 
 
 def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -> Path:
-    """Return the path of the figure of `layer`: args.out, or a path in the run directory `run`.
+    """Return the file for the figure of `layer`: args.out, or else a file in the directory `run`.
 
-    With layer=all, add the layer number to the name of args.out. A path in `run` contains layer,
-    head and prompt, and if args.step is set, also `step`, the step of the checkpoint.
+    If args.layer is "all", the layer number is added to the name of args.out. The name of a file in
+    `run` contains layer, head and prompt. If args.step is set, the name also contains `step`.
     """
     if args.out:
         out = Path(args.out)

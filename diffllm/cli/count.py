@@ -60,8 +60,8 @@ def count_command(argv: list[str]) -> None:
 def compared(values: list[str], overrides: list[str]) -> list[str]:
     """Convert the value of `--compare`, such as ["standard,diff_v2"], to a list of variant names.
 
-    Raises ConfigError for an unknown, repeated or single variant, for a repeated `--compare`, and
-    for attention= in `overrides`.
+    Raises ConfigError for an unknown or repeated variant, for fewer than two variants, for more
+    than one `--compare`, and for attention= in `overrides`.
     """
     text = " --compare ".join(values)
     names = text.split(",")
@@ -83,8 +83,8 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
 def count(cfg: TrainConfig) -> dict[str, Any]:
     """Count parameters, training FLOPs per token and bytes of KV cache per token (bf16) of a model.
 
-    Return the counts by name, such as "total_params". FLOPs assume that a query sees
-    cfg.visible_keys tokens on average; None: the query and all earlier tokens of the sequence.
+    Return the counts by name, such as "total_params". cfg.visible_keys is the mean number of tokens
+    that a query sees. If None, a query sees all tokens of the sequence up to its own position.
     """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Say how many tokens a query sees in the FLOP count; return "" without document masks."""
+    """Format the visible keys per query for a title; return "" if documents are not masked."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:

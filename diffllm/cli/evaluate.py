@@ -117,7 +117,7 @@ def without_empty(table: Table) -> Table:
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
-    """Print mean scores and gaps to the baseline for the tasks and measures `names`."""
+    """Print mean scores over seeds and gaps to the baseline for the tasks and measures `names`."""
     from diffllm.compare.report.comparison import read
 
     comparison, _ = read(runs, step=step)

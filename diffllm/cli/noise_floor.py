@@ -114,8 +114,8 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
     Args:
         maps: (5, points, draws), result of `draw_maps`.
-        lam: factor lambda of map 2: a number or (points,). If points is 1, (n,) is also allowed,
-            and the returned arrays have shape (n,).
+        lam: factor lambda of map 2: a number, or an array with one lambda per point. For a single
+            point, an array of n lambdas is also allowed; the result then has shape (n,).
     """
     lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.shape[1:2]))
     curve = {"lambda": lam}
@@ -133,9 +133,9 @@ def best_lambda(maps: Array) -> Array:
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
     """Return the largest noise amplitude at which the mean SNR is at least cfg.threshold.
 
-    The error of the amplitude is at most 1e-4. If `best` is true, use the best lambda, otherwise
-    standard attention. Return 0.0 if the SNR is too small even without noise, and None if the SNR
-    is large enough at LARGEST_AMPLITUDE.
+    The error of the amplitude is at most 1e-4. Use the best lambda if `best` is true, and standard
+    attention (lambda = 0) if `best` is false. Return 0.0 if the SNR is too small even without
+    noise. Return None if the SNR is large enough even at LARGEST_AMPLITUDE.
     """
 
     def surplus(amplitude: float) -> float:

@@ -15,7 +15,7 @@ from diffllm.training.run import Outcome, run
 def run_and_report(cfg: TrainConfig) -> Outcome:
     """Train a run, evaluate its tasks and write its report; all ranks must call this function.
 
-    Raises UserError for errors outside the code, such as an invalid config.
+    Raises UserError for errors that the user can fix, such as an invalid config.
     """
     return run(cfg, tasks_of(cfg), report_on if cfg.run.report else None)
 
@@ -30,8 +30,8 @@ def report_on(path: Path) -> str:
 class Stopped(KeyboardInterrupt):
     """Raised after a signal has stopped training and a checkpoint has been saved.
 
-    `number` is the signal, such as signal.SIGTERM. The base class KeyboardInterrupt also stops a
-    notebook cell or a loop over configs.
+    `number` is the signal, such as signal.SIGTERM. Stopped is a KeyboardInterrupt, so that the
+    signal also ends a notebook cell or a loop that trains several configs.
     """
 
     def __init__(self, number: signal.Signals):
@@ -48,12 +48,12 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
 
     Returns:
         The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",
-        "diverged", "sample" and others. A finished run returns the stored summary. After
-        divergence, None replaces losses that are not finite.
+        "diverged", "sample" and others. If the run has already finished, the stored summary is
+        returned. If training diverged, losses that are not finite are None.
 
     Raises:
-        UserError: an error outside the code, such as an invalid config.
-        Stopped: a signal stopped training; a subclass of KeyboardInterrupt.
+        UserError: an error that the user can fix, such as an invalid config.
+        Stopped: a signal stopped training.
     """
     if not isinstance(cfg, TrainConfig):
         raise ConfigError(f"train needs a config from load_config, not {cfg!r}")

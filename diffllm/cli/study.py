@@ -1,4 +1,4 @@
-"""`diffllm study` runs and judges a study; `diffllm power` estimates the number of seeds."""
+"""Commands `diffllm study` (run or judge a study) and `diffllm power` (estimate needed seeds)."""
 
 import math
 from collections.abc import Iterator
@@ -188,10 +188,10 @@ def power_command(argv: list[str]) -> None:
 
 
 def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for each printed line about a pilot, the runs that estimate the noise.
+    """Yield (label, text) for each printed line about a pilot.
 
-    `found` and `pairs` are the results of `power_numbers`. `pairs` describes loss differences
-    between runs of equal seed; None with fewer than two such seeds.
+    The runs of a pilot estimate the variance between seeds. `found` and `pairs` are the results of
+    `power_numbers`. `pairs` is None if fewer than two arms, or fewer than two common seeds, exist.
     """
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
@@ -239,7 +239,7 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print the probability that a pilot with as many runs as `found` recommends too few seeds."""
+    """Print how often a pilot of the same size as the pilot in `found` recommends too few seeds."""
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

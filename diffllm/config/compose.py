@@ -1,4 +1,4 @@
-"""Compose overrides with Hydra and convert the result to typed dataclasses."""
+"""Compose a config from overrides with Hydra, and convert the config to typed dataclasses."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.config.overrides import (
@@ -45,7 +45,7 @@ from diffllm.model.attention.base import AttentionConfig
 
 @contextmanager
 def hydra() -> Iterator[ConfigLoader]:
-    """In this context, Hydra reads the built-in YAML files; yield Hydra's config loader."""
+    """Initialize Hydra with the built-in YAML files, and yield the config loader of Hydra."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
@@ -64,8 +64,8 @@ def variants() -> list[str]:
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
     """Return the attention config in the YAML file of the variant `name`.
 
-    If the file does not exist, return the defaults of the config class that is registered under
-    the name `schema`. If `schema` is None, the file must exist.
+    If the file is missing, return the default config of the class registered as `schema`. Without
+    `schema`, the file must exist.
     """
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()
@@ -116,14 +116,11 @@ def compose_config(overrides: list[str]) -> DictConfig:
 def typed_config(composed: DictConfig) -> TrainConfig:
     """Convert a composed config to validated dataclasses; raises ConfigError for invalid values."""
     try:
+        check_interpolated(composed)
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{one_line(error)}") from error
-    except TypeError as error:  # the interpolated value of a list key is not a list
-        raise ConfigError(
-            f"an interpolation ${{KEY}} sets a key that needs a list, but gives no list: {error}"
-        ) from error
     assert isinstance(cfg, TrainConfig)
     used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
     names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
@@ -139,7 +136,7 @@ def typed_config(composed: DictConfig) -> TrainConfig:
 
 
 def checked(cfg: TrainConfig) -> TrainConfig:
-    """Return a validated copy of a config that Python code may have changed; raises ConfigError."""
+    """Return a validated copy of a config; raises ConfigError if a value or field is invalid."""
     check_fields(cfg)
     try:
         composed = OmegaConf.structured(cfg)
@@ -151,6 +148,22 @@ def checked(cfg: TrainConfig) -> TrainConfig:
     check_paths(again)
     again.run.schemas = dict(cfg.run.schemas)
     return again
+
+
+def check_interpolated(cfg: DictConfig, prefix: str = "") -> None:
+    """Raise ConfigError if a list or mapping is interpolated from another type of value.
+
+    An example is data.paths=${seed}. OmegaConf does not check the type of such a value.
+    """
+    for name in cfg:
+        node, key = cfg._get_node(name), f"{prefix}{name!s}"
+        if not isinstance(node, DictConfig | ListConfig) or node._is_missing():
+            continue
+        if node._is_interpolation() and not isinstance(cfg[name], type(node) | None):
+            kind = "list" if isinstance(node, ListConfig) else "mapping"
+            raise ConfigError(f"{key} is interpolated as {cfg[name]}, but must be a {kind}")
+        if isinstance(node, DictConfig) and not (node._is_interpolation() or node._is_none()):
+            check_interpolated(node, f"{key}.")
 
 
 def check_fields(cfg: TrainConfig) -> None:
@@ -178,11 +191,11 @@ OmegaConf.register_new_resolver(
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Remove the run length of YAML files if an override sets a run length.
+    """Make an override of steps, max_tokens or epochs replace the run length from YAML files.
 
-    The keys steps, max_tokens and epochs set the run length. If an override sets one of these keys,
-    set max_tokens and epochs of YAML files to None. Raises ConfigError if overrides set two of
-    these keys, or if YAML files set both max_tokens and epochs.
+    If such an override exists, set max_tokens and epochs in `cfg` to None unless they have an
+    override. Raises ConfigError if overrides set two of the three keys, or if `cfg` still contains
+    both max_tokens and epochs.
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
@@ -194,10 +207,10 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def steps_to_train(cfg: TrainConfig) -> int:
-    """Compute the number of optimizer steps from max_tokens or epochs of a config.
+    """Compute the number of optimizer steps from max_tokens, or from epochs without max_tokens.
 
-    For epochs, prepare the corpus to count its sequences. Raises ConfigError for less than one
-    step.
+    For epochs, first prepare the corpus, because its number of sequences is needed. Raises
+    ConfigError if the result is less than one step.
     """
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)

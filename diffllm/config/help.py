@@ -1,4 +1,4 @@
-"""Descriptions of all choices and keys, for `train.py --help` and docs/configuration.md."""
+"""Describe all config groups and keys, for `train.py --help` and docs/configuration.md."""
 
 import ast
 import inspect
@@ -52,10 +52,12 @@ class Key(NamedTuple):
 
 
 class KeySection(NamedTuple):
-    """Keys of the config dataclass `config`; `name` is their prefix, such as "optim", or ""."""
+    """The keys that belong to one config dataclass."""
 
     name: str
+    """Prefix of the keys, such as "optim"; "" for keys without a prefix."""
     config: type
+
     keys: list[Key]
 
     @property
@@ -64,9 +66,10 @@ class KeySection(NamedTuple):
 
 
 def help_text(overrides: list[str]) -> str:
-    """Return the text of `train.py --help`: usage, choices of each group, and one line per key.
+    """Return the text of `train.py --help`: usage, options of each config group, and all keys.
 
-    Defaults are those of the config with `overrides`. Raises ConfigError for an invalid override.
+    The default of each key is its value in the config composed from `overrides`. Raises ConfigError
+    for an invalid override.
     """
     cfg = compose_config(overrides or ["experiment=none"])
     parts = [USAGE + "\n" + rows(FLAGS.items())]
@@ -104,7 +107,7 @@ def rows(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def choices() -> dict[str, dict[str, str]]:
-    """Return {config group: {name of a YAML file: first sentence of the comment at its top}}."""
+    """Return {config group: {YAML file name: first sentence of the comment in this file}}."""
     return {
         group: {
             name: first_sentence(yaml_comment(group, name)).rstrip(".:")
@@ -185,15 +188,15 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return the comment in the YAML of the variant `name`, or else the docstring of `config`."""
+    """Return the comment in the variant's YAML file, or else the docstring of type(config)."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """Return the comment at the top of a YAML file as one line, or "" if the file has none.
+    """Return the comment at the top of a YAML file as one line, or "" without such a comment.
 
-    Omit the @package line, and indented lines, which show commands.
+    Omit the line with @package, and indented lines, because they contain example commands.
     """
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
     text = next((file.read_text() for file in places if file.is_file()), "")
@@ -203,6 +206,6 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """Return the first paragraph of a class docstring on one line, or "" if it is generated."""
+    """Return the first docstring paragraph on one line; "" if @dataclass made the docstring."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

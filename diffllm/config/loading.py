@@ -49,9 +49,9 @@ def without_imports(words: list[str]) -> TrainConfig:
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     """Convert a composed config to validated dataclasses; compute steps and feed-forward width.
 
-    The steps follow from max_tokens or epochs. The width follows from model.match_params_to or
-    model.match_flops_to. Raises ConfigError for an invalid value, if no width matches the target,
-    or if a YAML file sets plugins. Only the overrides `words` may set plugins.
+    Compute the steps if max_tokens or epochs is set, and the width if model.match_params_to or
+    model.match_flops_to is set. Raises ConfigError for an invalid value or if no width matches the
+    target. Only the overrides `words` may set plugins: raise ConfigError if a YAML file does.
     """
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
@@ -79,8 +79,8 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 def check_keys_of_match(cfg: TrainConfig) -> None:
     """Raise ConfigError if the config does not determine the FLOPs for model.match_flops_to.
 
-    With document masks, data.visible_keys or data.document_lengths must give the mean number of
-    tokens that a query sees, because the corpus has not been read yet.
+    The FLOPs depend on the mean number of tokens that a query sees. With document masks, this
+    number must follow from data.visible_keys or data.document_lengths: no corpus is read here.
     """
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(

@@ -20,10 +20,10 @@ UNITS = {"params": "parameters", "flops": "FLOPs per token"}
 
 @dataclass
 class Matched:
-    """Widths and costs of a model and of the target model that it matches.
+    """Feed-forward widths and costs of a model and of its target model (prefix `target_`).
 
-    `target` is the variant of the target model. `key` names the width, "ffn_dim" or
-    "moe.expert_dim"; `ffn_dim` and `target_ffn_dim` are its values. `by` names the matched cost.
+    `target` is the target's attention variant. Both widths are values of the model key `key`:
+    "ffn_dim" or "moe.expert_dim". `by` is the matched cost: "params" or "flops".
     """
 
     target: str = MISSING
@@ -64,14 +64,14 @@ def match(
     """Solve the feed-forward width at which `model` costs as much as a target model.
 
     The target model is `model` with the attention `target_attention`. If the two models cost the
-    same, keep the width. Otherwise, round the exact width to the nearest multiple of 64; if the
-    costs then differ by more than TOLERANCE, try multiples of 32, 16 and 8 in this order. Raises
-    ConfigError if no width is close enough.
+    same, keep the width. Otherwise, round the exact solution to the nearest multiple of 64. If the
+    costs then differ by more than TOLERANCE, round to a multiple of 32, 16 or 8 instead. Raises
+    ConfigError if the costs differ by more than TOLERANCE at all four widths.
 
     Args:
         target: name of the target variant.
         by: cost to match: "params" (parameters) or "flops" (training FLOPs per token).
-        visible_keys: mean number of keys that a query sees, for FLOPs; None: no document masks.
+        visible_keys: mean number of keys that a query sees, for FLOPs; None without document masks.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)

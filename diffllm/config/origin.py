@@ -1,4 +1,4 @@
-"""Model and tokenizer of the weights that `resume=weights:PATH` loads.
+"""Find the model and the tokenizer at the path in `resume=weights:PATH`.
 
 PATH is a run directory, a checkpoint of a run, or a model directory of transformers.
 """
@@ -38,25 +38,26 @@ OF_A_RUN = (
 class Origin:
     """A trained model whose weights a new run loads: a run, or a model directory of transformers.
 
-    Exactly one of `run` and `directory` is set. For a run, `chosen` is the name of its attention
-    YAML and `facts` the content of its run.json; for a model directory, they are None and {}.
+    Exactly one of `run` and `directory` is set.
     """
 
     path: Path
     model: ModelConfig
     chosen: str | None = None
+    """Attention YAML of a run; None for a model directory."""
     name: str = ""
     """Model YAML of a run; for other models, the name of the directory or the repository."""
     run: Path | None = None
     directory: ModelDirectory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    """Content of run.json; empty for a model directory."""
 
     @cached_property
     def attention(self) -> str:
         """Name of the attention YAML of the model, such as "diff_v2".
 
-        For a model directory, choose the first YAML of the attention class with the values of the
-        model, or else the YAML with the defaults of the class.
+        For a model directory, choose the first YAML that has the attention class and the values
+        of the model. If no YAML has these values, choose the YAML named after the class.
         """
         if self.chosen:
             return self.chosen
@@ -67,7 +68,7 @@ class Origin:
 
     @property
     def tokenizer(self) -> Path:
-        """Path of the tokenizer file; raises CheckpointError if the file is missing."""
+        """Path of the model's tokenizer file; raises CheckpointError if the file is missing."""
         if self.directory:
             return self.directory.tokenizer
         assert self.run
@@ -80,9 +81,10 @@ class Origin:
         return self.directory.architecture if self.directory else imported.get("architecture")
 
     def checkpoint(self) -> Path | None:
-        """Return `path` if it is a checkpoint, or the newest undamaged checkpoint of a run.
+        """Return the checkpoint at `path`, or the newest undamaged checkpoint if `path` is a run.
 
-        Return None for a model directory. Raises CheckpointError if no checkpoint is undamaged.
+        Return None if `path` is a model directory. Raises CheckpointError if the checkpoint is
+        damaged, or if all checkpoints of the run are damaged or missing.
         """
         if self.run is None:
             return None
@@ -107,7 +109,7 @@ def origin_of(path: Path) -> Origin:
 
 
 def name_from(path: Path) -> str:
-    """Return the name of a directory; "-" replaces characters that a run name cannot contain."""
+    """Return the last part of a path, with "-" for characters that a run name cannot contain."""
     return re.sub(r"[^\w.,+-]+", "-", path.absolute().name).lstrip(".") or "model"
 
 
@@ -131,10 +133,10 @@ def named_in(resume: str) -> Path | None:
 
 
 def compose_with_origin(words: list[str]) -> DictConfig:
-    """Compose a config from overrides, with the model and tokenizer of `resume=weights:PATH`.
+    """Compose a config from overrides; use the model and tokenizer at PATH in resume=weights:PATH.
 
-    Overrides in `words` replace values of that model. Raises ConfigError for an invalid override,
-    and CheckpointError if PATH contains no model.
+    Other overrides in `words` take precedence over the values of this model. Raises ConfigError
+    for an invalid override, and CheckpointError if PATH contains no model.
     """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
@@ -148,7 +150,10 @@ def compose_with_origin(words: list[str]) -> DictConfig:
 
 
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
-    """Return overrides for the model and tokenizer of `origin`, except for the keys in `given`."""
+    """Return overrides that set the model, attention and tokenizer of `origin`.
+
+    Skip each of the three if the user's overrides, `given` as {key: value}, already choose it.
+    """
     words = []
     if "model" not in given:
         # The YAML also sets the learning rate. Imported models have no YAML.

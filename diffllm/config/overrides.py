@@ -39,9 +39,9 @@ ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
-    """Raise ConfigError for an interpolation other than ${key} and ${of_steps:...}.
+    """Raise ConfigError if an override contains ${...} other than ${key} and ${of_steps:...}.
 
-    The message starts with `where`, for example a file name.
+    `where` is the start of the error message, for example a file name.
     """
     for word in words:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
@@ -53,9 +53,10 @@ def check_interpolations(words: list[str], where: str = "") -> None:
 
 
 def check_shared(words: list[str], where: str) -> None:
-    """Raise ConfigError if overrides in the file `where` set plugins or keys of Hydra.
+    """Raise ConfigError if overrides from a file set `plugins` or Hydra's own keys (hydra.*).
 
-    Also raise ConfigError for interpolations that `check_interpolations` refuses.
+    Also raise ConfigError for interpolations that `check_interpolations` does not allow. Error
+    messages start with `where`, which names the file.
     """
     check_interpolations(words, f"{where}: ")
     for word in words:
@@ -64,9 +65,9 @@ def check_shared(words: list[str], where: str) -> None:
 
 
 def check_secrets(words: list[str]) -> None:
-    """Raise ConfigError for an override with a secret, because config.yaml would store the secret.
+    """Raise ConfigError if a key names a secret, because config.yaml would store the secret.
 
-    The error message contains the key without the value.
+    Examples are keys that end in api_key or password. The message does not contain the value.
     """
     for word in words:
         key, _, value = word.partition("=")
@@ -83,7 +84,8 @@ def check_choice(word: str, name: str, options: list[str]) -> None:
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
     """Raise ConfigError for an override that Hydra accepts but diffllm does not allow.
 
-    `choices` returns the names of the YAML files in a config group.
+    Examples are removed keys and sweeps without -m. `choices(group)` returns the names of the YAML
+    files in a config group.
     """
     for override in overrides:
         word, key = override.input_line, override.key_or_group
@@ -121,8 +123,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 def for_hydra(override: Override) -> str:
     """Return an override in the syntax of Hydra, for example data.paths=[a] for data.paths=a.
 
-    Keys in LISTS need lists: add brackets to a single value. Keys in OPEN are dicts with any
-    entries: add the prefix ++, which lets Hydra add entries.
+    For a key in LISTS, put a single value in brackets. For a key in OPEN, add the prefix ++, so
+    that Hydra accepts new entries of the mapping.
     """
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
@@ -133,10 +135,11 @@ def for_hydra(override: Override) -> str:
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
-    """Return the data source that overrides imply: ["data=files"] for data.paths=..., for example.
+    """Return the override of the data source that other overrides imply.
 
-    Return [] if the overrides imply no source, if `cfg` already has the implied source, or if an
-    override sets data or data.source. Raises ConfigError if the overrides imply two sources.
+    For example, return ["data=files"] for data.paths=... Return [] if an override sets data or
+    data.source, or if the overrides imply no source other than that of `cfg`. Raises ConfigError
+    if the overrides imply two sources.
     """
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
@@ -159,7 +162,10 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Explain an error in the overrides `words` in one line; suggest a key for an unknown key."""
+    """Return a one-line message for an error raised while composing the overrides `words`.
+
+    For an unknown key, the message suggests a similar key.
+    """
     if isinstance(error, OverrideParseException):
         return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -199,13 +205,11 @@ def one_line(error: BaseException) -> str:
 
 
 class Removed(NamedTuple):
-    """Former default of a removed key, and the text `instead`, which names a replacement.
-
-    A saved config with this default still loads.
-    """
+    """A config key that no longer exists; a saved config may set it only to `default`."""
 
     default: Any
     instead: str
+    """Advice on a replacement, used in the error message."""
 
 
 MACHINES = "prepare a corpus on several machines with datatrove (data/README.md)"

@@ -45,8 +45,8 @@ def loaded_version(module: str) -> str:
 def version_changes(recorded: dict[str, str]) -> Changes:
     """Compare the plugin versions that a run recorded with the plugins imported in this process.
 
-    `recorded` maps plugins to versions. Return {"plugins": (versions in the run, versions now)}, or
-    {} if all versions are equal.
+    `recorded` maps plugins to versions. Return {"plugins": (recorded versions, current versions)}
+    for the plugins whose versions differ, or {} if all versions are equal.
     """
     now = {name: loaded_version(name) for name in recorded}
     changed = [name for name in recorded if recorded[name] != now[name]]
@@ -132,9 +132,9 @@ def config_directory() -> Path:
 
 
 class SharedYaml(FileConfigSource):
-    """Hydra's reader for YAML files of plugins and of --config-dir.
+    """Hydra config source for the YAML files of plugins and of --config-dir.
 
-    These files cannot read environment variables or set Hydra's own keys.
+    Reject interpolation of environment variables and files that configure Hydra.
     """
 
     @staticmethod
@@ -152,7 +152,7 @@ class SharedYaml(FileConfigSource):
 
 
 class SearchPath(SearchPathPlugin):
-    """Hydra plugin that adds the YAML directories of plugins and --config-dir to Hydra's search."""
+    """Hydra plugin that adds the directories of plugins and --config-dir to the search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for directory in _DIRECTORIES:
@@ -168,9 +168,9 @@ def directories() -> list[Path]:
 
 
 def plugins_in(words: list[str]) -> list[str]:
-    """Return the module names in the last override plugins=[...], or [] without such an override.
+    """Return the names in the last override plugins=[...], or [] if no override sets plugins.
 
-    Raises ConfigError if the value is not a list of module names.
+    Raises ConfigError if the value is not a list of valid module names.
     """
     names: list[str] = []
     for match in filter(None, map(WORD.fullmatch, words)):
@@ -183,9 +183,10 @@ def plugins_in(words: list[str]) -> list[str]:
 
 
 def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
-    """Import the plugins in the override plugins=[...]; raises ConfigError if an import fails.
+    """Import the plugins in plugins=[...] and add directories to Hydra's search path.
 
-    Hydra then also reads the YAML files in `named_directories` and in conf/ next to each plugin.
+    The added directories are `named_directories` and conf/ next to each plugin. Raises ConfigError
+    if an import fails or if a directory in `named_directories` has no YAML file.
     """
     for directory in named_directories:
         if not yamls(directory):
@@ -237,7 +238,7 @@ def imported(name: str) -> ModuleSpec:
 def plugin_module(name: str) -> str:
     """Return the module of the entry point `name`, or `name` if no entry point has this name.
 
-    Raises ConfigError if several modules have this name.
+    Raises ConfigError if `name` can mean several modules.
     """
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
@@ -253,7 +254,7 @@ def plugin_versions(names: list[str]) -> dict[str, str]:
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
-    """Return (absolute path of DIR for each --config-dir DIR, all other words of a command line).
+    """Return (absolute paths of all --config-dir DIR, all other words of a command line).
 
     Raises ConfigError for --config-dir without DIR.
     """
@@ -270,9 +271,10 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def add_directory(directory: Path) -> None:
-    """Let Hydra also read the YAML files in `directory`.
+    """Add `directory` to Hydra's search path for YAML files.
 
-    Raises ConfigError if conf/ or a directory added earlier has a YAML file of the same path.
+    Raises ConfigError if the built-in conf/ or a directory added earlier contains a YAML file with
+    the same relative path, such as attention/mine.yaml.
     """
     ours = config_directory()
     if directory in (ours.resolve(), *_DIRECTORIES):

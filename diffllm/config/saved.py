@@ -29,8 +29,8 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
     """Compare the run at `path` with the config `cfg` and with the plugins of this process.
 
-    Return {key: (value in the run, value now)} without the keys in `free`, or {} if the directory
-    contains no run. Raises CheckpointError if the run's config cannot be read.
+    Return {key: (value in the run, current value)} for all differences, except for the keys in
+    `free`. Return {} if `path` is not a run. Raises CheckpointError if config.yaml is invalid.
     """
     if not (path / "config.yaml").is_file():
         return {}
@@ -40,7 +40,8 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     """Compare the plugin versions of a run with those of this process; see `version_changes`.
 
-    If `needs_all` is true, include plugins that this process has not imported.
+    A plugin that this process has not imported counts as changed, or is ignored if `needs_all`
+    is false.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
@@ -55,7 +56,7 @@ def warn_of_plugins(run: Path) -> None:
 def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
     """Return {key: (value in `begun`, value in `cfg`)} for all keys whose values differ.
 
-    Both are configs, or sections of configs. Ignore the keys in `free`.
+    `begun` and `cfg` are two configs, or one section of two configs. Ignore the keys in `free`.
     """
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
@@ -65,10 +66,10 @@ def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """Load the config of a run directory.
+    """Load config.yaml of the run directory `path`.
 
-    Raises CheckpointError if the file is missing or invalid, and UserError if the config needs a
-    plugin that is not imported.
+    Raises CheckpointError if config.yaml is missing or invalid. Raises UserError if the config
+    needs a plugin that is not imported.
     """
     file = path / "config.yaml"
     try:
@@ -98,10 +99,10 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Return the error message for `path`, which is not a run directory.
+    """Return the error message that `path` is not a run directory.
 
-    `missing` is the file or directory that `path` lacks. The message suggests directories with
-    similar names, or lists the runs inside `path`.
+    `missing` is the file or directory that `path` lacks. If `path` exists, the message lists runs
+    inside `path`; otherwise, the message suggests run directories with similar names.
     """
     if not path.is_dir():
         names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
@@ -125,9 +126,9 @@ def changed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise UserError if a saved config needs an attention class or data source not yet imported.
+    """Raise UserError if a saved config needs a plugin that is not imported.
 
-    The message names the plugins, because only the user may decide to import them.
+    Do not import the plugin, because only the user can decide whether to trust the plugin's code.
     """
     missing = [
         f"{group}={name}"
@@ -163,7 +164,7 @@ def defaults_of(
 
 
 def yaml_dict(cfg: Any) -> dict[str, Any]:
-    """Convert a config dataclass to nested dicts of plain values; enums become names."""
+    """Convert a config dataclass to nested dicts; replace enum members by their names."""
 
     def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: v.name if isinstance(v, Enum) else v for key, v in items}

@@ -1,4 +1,4 @@
-"""Typed config of a run, and the rules between config values."""
+"""Typed config of a run, and checks of its values and of their combinations."""
 
 import os
 import re
@@ -30,7 +30,7 @@ MOST_STEPS = LARGEST_DOCUMENT = 10**12
 
 
 class Precision(Enum):
-    """Dtype of matrix products; weights of the optimizer, gradient sums and loss are float32."""
+    """Dtype of matrix products; master weights, gradient sums and the loss are always float32."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -39,7 +39,7 @@ class Precision(Enum):
 
 @dataclass
 class RunConfig:
-    """Name and directory of a run, changes allowed at resume, and sweep or study of the run."""
+    """Name and directory of a run, keys that may change at resume, and the run's sweep or study."""
 
     name: str | None = None
     """Name of the run; null: generated from the variant and the time."""
@@ -160,7 +160,8 @@ class TrainConfig:
     def visible_keys(self) -> float | None:
         """Mean number of keys that a query sees under document masks.
 
-        The value is data.visible_keys or follows from data.document_lengths; None without both.
+        Return data.visible_keys, or compute the mean from data.document_lengths. Return None if
+        neither key is set.
         """
         if documents := self.data.document_lengths:
             return expected_visible_keys(documents, self.seq_len, self.data.whole_documents)
@@ -187,7 +188,7 @@ class TrainConfig:
                 )
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError if `world_size` ranks cannot share the batch or form the device mesh.
+        """Raise ConfigError if the batch sizes or the device mesh do not fit `world_size` ranks.
 
         Also raise ConfigError for data settings that only older versions of diffllm support.
         """
@@ -204,7 +205,7 @@ class TrainConfig:
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """Return (sequences per forward pass, forward passes per step) of one rank.
+        """Return, for each rank, (sequences per forward pass, forward passes per optimizer step).
 
         Raises ConfigError if world_size does not divide global_batch_size, or if micro_batch_size
         does not divide the sequences per rank.
@@ -289,7 +290,7 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_values(cfg: Any) -> None:
-    """Raise ConfigError for a wrong type, unprintable or long text, or a number out of range."""
+    """Raise ConfigError for wrong list items, overlong or unprintable text, or invalid numbers."""
     for key, declared, value in leaves(cfg):
         if "${" in str(value):  # readers of config.yaml would resolve ${
             raise ConfigError(f"{key}: the value must not contain ${{ after interpolation")
@@ -308,7 +309,7 @@ def check_values(cfg: Any) -> None:
 def check_paths(cfg: Any) -> None:
     """Raise ConfigError for a config value that is an invalid path.
 
-    Saved configs are not checked, because they may have paths of another machine.
+    Do not use for saved configs, which may contain paths of another machine.
     """
     for key, _, value in leaves(cfg):
         if PATHS.fullmatch(key):

@@ -1,4 +1,4 @@
-"""Fast reader for configs of many runs that differ only in seed, learning rate and directory."""
+"""Fast reader for configs of many runs that differ only in a few values, such as the seed."""
 
 import re
 from dataclasses import replace
@@ -49,10 +49,10 @@ class SimilarConfigs:
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """Return the text of a config.yaml without the values of some keys, and these values by key.
+    """Split a config.yaml into (text without the values of the keys in READ, {key: value}).
 
-    READ lists the keys. The second result is None if a key is missing or if a value is not a plain
-    number or path.
+    The second result is None if a key in READ is missing, or if a value is not a plain number or
+    path.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

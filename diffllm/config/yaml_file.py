@@ -1,4 +1,4 @@
-"""Reader for YAML files of users and runs; the files have plain values and a limited size."""
+"""Read YAML files that a user or a run has written. Tags and large files are rejected."""
 
 import json
 import os
@@ -22,12 +22,12 @@ MOST_NODES = 100_000
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
-    """YAML loader that refuses tags, reads dates and 1:30 as text, and 1e-3 as a number."""
+    """YAML loader that rejects tags. It reads dates and 1:30 as text, and 1e-3 as a number."""
 
     nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """Compose a YAML node; raises ValueError for a tag, or for more than MOST_NODES nodes."""
+        """Compose a YAML node. Raises ValueError for a tag or more than MOST_NODES nodes."""
         event, before = self.peek_event(), self.nodes
         if isinstance(event, yaml.AliasEvent):
             if not hasattr(self.anchors.get(event.anchor), "size"):
@@ -47,7 +47,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
         """Convert a YAML number to a Python number, and base-60 numbers such as 1:30 to text.
 
-        Raises ValueError for a leading zero: YAML 1.1 reads 010 as 8, YAML 1.2 as 10.
+        Raises ValueError for a leading zero, because 010 means 8 in YAML 1.1 and 10 in YAML 1.2.
         """
         text = str(node.value)
         if ":" in text:
@@ -63,9 +63,9 @@ for kind in ("int", "float"):
 
 
 def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
-    """Return the mapping in a YAML file, and the bytes of the file.
+    """Return the content of a YAML file twice: as a parsed mapping and as bytes.
 
-    The mapping of an empty file is {}. Raises ConfigError if the file is missing or invalid.
+    Return {} as the mapping of an empty file. Raises ConfigError for a missing or invalid file.
     """
     try:
         text = read_text(path, LARGEST_YAML, follow=True)
@@ -81,10 +81,10 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML that contains only plain values.
+    """Parse YAML text with `Loader`.
 
-    Raises ValueError for other YAML and for invalid text. The message has no subject, such as
-    "has the tag !!set"; callers put the file name before the message.
+    Raises ValueError for invalid YAML, tags and values that `check_plain` rejects. The message
+    omits the file name, for example "has the tag !!set"; callers prepend the file name.
     """
     try:
         content = Loader(text).get_single_data()
@@ -102,9 +102,9 @@ PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
 
 
 def with_recipe(word: str) -> list[str]:
-    """Return the overrides in FILE.yaml for data=FILE.yaml, and [word] for any other override.
+    """Replace the override data=FILE.yaml by one override for each key in FILE.yaml.
 
-    Raises ConfigError if the file is missing or invalid.
+    Return [word] if `word` is another override. Raises ConfigError for a missing or invalid file.
     """
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
@@ -128,7 +128,7 @@ def printed_override(key: str, value: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Convert a plain YAML value to the text of a Hydra override."""
+    """Write a value from a YAML file in the syntax of Hydra overrides."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):

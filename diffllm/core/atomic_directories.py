@@ -33,8 +33,8 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 def new_directory(final: Path) -> Iterator[Path]:
     """Yield an empty scratch directory, and rename it to `final` when the context ends.
 
-    After an exception, remove the scratch directory instead. Raises OSError, also if `final`
-    exists. Raises InUseError if another process is creating `final`.
+    After an exception, remove the scratch directory instead. Raises FileExistsError if `final`
+    exists, and InUseError if another process is creating `final`.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with scratch_directory(final) as scratch:
@@ -44,10 +44,10 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Yield an empty hidden directory next to `final`; remove it when the context ends.
+    """Create and yield an empty hidden directory next to `final`.
 
-    If the caller has renamed the directory, nothing is removed. If another process is writing
-    `final`, wait if `wait` is true, otherwise raise InUseError. Raises OSError.
+    When the context ends, remove the hidden directory unless the caller has renamed it. If another
+    process is writing `final`, wait if `wait` is true, otherwise raise InUseError.
     """
     name = f".{final.name}"
     if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes
@@ -73,10 +73,10 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
 
 
 def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
-    """Write a directory to disk with fsync, and rename the directory to `final`.
+    """Sync the directory `scratch` and its files to disk, and rename `scratch` to `final`.
 
-    If `files_synced` is true, the files in the directory are already on disk. Raises
-    FileExistsError if `final` exists.
+    If `files_synced` is true, skip the sync of the files, because the caller has synced them.
+    Raises FileExistsError if `final` exists.
     """
     for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)

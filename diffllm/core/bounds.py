@@ -1,6 +1,6 @@
 """Bounds of config values, declared as metadata of dataclass fields.
 
-Upper bounds reject mistyped numbers that would overflow a size or start too many processes.
+Upper bounds reject mistyped numbers, which could cause integer overflow or too many processes.
 """
 
 import operator
@@ -21,9 +21,9 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
-    """Declare a dataclass field with bounds: bounded(1, least=0, below=8) means 0 <= value < 8.
+    """Declare a dataclass field with bounds.
 
-    The keywords `above` and `most` mean > and <=.
+    bounded(1, least=0, below=8) means default 1 and 0 <= value < 8; `above` is >, `most` is <=.
     """
     return field(default=default, metadata=metadata)
 
@@ -34,9 +34,9 @@ def at_most(what: str, count: int, most: int) -> None:
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key prefix, dataclass) for `config` and all dataclasses nested in `config`.
+    """Yield pairs (key prefix, dataclass) for `config` and all dataclasses nested in `config`.
 
-    The key prefix of `config` itself is `prefix`, and that of `config.model` is f"{prefix}model.".
+    The key prefix is `prefix` for `config` itself, and f"{prefix}model." for `config.model`.
     """
     yield prefix, config
     for f in fields(config):

@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape characters that terminals interpret, such as control characters, except `kept`."""
+    """Escape unprintable characters, such as control characters; do not escape those in `kept`."""
     return "".join(
         c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
     )
@@ -69,11 +69,13 @@ POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 
 
 def hint(words: list[str], error: str) -> str:
-    """Return '; ' and a correction of a mistyped key=value argument; '' if no mistake is found.
+    """Return advice on a mistyped key=value argument, such as '; write lr=1e-3 without spaces'.
+
+    Return '' if no known mistake is found.
 
     Args:
-        words: command-line arguments.
-        error: error message of the command; only arguments that this message names are corrected.
+        words: all command-line arguments.
+        error: error message of the command; only arguments in this message are examined.
     """
     if "did you mean" in error:
         return ""
@@ -90,9 +92,10 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Return a rejected number in Python's notation, such as "10e6" for "10M".
+    """Convert a number that Hydra has rejected to Python's notation, such as "10M" to "10e6".
 
-    Return "" if `text` has this notation or is no number, or if `error` does not ask for a number.
+    Return "" if `text` already has this notation or is not a number. Also return "" if the
+    message `error` does not ask for a number.
     """
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
@@ -116,7 +119,7 @@ class AgreedError(UserError):
 
 
 class AgreedByAll(AgreedError):
-    """An AgreedError that every rank raises after the same collective; collectives still work."""
+    """An AgreedError that all ranks raise at the same point, so later collectives still match."""
 
 
 class ConfigError(UserError):
@@ -136,4 +139,4 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """A failed launch: invalid environment variables, missing ranks, or unequal code or config."""
+    """A failed launch, for example if ranks are missing or differ in code or config."""

@@ -1,6 +1,6 @@
 """Atomic writes, reads of untrusted files, locks between processes, and paths from users.
 
-Files of a run are never symbolic links. A path from a user may be a link.
+A symbolic link is rejected as a file of a run, but accepted as a path from a user.
 """
 
 import difflib
@@ -32,9 +32,9 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def user_path(text: str | Path, key: str) -> Path:
-    """Expand ~ in a path that a user has written; the path may be missing.
+    """Expand ~ in `text`, a path that a user has set as the config value `key`.
 
-    Raises ConfigError for an invalid path; the message begins with the config key `key`.
+    Raises ConfigError for an invalid path, but not for a missing file.
     """
     shown = f"{key}={str(text)[:300]}"
     try:
@@ -54,8 +54,8 @@ def user_path(text: str | Path, key: str) -> Path:
 def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     """Return '; did you mean PATH?' if `path` is missing and a similar path exists, else ''.
 
-    PATH has a similar name and is in the directory of `path`, or in outputs/<directory of path>.
-    `fits(PATH)` is true.
+    Search for similar file names in `path.parent` and in outputs/`path.parent`. Only consider
+    paths for which `fits` returns true.
     """
     found: dict[str, Path] = {}
     for directory in ("outputs" / path.parent, path.parent):
@@ -72,7 +72,7 @@ def check_absent(path: Path, key: str) -> None:
 
 
 def check_length(path: Path, shown: str) -> None:
-    """Raise ConfigError if a path or file name is too long; the message begins with `shown`."""
+    """Raise ConfigError, with a message that begins with `shown`, if a path or name is too long."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
         raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
@@ -81,7 +81,7 @@ def check_length(path: Path, shown: str) -> None:
 
 
 def why_no_file(path: Path) -> str:
-    """Return why a path is not a regular file; "" for a regular file or a missing path."""
+    """Return why a path is not a regular file, or "" if the file is regular or missing."""
     try:
         mode = path.lstat().st_mode  # one call: another process may create or delete the file
     except (FileNotFoundError, NotADirectoryError):
@@ -93,7 +93,7 @@ def why_no_file(path: Path) -> str:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Replace ValueError and OSError in this context by a CheckpointError that names `file`."""
+    """Convert a ValueError or OSError in this context to a CheckpointError that names `file`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -105,10 +105,10 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
-    """Open a regular file with the flags of `os.open`; return the file descriptor.
+    """Open a regular file with `os.open` and `flags`; return the file descriptor.
 
-    Raises OSError for any other type of file, and does not wait for the writer of a named pipe. A
-    link raises OSError unless `follow` is true.
+    Raises OSError for any other type of file, and for a symbolic link unless `follow` is true. A
+    named pipe does not block the call.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -126,11 +126,11 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
 
 
 def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading; follow a link only if `follow` is true.
+    """Open a regular file for reading; follow a symbolic link only if `follow` is true.
 
-    Raises OSError if the file cannot be opened. Raises ValueError for a larger file than `most`
-    bytes or another type of file; the message omits the file name, for example "has 9 bytes, more
-    than 8".
+    Raises OSError if the file cannot be opened. Raises ValueError if the file is not regular or
+    has more than `most` bytes. The message of the ValueError omits the file name, for example
+    "has 9 bytes, more than 8".
     """
     try:
         descriptor = _opened(file, os.O_RDONLY, follow)
@@ -168,9 +168,9 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a regular file; raises the same errors as `open_regular`.
+    """Read a JSON object from a regular file; `most` and `follow` are as in `open_regular`.
 
-    Follow a link only if `follow` is true.
+    Raises OSError if the file cannot be opened, and ValueError if the file is invalid.
     """
     content = parse_json(read_text(file, most, follow))
     if not isinstance(content, dict):
@@ -181,7 +181,7 @@ def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dic
 def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError for invalid text, deep nesting and integers beyond 64 bits.
 
-    The message omits the file name, for example "is nested too deeply".
+    The message does not name the file that contains the text, for example "is nested too deeply".
     """
     try:
         content = json.loads(text)
@@ -196,7 +196,7 @@ def parse_json(text: str) -> Any:
 def check_plain(value: Any, depth: int = DEEPEST) -> None:
     """Raise ValueError if `value` contains integers beyond 64 bits or invalid Unicode text.
 
-    Also raise ValueError for more than `depth` nested lists and mappings.
+    Also raise ValueError if lists and mappings are nested more than `depth` levels deep.
     """
     if isinstance(value, dict | list):
         if not depth:
@@ -213,7 +213,7 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
 
 
 def acquire(path: Path, wait: bool = True) -> FileLock:
-    """Lock a file until the lock's `release` or the end of this process; return the lock.
+    """Lock a file and return the lock, which ends with `lock.release()` or with this process.
 
     If another process holds the lock, wait if `wait` is true, otherwise raise Timeout. Raises
     OSError if the file cannot be locked.
@@ -259,14 +259,14 @@ def holder(path: Path) -> str:
 
 
 def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
-    """Create a directory if missing, and lock the directory until this process ends.
+    """Create the directory `path` if missing, and lock `path` until this process ends.
 
     Return the lock. If another process holds the lock, wait if `wait` is true, otherwise raise
-    InUseError. Raises ConfigError if the directory cannot be written.
+    InUseError. Raises ConfigError if the directory cannot be created or locked.
 
     Args:
         kind: term for the directory in messages, such as "run directory".
-        instead: setting that errors suggest to change, such as "run.dir=...".
+        instead: alternative in error messages, after "choose", such as "another run.dir".
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -290,14 +290,14 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
 
 
 def missing(path: Path) -> list[Path]:
-    """List the paths that `hold(path)` must create: lock file, directory and parent directories."""
+    """List the missing paths among the lock file of `path`, `path` and its parent directories."""
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
 def take_back(path: Path, made: list[Path]) -> None:
     """Delete the paths in `made`, which `hold(path)` has created.
 
-    Delete the directory `path` with its content, but parent directories only if they are empty.
+    Delete `path` with all its content. Delete a parent directory only if it is empty.
     """
     for part in made:
         with suppress(OSError):
@@ -312,7 +312,8 @@ def take_back(path: Path, made: list[Path]) -> None:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: after a power failure the file has the old or the new content.
 
-    Replace a link instead of following the link. Raises OSError, and then leaves no partial file.
+    If `path` is a symbolic link, replace the link itself. On failure, remove the partial file and
+    raise OSError.
     """
     if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -344,7 +345,7 @@ def open_to_write(path: Path) -> int:
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
     """Write a file of a run atomically; raises CheckpointError on failure.
 
-    Create the nearest `new_parents` parent directories of the file if missing; others must exist.
+    new_parents=2 creates `path.parent.parent` and `path.parent` if missing. 0 creates neither.
     """
     try:
         for parent in reversed(path.parents[:new_parents]):
@@ -355,7 +356,7 @@ def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None
 
 
 def sync(path: Path) -> None:
-    """Sync the content of a file, or the names in a directory, to disk. Raises OSError."""
+    """Call fsync for a file or for the entries of a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

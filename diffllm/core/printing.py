@@ -38,20 +38,21 @@ APART = "  "
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: text, lines in small print, a warning (`tag`) and an HTML icon.
-
-    CSV files contain `value` instead; if `value` is None, they contain `text`.
-    """
+    """One cell of a table."""
 
     text: str = ""
     value: Any = None
+    """Content of the cell in CSV files; None means `text`."""
     small: tuple[str, ...] = ()
+    """Details after `text`, such as a confidence interval; lines in small print in HTML."""
     tag: str = ""
+    """Note at the end of the cell, such as "baseline" or "not finite"."""
     icon: str = ""
+    """HTML code of an icon before `text`; shown only in HTML."""
 
     @property
     def line(self) -> str:
-        """The cell as one line, such as "4.064 (4.027 to 4.102), 1 of 3 seeds diverged"."""
+        """`text`, `small` and `tag` as one line: "4.064 (4.027 to 4.102), 1 seed diverged"."""
         words = " ".join(filter(None, [self.text, *(f"({part})" for part in self.small)]))
         return ", ".join(filter(None, [words, self.tag]))
 
@@ -65,16 +66,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A table column with one cell per row, aligned left if `left` is true, else right.
-
-    `meaning` is an explanation of the column, shown below the table.
-    """
+    """A table column with one cell per row."""
 
     title: str
     cells: Sequence[Cell]
     unit: str = ""
     meaning: str = ""
+    """Explanation of the column, shown below the table."""
     left: bool = False
+    """Whether the column is aligned left instead of right."""
 
     @property
     def head(self) -> str:
@@ -121,8 +121,8 @@ class Table:
     def text(self, width: int | None = None) -> list[str]:
         """Return the header and the rows as lines of text with aligned columns.
 
-        If any line would have more than `width` characters, the first cell of every row gets a
-        separate line. None means no limit.
+        If the table is wider than `width` characters, print the first cell of each row on a
+        separate line. If `width` is None, never do this.
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -148,7 +148,7 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
     def csv(self) -> str:
-        """Return the table as CSV text, with numbers in full precision."""
+        """Return the table as CSV text, with `value` of each cell, or `text` if `value` is None."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)

@@ -1,4 +1,4 @@
-"""Registries of config dataclasses and of text sources, which plugins can extend."""
+"""Registries to which plugins can add config dataclasses and text sources."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,12 +17,12 @@ SOURCES: dict[str, Callable[..., Any]] = {}
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:
     """Return a class decorator that registers a config dataclass as ``<group>/<name>_schema``.
 
-    YAML files name this schema in their defaults list. Raises ConfigError if another class has the
-    same name.
+    YAML files of the group contain ``<name>_schema`` in their defaults list. Raises ConfigError if
+    another class is registered as `name` in `group`.
 
     Args:
-        group: config group, such as "attention".
-        package: dotted config key of the values, such as "model.attention"; None uses `group`.
+        group: Hydra config group, such as "attention".
+        package: Hydra package, such as "model.attention"; None means the same as `group`.
     """
 
     def register(cls: T) -> T:

@@ -17,7 +17,8 @@ TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or f
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
     """Read a JSON file as the dataclass `cls`, ignoring unknown keys.
 
-    Follow a link only if `follow` is true. Raises OSError, or ValueError for invalid content.
+    `follow`: whether `file` may be a symbolic link. Raises OSError if the file cannot be read.
+    Raises ValueError if the file is not a regular file or has invalid content.
     """
     content = read_json(file, follow=follow)
     try:
@@ -33,13 +34,13 @@ def made(
     strict: bool = False,
     omit: tuple[str, ...] = (),
 ) -> T:
-    """Convert a mapping of plain values to the dataclass `cls`.
+    """Convert the mapping `content` of plain values to an instance of the dataclass `cls`.
 
-    Raises ValueError with the key and the allowed type if a value is missing or has another type.
-    Ignore unknown keys unless `strict` is true; then they raise ValueError, too.
+    Raises ValueError if a required key is missing or a value has the wrong type.
 
     Args:
         where: dotted key of `content` in the file, shown in errors; "" for the whole file.
+        strict: raise ValueError for an unknown key, instead of ignoring the key.
         omit: names of fields that count as unknown keys.
     """
     if not isinstance(content, dict):
@@ -65,12 +66,12 @@ def made(
 def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     """Convert a plain value to the declared type `kind` of a dataclass field.
 
-    Supported types: dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers
-    and 64-bit whole numbers. Raises ValueError for a value of another type.
+    Supported types are dataclasses, list[T], dict[str, T], T | None, str, bool, float and int.
+    Raises ValueError if the value has the wrong type, is not finite or exceeds 64 bits.
 
     Args:
         where: dotted key of the value in the file, shown in errors.
-        strict: whether unknown keys of dataclasses raise ValueError.
+        strict: raise ValueError for an unknown key of a dataclass, instead of ignoring the key.
     """
     if type(None) in (allowed := get_args(kind)):
         if value is None:

@@ -19,7 +19,7 @@ class SampleBy(Enum):
 
 
 class Between(Enum):
-    """How the weights of sources change between two points of a curriculum."""
+    """How the sampling weights of sources change between two points of a curriculum."""
 
     constant = "constant"
     linear = "linear"
@@ -29,8 +29,8 @@ class Packing(Enum):
     """How documents become training sequences.
 
     stream: all documents are concatenated, and the result is cut into sequences of equal length.
-    best_fit: a sequence contains several whole documents; only a document longer than a sequence
-    is cut.
+    best_fit: whole documents are combined into sequences; only documents longer than a sequence
+    are cut.
     """
 
     stream = "stream"
@@ -194,7 +194,7 @@ class DataConfig(TextConfig):
             )
 
     def check_current(self) -> None:
-        """Raise ConfigError for old settings, with which runs can be read but not trained."""
+        """Raise ConfigError for a setting of an older version that training no longer supports."""
 
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))

@@ -1,4 +1,4 @@
-"""Held-out sequences to evaluate during training, and held-out documents to evaluate at its end.
+"""Held-out sequences for evaluation during training, and held-out documents for the final one.
 
 Symbols in shapes: n documents, r sequences, T tokens per sequence, b sequences per batch.
 """
@@ -47,7 +47,7 @@ class HeldoutDocuments:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Position after each document in the concatenation of all n documents, (n,) int64."""
+        """End (exclusive) of each document in the concatenated documents, (n,) int64."""
         return np.cumsum(self.lengths)
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class HeldoutDocuments:
     def batches(
         self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[OwnedBatch]:
-        """Yield this rank's batches of the concatenated documents, cut into sequences of `seq_len`.
+        """Concatenate the documents, cut them into sequences, and yield the batches of this rank.
 
         A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
-        each. Over all ranks, each document token except context is a target exactly once. The
-        first input of the concatenation is an EOS. Context and padding have target -1; padding has
-        document index 0. Every rank gets the same number of batches; missing sequences are padding.
+        each. Over all ranks, each token is a target exactly once, except context tokens. An EOS
+        precedes the first document as input. Context and padding have target -1; padding has
+        document index 0. All ranks get equally many batches, filled up with padding sequences.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -76,8 +76,8 @@ class HeldoutDocuments:
     def borders(self, seq_len: int) -> np.ndarray:
         """Cut the concatenated documents into r sequences of at most `seq_len` tokens.
 
-        Returns token positions, (r + 1,) int64: the start of each sequence, then the end of the
-        last sequence.
+        Returns positions in the concatenation, (r + 1,) int64: the start of each sequence, then
+        the end (exclusive) of the last sequence.
         """
         total = int(self.ends[-1])
         if not self.whole:
@@ -90,10 +90,10 @@ class HeldoutDocuments:
         return np.array([*found, total])
 
     def read(self, borders: np.ndarray, indices: np.ndarray, seq_len: int) -> OwnedBatch:
-        """Read the sequences with the given indices (b,) as (inputs, targets, document indices).
+        """Read the sequences numbered `indices`, (b,), as (inputs, targets, document indices).
 
-        Each tensor is (b, seq_len) int64. `borders` is the result of the method `borders`. An index
-        above the last sequence gives a sequence of padding, with target -1.
+        Each returned tensor is (b, seq_len) int64. `borders` is the result of the method `borders`.
+        An index beyond the last sequence returns a padding sequence, in which all targets are -1.
         """
         inputs, targets, owners = np.full(
             (3, len(indices), seq_len), [[[0]], [[-1]], [[0]]], np.int64
@@ -118,11 +118,11 @@ class HeldoutDocuments:
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the text size and the text hash of each held-out document, (n,) int64 each.
+        """Return (text sizes, text hashes) of the held-out documents, (n,) int64 each.
 
-        The size is the number of UTF-8 bytes of the predicted tokens. The hash is the first 8 bytes
-        of the SHA-256 of the text with context. A rank computes documents rank, rank + world_size,
-        ...; other entries are 0, so that the sums over all ranks are complete.
+        A size counts the UTF-8 bytes of the predicted tokens, without context. A hash is the first
+        8 bytes of the SHA-256 of the whole text. Rank r computes the documents r, r + world_size,
+        ... and returns 0 for the others. Add the arrays of all ranks to get all values.
         """
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
@@ -147,14 +147,13 @@ def heldout_documents(
 ) -> HeldoutDocuments:
     """Choose documents from the held-out split `stream`; by default all documents.
 
-    Documents are chosen at positions spread evenly over the stream, independent of their lengths,
-    until a limit is reached. With a higher limit, the same documents and more are chosen. Raises
-    ConfigError unless `tokens` and `most` are positive.
+    The documents are spread evenly over the stream. A larger `tokens` or `most` keeps the chosen
+    documents and adds others. Raises ConfigError unless `tokens` and `most` are positive.
 
     Args:
-        tokens: limit of the total number of tokens; the document that reaches it is included.
-        most: limit of the number of documents.
-        whole: in the batches of the result, do not cut a document that fits in one sequence.
+        tokens: choose documents until their total number of tokens is at least this number.
+        most: maximum number of documents; None for no maximum.
+        whole: do not cut a document that fits in one sequence, in batches of the chosen documents.
     """
     if tokens is not None and not tokens > 0:
         raise ConfigError(f"heldout_documents: tokens={tokens} must be above 0, or None for all")
@@ -182,9 +181,9 @@ def heldout_documents(
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the predicted tokens of the documents that `heldout_documents` chooses, given `tokens`.
+    """Count the predicted tokens of the documents that `heldout_documents` chooses for `tokens`.
 
-    Context tokens, such as prompts, are not predicted. Raises DataError if all tokens are context.
+    Context tokens, such as prompts, do not count. Raises DataError if all tokens are context.
     """
     if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
@@ -208,12 +207,15 @@ def heldout_batches(
     world_size: int = 1,
     eos_id: int | None = None,
 ) -> Iterator[Batch]:
-    """Choose at most `sequences` sequences, evenly spread over `stream`, and yield them in batches.
+    """Choose sequences evenly spread over `stream`, and yield this rank's batches of them.
 
-    Each sequence is in a batch of exactly one rank. A batch is (inputs, targets), (m, seq_len)
-    int64 each; m is `batch_size`, or less in the last batch of a rank. A rank may get no batch. If
-    `eos_id` is given, a document that fits in one sequence is not cut. Raises DataError if the
-    stream is shorter than a sequence.
+    The sequences are divided among the ranks, so a rank may get no batch. A batch is (inputs,
+    targets), (m, seq_len) int64 each. The last batch of a rank may have m < `batch_size`. Raises
+    DataError if the stream is shorter than one sequence.
+
+    Args:
+        sequences: maximum number of sequences, over all ranks.
+        eos_id: if given, do not cut documents that fit in one sequence.
     """
     check_counts(least=1, batch_size=batch_size, sequences=sequences)
     check_rank(rank, world_size)

@@ -33,11 +33,11 @@ from diffllm.data.verified import usable
 
 @dataclass(eq=False)
 class FilesStream:
-    """Tokens [start, stop) of several concatenated token files.
+    """Tokens [start, stop) of the concatenated token files `paths`.
 
-    `tokenizer` contains the vocabulary size and the EOS id. `indexes` maps the path of each index
-    file to the size and hash of that file at preparation. The constructor raises DataError for an
-    unusable token file or a changed index file.
+    `tokenizer` is (vocabulary size, EOS id). `indexes` maps the path of each index file to the size
+    and hash that `prepare_tokens` found. The constructor raises DataError if a token file is
+    unusable or an index file has changed.
     """
 
     split: str
@@ -71,9 +71,9 @@ class FilesStream:
 
 @dataclass(frozen=True)
 class ImportedData(TokenData):
-    """Corpus of the token files `paths`; the cache contains only their tokenizer and manifest.
+    """Corpus of the token files `paths`; the cache contains only the tokenizer and the manifest.
 
-    `indexes` maps the path of each index file to its size and hash at preparation.
+    `indexes` maps the path of each index file to the size and hash that `prepare_tokens` found.
     """
 
     paths: tuple[str, ...]
@@ -82,8 +82,8 @@ class ImportedData(TokenData):
     def split(self, name: str) -> FilesStream:
         """Open the tokens of the split `name`, "train" or "heldout".
 
-        Raises DataError if an index file has changed since preparation, or if the token files now
-        contain more or fewer tokens.
+        Raises DataError if an index file has changed since `prepare_tokens`, or if the number of
+        tokens differs from the manifest.
         """
         manifest = self.manifest
         manifest.split(name)  # raises ConfigError for an unknown name
@@ -101,10 +101,10 @@ class ImportedData(TokenData):
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Open a corpus of token files, or a directory of diffllm token shards, at data.paths.
+    """Open the corpus at data.paths: token files, or one directory of diffllm token shards.
 
-    The first call counts the tokens and stores the counts in `cache_dir`. Raises DataError for
-    missing or unusable files, or for token files without data.tokenizer.
+    For token files, the first call counts the tokens and stores the counts in `cache_dir`. Raises
+    DataError if a file is missing or unusable, or if token files are used without data.tokenizer.
     """
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())
@@ -147,9 +147,9 @@ def manifest_of(
 ) -> Manifest:
     """Count tokens and documents of token files, and return the manifest of the corpus.
 
-    The documents that begin in the last `fraction` of all tokens are held out. For a small corpus,
-    the fraction is larger, to reach the minimum size of the held-out split. Raises DataError if no
-    document begins there. `fingerprints` contains one hash per file, which the manifest stores.
+    The documents that begin in the last `fraction` of all tokens are held out. A small corpus uses
+    a larger fraction, so that the held-out split has enough tokens. Raises DataError if no document
+    can be held out. The manifest stores `fingerprints`, one hash per file.
     """
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)

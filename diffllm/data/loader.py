@@ -46,12 +46,12 @@ class TrainLoader:
     ) -> None:
         """Start at the first sample; no data is read before the first iteration.
 
-        Raises ConfigError for an invalid rank or count, or if global_batch_size is not a multiple
+        Raises ConfigError if an argument is out of range, or if global_batch_size is not a multiple
         of micro_batch_size times world_size.
 
         Args:
-            num_workers: loader processes; 0 reads in this process.
-            prefetch_factor: micro-batches that each loader process prepares ahead.
+            num_workers: number of loader processes; with 0, this process reads the data.
+            prefetch_factor: number of micro-batches that each loader process prepares ahead.
         """
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         check_counts(least=1, **sizes)
@@ -135,7 +135,7 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position `state`, a result of `state_dict`.
 
-        World size, micro-batch size and number of loader processes may differ from the saved run.
+        World size, micro-batch size and `num_workers` may differ from those at the time of saving.
         Raises CheckpointError if `state` belongs to a different order of samples.
         """
         self._stop_workers()
@@ -151,8 +151,8 @@ class TrainLoader:
     def _started(self) -> Iterator[Any]:
         """Start the loader processes and return the iterator over their batches.
 
-        The previous SIGCHLD handler stays active, because PyTorch's handler could raise an error
-        anywhere in the main thread. `_read` detects dead loader processes instead.
+        Restore the previous SIGCHLD handler, because the handler that PyTorch installs could raise
+        an error anywhere in the main thread. `_read` detects dead loader processes instead.
         """
         from torchdata.stateful_dataloader import StatefulDataLoader
 

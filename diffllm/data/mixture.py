@@ -18,7 +18,7 @@ from diffllm.data.tokenizer import Tokenizer
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """Context manager and decorator that prefixes error messages with "data.sources.NAME: "."""
+    """Prefix the messages of ConfigError and DataError with "data.sources.NAME: "."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -35,10 +35,10 @@ class MixtureData:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Manifest of the mixture, in which counts are sums over all sources.
+        """Manifest of the mixture; each count is the sum of the counts of all sources.
 
-        The corpus hash depends on the names and the corpora of all sources. The unigram entropy is
-        the mean over the sources, weighted by their held-out tokens.
+        The corpus hash depends on the names and corpus hashes of all sources. The unigram entropy
+        is the mean over the sources, weighted by the number of held-out tokens of each source.
         """
         named = {name: data.manifest for name, data in self.sources.items()}
         each = list(named.values())
@@ -63,7 +63,7 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError if a source lacks files, or if two sources use different tokenizers."""
+        """Raise DataError if files of a source are missing, or if tokenizers of sources differ."""
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()

@@ -1,11 +1,11 @@
 """Choose the source of each sample in a mixture, for weights that may change during a run.
 
-A run is divided into segments with constant weights, and each segment into blocks of samples. The
-samples of a segment before each block are divided among the sources in proportion to the weights,
-with rounding by largest remainders. Within a block, the sources alternate evenly by the algorithm
-of R. Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980). If a source
-provides a fraction w of the samples of a block with K > 1 sources, then the number of its samples
-among the first n samples of the block differs from w * n by at most 1 - 1/(2K - 2).
+A run is divided into segments with constant weights, and each segment into blocks of samples. At
+each block boundary, the sources have provided samples of the segment in proportion to the weights,
+rounded by largest remainders. Within a block, the sources alternate evenly by the algorithm of
+R. Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980). Let a source provide
+the fraction w of the samples of a block with K > 1 sources. Then the number of samples from this
+source among the first n samples of the block differs from w * n by at most 1 - 1/(2K - 2).
 
 Only integer arithmetic is used, so the order is equal on every platform.
 """
@@ -52,10 +52,9 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return how many samples each source provides before a position in this segment.
+        """Count the samples of each source up to `samples` samples after the segment's start.
 
-        The position is `samples` samples after the start of the segment. The counts include the
-        samples of all earlier segments of the run.
+        The counts include the samples of all earlier segments of the run.
         """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
@@ -65,8 +64,8 @@ class MixtureOrder:
     """Maps the index of a sample in a mixture to the source that provides the sample.
 
     Args:
-        segments: pairs (index of the first sample, weight of each source), in ascending order.
-        before: count of samples that a resumed run read earlier from each source; () for a new run.
+        segments: pairs (index of the first sample, weights of the sources), in ascending order.
+        before: number of samples per source before the first segment; () for none.
     """
 
     def __init__(
@@ -81,9 +80,9 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source index of each sample, and the index of the sample within that source.
+        """Return (source index, index within the source) of each sample of the mixture.
 
-        `samples`, (n,), contains sample indices of the mixture. Both results are (n,).
+        `samples` contains the sample indices in the mixture. All arrays are (n,).
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
@@ -98,10 +97,10 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the number of samples of the mixture until `source` has provided `most` samples.
+        """Compute how many samples of the mixture are read until `source` has provided `most`.
 
-        The number is computed from the weights and rounded down. Returns None if the source never
-        provides `most` samples.
+        The number follows from the weights, rounded down. Returns None if the source never provides
+        `most` samples.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -147,10 +146,10 @@ def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Scale weights to integers whose sum is 10**9, except for rounding.
+    """Scale weights to a sum of 10**9, and round each weight to an integer.
 
-    Raises ValueError for a negative weight, a sum of 0, or a positive weight below LEAST_WEIGHT of
-    the sum.
+    Raises ValueError if a weight is negative, if all weights are 0, or if a positive weight is less
+    than LEAST_WEIGHT times the sum.
     """
     exact = [Fraction(weight) for weight in weights]
     if min(exact) < 0 or not (total := sum(exact)):
@@ -181,11 +180,11 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
     The block contains `counts[k]` samples of source k. Returns the source index at each position,
     (sum(counts),) int16.
 
-    Let K > 1 be the number of sources in the block, w the fraction of the block from one of them,
-    and count samples n and positions p from 1. The earliest position of the source's n-th sample is
-    the first p with w * p - (n - 1) >= 1 / (2K - 2). Its latest position is the first p with
-    w * p - (n - 1) >= 1 - 1 / (2K - 2). Of the remaining samples whose earliest position is
-    reached, each position gets the sample with the smallest latest position.
+    Let the block contain K > 1 sources, and let a source provide the fraction w of the block.
+    Samples n and positions p count from 1. The earliest position of the n-th sample of this source
+    is the first p with w * p - (n - 1) >= 1 / (2K - 2). The latest position of this sample is the
+    first p with w * p - (n - 1) >= 1 - 1 / (2K - 2). Each position p gets an unused sample with
+    earliest position <= p: the one with the smallest latest position.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
@@ -212,9 +211,9 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
 def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
     """Divide a run of `samples` samples of `seq_len` tokens into segments with constant weights.
 
-    Returns the first sample number of each segment, with one weight per source. Linear
-    interpolation between two points of the curriculum is approximated by at most 256 segments,
-    which have the interpolated weights at their midpoints.
+    Returns pairs (first sample, weights of the sources), one pair per segment. With
+    data.between=linear, at most 256 segments lie between two points of the curriculum. Each of
+    these segments uses the weights interpolated at its midpoint.
     """
     points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
     for point in cfg.curriculum:
@@ -234,7 +233,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Scale weights to a sum of 1; weights below LEAST_WEIGHT of the sum become 0."""
+    """Set weights below LEAST_WEIGHT times the sum to 0, then scale all weights to a sum of 1."""
     total = sum(weights)
     kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(kept) for weight in kept)
@@ -243,13 +242,13 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """Return the segments of `plan` from sample `first` on, with a maximum for each source.
+    """Return the segments of `plan` from sample `first` on, limited to `most` samples per source.
 
-    When a source reaches its maximum, its weight becomes 0; other weights keep their ratios. Raises
+    A source that reaches its maximum gets weight 0; the other weights keep their ratios. Raises
     ConfigError if all sources reach their maximum before sample `last`, the end of the run.
 
     Args:
-        before: number of samples of each source before sample `first` of the run.
+        before: number of samples that each source provides before sample `first` of the run.
         most: maximum number of samples of each source, including `before`; inf for no maximum.
     """
     plan = from_sample(plan, first)
@@ -325,7 +324,7 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError if `state` is not a valid data position of a checkpoint; {} is valid."""
+    """Raise ValueError if `state`, a saved data position, is invalid; an empty dict is valid."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

@@ -34,15 +34,16 @@ ROUNDS = 8
 class ShuffledSequences:
     """Infinite training samples of one source, shuffled again in every epoch.
 
-    The source has n sequences. Sample g is sequence `permute(g % n)` of epoch g // n. `bits` is the
-    factor from a loss in nats per token to bits per byte of text; None if unknown.
+    The source has n sequences. Sample g is the sequence at position g % n of the random order of
+    epoch g // n. `bits` is the factor that converts a loss in nats per token to bits per byte of
+    text; None if the text size is unknown.
     """
 
     def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
         self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return m samples of T tokens as (inputs, targets), (m, T) int64 each.
+        """Return the samples with the m numbers `samples` as (inputs, targets), (m, T) int64 each.
 
         A DataError is returned, because PyTorch adds a traceback to the message of a raised error.
         """
@@ -65,7 +66,7 @@ class ShuffledSequences:
     def sample_of(self, state: dict[str, Any]) -> int:
         """Return the number of the first sample after the saved position `state`.
 
-        Raises CheckpointError if the seed differs or the state does not fit the corpus.
+        Raises CheckpointError if `state` has another seed or does not fit the corpus.
         """
         check_seed(state, self.seed)
         count = len(self.sequences)
@@ -83,9 +84,9 @@ class ShuffledSequences:
 
 
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:
-    """Return the sequence index of each sample number in `samples`, (m,).
+    """Map sample numbers (m,) to sequence indices (m,) in a source of `sequences` sequences.
 
-    Each epoch contains all `sequences` sequences of the source, in a new random order.
+    Each epoch contains all sequences of the source, in a new random order.
     """
     epochs, positions = np.divmod(samples, sequences)
     places = np.empty_like(positions)
@@ -107,9 +108,8 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
     """Map indices in [0, n) by a random permutation that depends only on n, seed and epoch.
 
     The permutation is never stored: a Feistel network permutes the smallest 4**k >= n integers.
-    Results outside [0, n) pass the network again until all results are inside (cycle walking),
-    which keeps the map a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002).
+    Results outside [0, n) pass through the network again until all are inside (cycle walking). The
+    map remains a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     `indices` may have any shape; the result is int64 of the same shape. Only integer arithmetic is
     used, so the result is equal on every platform.
@@ -141,10 +141,10 @@ def _splitmix64_hash(x: np.ndarray) -> np.ndarray:
 class MixedSequences:
     """Training samples of a mixture of sources.
 
-    Sample g is the next sequence of the source that a MixtureOrder assigns to g. The sequences of
-    each source are shuffled independently. `total` is the number of samples of the run. The
-    constructor raises DataError if a source is shorter than a sequence, and ConfigError if all
-    sources reach epochs_at_most before the end of the run.
+    A MixtureOrder chooses the source of each sample. The sample is the next unread sequence of this
+    source. The sequences of each source are shuffled independently. `total` is the number of
+    samples of the run. The constructor raises DataError if a source is shorter than one sequence,
+    and ConfigError if all sources reach epochs_at_most before the end of the run.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class MixedSequences:
         }
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the number of the first sample after `state`, and resume the mixture there.
+        """Continue the mixture at the saved position `state`; return the number of the next sample.
 
-        If the weights are unchanged, the order of sources is unchanged too; new weights apply from
-        this sample on. Raises CheckpointError for another seed, other sources or an invalid state.
+        Changed mixture weights apply from this sample on. Otherwise, the order of sources is the
+        same as before. Raises CheckpointError for another seed, other sources or an invalid state.
         """
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]
@@ -260,8 +260,9 @@ def training_samples(
 ) -> Samples:
     """Return the samples of a training run that reads `total` samples.
 
-    Raises ConfigError if `total` is below 1 or if all sources of a mixture reach epochs_at_most,
-    DataError if tokens are unreadable or a source is shorter than a sequence.
+    Raises ConfigError if `seq_len` or `total` is below 1, or if all sources of a mixture reach
+    epochs_at_most before the end of the run. Raises DataError if tokens are unreadable or a source
+    is shorter than one sequence.
     """
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):

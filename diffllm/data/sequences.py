@@ -26,9 +26,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class StreamSequences:
-    """Sequences of T tokens cut from a token stream; sequence i starts at token i * T.
+    """Sequences of `seq_len` tokens from a token stream; sequence i starts at token i * seq_len.
 
-    T is `seq_len`. The end of a document does not end a sequence.
+    A sequence may contain the end of one document and the start of the next document.
     """
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
@@ -39,7 +39,7 @@ class StreamSequences:
         return self.count
 
     def read(self, places: np.ndarray) -> Batch:
-        """Read the sequences with indices `places` (m,) as (inputs, targets).
+        """Read the m sequences with the indices `places`; return (inputs, targets).
 
         Both are (m, seq_len) int64; context tokens have target -1. Raises DataError for unreadable
         tokens.
@@ -55,8 +55,8 @@ class StreamSequences:
 def sequences_in(stream: Stream, seq_len: int) -> int:
     """Return how many sequences a stream contains: (len(stream) - 1) // seq_len.
 
-    The last target of a sequence is the first input of the next. Raises DataError if the stream is
-    shorter than `seq_len` + 1 tokens, ConfigError if `seq_len` is below 1.
+    The last target of a sequence is the first input of the next sequence. Raises DataError if the
+    stream has fewer than seq_len + 1 tokens. Raises ConfigError if `seq_len` is below 1.
     """
     check_counts(least=1, seq_len=seq_len)
     n = (len(stream) - 1) // seq_len
@@ -69,11 +69,11 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 
 
 class PackedSequences:
-    """Sequences of whole documents, pieces of documents longer than a sequence, and padding.
+    """Sequences that contain whole documents and padding.
 
-    `plan` lists the documents and pieces of each sequence, which are in corpus order. An EOS is the
-    input before a document's first token, so every token of `stream` except context is a target
-    exactly once. Padding has EOS as input and -1 as target.
+    A document longer than a sequence is cut into pieces. `plan` lists the documents and pieces of
+    each sequence, in corpus order. An EOS is the input for the first token of a document, so
+    every token of `stream` except context is a target once. Padding has input EOS and target -1.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -108,9 +108,9 @@ def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequen
     """Return the sequences in the training split of one source.
 
     With data.packing=best_fit, the first call packs the documents and stores the packing plan in
-    the cache. Several processes may call this function at once, also before process groups exist.
-    Raises DataError for unreadable tokens, a split shorter than a sequence or an unusable cache,
-    and ConfigError for an invalid `seq_len`.
+    the cache. Several processes may call this function at once, even before process groups exist.
+    Raises DataError if the tokens are unreadable, the split is shorter than one sequence or the
+    cache directory is unusable. Raises ConfigError for an invalid `seq_len`.
     """
     stream = data.split("train")
     if cfg.packing is Packing.stream:
@@ -136,9 +136,9 @@ def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
 
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
-    """Return the total numbers of documents, sequences and padding tokens over all sources.
+    """Return the numbers of documents, sequences and padding tokens in the packed training splits.
 
-    Returns None if data.packing=stream.
+    The numbers are sums over all sources. Returns None if data.packing=stream.
     """
     if cfg.packing is Packing.stream:
         return None

@@ -38,18 +38,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts and shard files of the training split or the held-out split of a corpus.
-
-    `tokens` includes context tokens and one EOS per document. `predicted` is the number of tokens
-    without context; None: all tokens are predicted. `bytes` is the UTF-8 size of the text of the
-    predicted tokens, or 0 if unknown.
-    """
+    """Counts and shard files of the training split or the held-out split of a corpus."""
 
     documents: int
     tokens: int
+    """Number of tokens, including context and one EOS per document."""
     bytes: int
+    """UTF-8 size of the text of the predicted tokens; 0 if unknown."""
     shards: list[Shard]
     predicted: int | None = None
+    """Number of predicted tokens (all except context); None: all tokens are predicted."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a loss in nats per token to bits per byte; None if the text size is unknown."""
@@ -120,7 +118,7 @@ class Manifest:
     def load(cls, directory: Path) -> "Manifest":
         """Read the manifest in `directory`.
 
-        Raises DataError for a missing or invalid manifest, or for another format version.
+        Raises DataError if the manifest is missing or invalid, or has another format version.
         """
         with usable(directory / MANIFEST, directory):
             content = read_json(directory / MANIFEST, follow=True)
@@ -171,7 +169,7 @@ def together(splits: Sequence[Split]) -> Split:
 
 
 def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fraction") -> str:
-    """Return a warning if the held-out split is smaller than the recommended minimum, else "".
+    """Return a warning if the held-out split is below its minimum size, else an empty string.
 
     If `tokens` is None, only the number of documents is checked. The warning recommends increasing
     the config key `key`.
@@ -188,7 +186,7 @@ def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fr
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Return the entropy in nats of the token distribution given by `counts`, (vocab_size,)."""
+    """Return the entropy in nats of a token distribution; `counts` is (vocab_size,)."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -200,8 +198,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class ShardWriter:
     """Writes the tokens of one split to shard files of at most SHARD_TOKENS tokens.
 
-    File names begin with `name`. If `masked` is true, each shard also gets a file with its loss
-    mask.
+    All file names begin with `name`. If `masked` is true, a loss mask file is written per shard.
     """
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
@@ -218,8 +215,9 @@ class ShardWriter:
 
         Args:
             tokens: (n,) token ids of any integer type, with one EOS per document.
-            text_bytes: UTF-8 bytes of the predicted text.
-            mask: (n,) bool, True for predicted tokens; only for a writer with loss masks.
+            text_bytes: number of UTF-8 bytes of the predicted text.
+            documents: number of documents in `tokens`.
+            mask: (n,) bool, True for predicted tokens; required if the writer is `masked`.
         """
         if not len(tokens):
             return

@@ -1,7 +1,7 @@
 """Streams of tokens that are read from files.
 
-Files are not memory-mapped. If a mapped file is truncated or its disk fails, an access kills the
-process, which then cannot save a checkpoint; a failed read raises an error instead.
+Files are read with system calls, not memory-mapped. If a file is truncated or the disk fails, a
+read raises an error. With a memory map, the process would be killed before it saves a checkpoint.
 """
 
 import os
@@ -25,9 +25,9 @@ STEP = 2**12
 
 
 class FileArray:
-    """Array (n,) of the numbers in a file, which are read on access.
+    """Array (n,) of the numbers in a file; an element is read from the file on access.
 
-    Forked processes may use the same object: reads do not move a shared file position.
+    Forked processes may use the same object, because reads do not move a shared file position.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class FileArray:
     ) -> None:
         """Open a file of numbers of type `dtype`.
 
-        Raises DataError if the file is too short or, without `count`, has an incomplete number.
+        Raises DataError if the file is too short. Without `count`, raises DataError also if the
+        last number is incomplete.
 
         Args:
             offset: number of bytes before the first number.
@@ -67,10 +68,10 @@ class FileArray:
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
-        """Read the number at an index, or the numbers of a slice start:stop or of an index array.
+        """Read one number for an int `index`, or an array for a slice or an index array.
 
-        `index` is an int, a slice without step, or an int array (k,); negative indices count from
-        the end. Raises DataError for an index outside the file, or if the file has changed.
+        A slice must not have a step. An index array is an int array (k,). Negative indices count
+        from the end. Raises DataError for an index outside the array, or if the file has changed.
         """
         if isinstance(index, slice):
             start, stop, _ = index.indices(self._count)
@@ -104,7 +105,7 @@ class FileArray:
 
 
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
-    """Open a cache file of numbers; raise DataError unless its SHA-256 is `sha256`."""
+    """Open a cache file of `dtype` numbers; raise DataError if `sha256` is not the file hash."""
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
     with usable(path):
         if not matches(path, sha256) or identity_of(path) != array.identity:
@@ -132,14 +133,14 @@ class Stream(Readable, Protocol):
 
     @property
     def masked(self) -> bool:
-        """Whether the stream may contain context tokens, which the loss ignores."""
+        """Whether the stream may contain context tokens (prompts), which the loss ignores."""
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read the loss mask of tokens [start, stop), bool: False for context, else True."""
+        """Read the loss mask of tokens [start, stop), (stop - start,) bool; False for context."""
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return `tokens` with context tokens replaced by -1, which the loss ignores.
+    """Return `tokens` with -1 in place of each token that the loss mask of `stream` excludes.
 
     `tokens`, (n,) int64, are the tokens of `stream` from position `start` on.
     """
@@ -151,9 +152,9 @@ def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
 def token_counts(
     read: Callable[[int, int], np.ndarray], start: int, stop: int, vocab_size: int
 ) -> np.ndarray:
-    """Count each token id at positions `start` to `stop` - 1 of a stream, (vocab_size,) int64.
+    """Return how often each token id occurs in positions [start, stop), (vocab_size,) int64.
 
-    `read(a, b)` returns the token ids at positions a to b - 1; negative ids (context) do not count.
+    `read(a, b)` returns the token ids at positions [a, b). Negative ids (context) are not counted.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(start, stop, BLOCK):
@@ -167,8 +168,8 @@ def document_ends(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Find the document ends in a stream from position `start` on, reading `block` tokens at once.
 
-    Yields, for each block of tokens, the position after the block and the document ends in the
-    block, (n,) int64. A document end is the position after an EOS.
+    A document end is the position after an EOS token. Yields one tuple per block: the position
+    after the block, then the ends of the documents whose EOS is in the block, (n,) int64.
     """
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
@@ -178,7 +179,8 @@ def document_ends(
 def document_end(stream: Readable, eos_id: int, position: int) -> int:
     """Return the end of the document that contains the token at `position`.
 
-    The end is the position after the first EOS from `position` on, or else the stream's length.
+    The end is the position after the first EOS at or after `position`. Without such an EOS, the end
+    is the length of the stream.
     """
     found = (ends for _, ends in document_ends(stream, eos_id, position, STEP) if len(ends))
     return int(next(found, [len(stream)])[0])
@@ -190,10 +192,10 @@ def check_range(start: int, stop: int, length: int) -> None:
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Split the range [start, stop) of a concatenation of arrays into one range per array.
+    """Split the range [start, stop) of several concatenated arrays into one range per array.
 
-    `ends[i]` is the end of array i in the concatenation. Yields (i, a, b) for each array that
-    overlaps the range: the overlap is the range [a, b) of array i.
+    `ends[i]` is the end of array i in the concatenation. Yields (i, a, b) for each array i that
+    overlaps [start, stop); the elements [a, b) of array i are the overlap.
     """
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:

@@ -1,15 +1,16 @@
-"""Token files of other libraries: Megatron and datatrove.
+"""Read token files of other libraries: Megatron and datatrove.
 
-Megatron's indexed dataset: NAME.bin contains the tokens. NAME.idx contains, in this order:
-- 9 bytes: "MMIDIDX" and two zeros; the version, 1 (uint64); a code of the token type (uint8)
+In Megatron's format, NAME.bin contains the tokens. NAME.idx contains, in this order:
+- 9 bytes: "MMIDIDX" and two zero bytes
+- format version, 1 (uint64); number that denotes the dtype of the tokens (uint8)
 - number of sequences S (uint64); number of documents plus 1, D (uint64)
 - (S,) int32: length of each sequence in tokens
 - (S,) int64: position of each sequence in NAME.bin, in bytes
 - (D,) int64: index of the first sequence of each document, then S
 
-Datatrove's token files, which Nanotron reads: NAME.ds contains the tokens, NAME.ds.index the ends
-of documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per
-token.
+In datatrove's format, which Nanotron also reads, NAME.ds contains the tokens. NAME.ds.index
+contains the end of each document (uint64). The first line of NAME.ds.metadata ends with the number
+of bytes per token.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ class TokenFile:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop) of the file, (stop - start,) int64.
+        """Return the tokens from `start` to `stop - 1` of the file, (stop - start,) int64.
 
         Raises DataError for a token id outside the vocabulary.
         """
@@ -102,8 +103,9 @@ Tokens = TokenFile | WithEnds
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     """Open a Megatron (.bin) or datatrove (.ds) file as tokens with an EOS after every document.
 
-    If no document in the file ends with `eos_id`, reads insert the EOS without changing the file.
-    Raises DataError for an unusable file, or if only some documents end with `eos_id`.
+    At most 100 documents are checked. If none of these ends with `eos_id`, the returned object
+    inserts an EOS after each document when tokens are read. Raises DataError for an unusable file,
+    or if only some of the checked documents end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
@@ -126,7 +128,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
 
 
 def open_megatron(path: Path, vocab_size: int) -> TokenFile:
-    """Open a Megatron token file NAME.bin and NAME.idx; raise DataError for unusable files."""
+    """Open the Megatron token file NAME.bin with NAME.idx; raise DataError for an unusable file."""
     index = path.with_suffix(".idx")
     with usable(index), open_regular(index, 2**63, follow=True) as file:
         head = file.read(HEADER.size)
@@ -155,7 +157,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
 def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     """Open a datatrove token file NAME.ds and its index; raise DataError for an unusable file.
 
-    Without NAME.ds.metadata, a token has 2 bytes if `vocab_size` is at most 2**16, else 4 bytes.
+    If NAME.ds.metadata is missing, a token has 2 bytes for `vocab_size` <= 2**16, else 4 bytes.
     """
     size = "2" if vocab_size <= 2**16 else "4"
     metadata = path.with_name(f"{path.name}.metadata")

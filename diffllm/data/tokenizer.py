@@ -38,10 +38,10 @@ USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Tokenizer:
-    """Tokenizer from a sentencepiece model with an EOS.
+    """Tokenizer that uses a sentencepiece model; the model must have an EOS.
 
-    A model that diffllm trained decodes tokens to exactly the encoded text; other models may
-    normalise text.
+    If diffllm trained the model, decoding returns exactly the encoded text. Other models may
+    normalise the text.
     """
 
     def __init__(self, processor: "SentencePieceProcessor", source: str) -> None:
@@ -129,15 +129,15 @@ class Tokenizer:
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
-        """Return the vocabulary piece of a token id; U+2581 is a space, <0x0A> a line break."""
+        """Return the vocabulary piece of a token id; sentencepiece writes a space as U+2581."""
         return self._processor.id_to_piece(token)
 
     @cached_property
     def pieces_hash(self) -> str:
-        """One SHA-256 of all vocabulary pieces, ordered by token id, and of an encoded fixed text.
+        """SHA-256 of all vocabulary pieces, ordered by token id, and of an encoded fixed text.
 
-        The token ids of the fixed text show how the model normalises text. The model file is not
-        hashed, because repeated training on the same text can write different files.
+        The encoded text shows how the model normalises text. The model file is not hashed, because
+        training twice on the same text can write different files.
         """
         processor = self._processor
         facts = (
@@ -154,7 +154,7 @@ class Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """Tokenizer from a Hugging Face tokenizer.json; a text "<eos>" is encoded as ordinary text."""
+    """Hugging Face tokenizer (tokenizer.json) that encodes a text like "<eos>" as ordinary text."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -218,10 +218,10 @@ def find_eos(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def located(name: str | Path) -> Path:
-    """Return the tokenizer file that `name` denotes: a file, or a directory with a tokenizer file.
+    """Return the path of a tokenizer file; `name` is the file or a directory that contains it.
 
-    If there is no such path, `name` is a hub repository (owner/name), whose tokenizer is downloaded
-    first. Raises DataError if there is no usable file.
+    If the path `name` does not exist and has the form owner/name, the tokenizer of that hub
+    repository is downloaded. Raises DataError if there is no usable file.
     """
     path = Path(name).expanduser()
     path = tokenizer_in(path) if path.is_dir() else path

@@ -1,8 +1,8 @@
-"""Verify checksums of files once for all reading processes, and again after a day.
+"""Verify the checksum of a file once per day for all processes that read the file.
 
-The first process hashes a file and stores the hash, with the size, times and inode of the file, in
-a small hidden file in the same directory. Other processes trust this hidden file, the mark, for a
-day. Then the file is hashed again, to detect corruption that changes neither size nor times.
+The first process hashes the file. It stores the hash, with the size, times and inode of the file,
+in a small hidden file in the same directory. For one day, other processes trust the stored hash.
+Then the file is hashed again, to detect corruption that changes neither size nor times.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ def identity_in(stat: os.stat_result) -> str:
 def settled_identity(path: Path) -> str:
     """Return the size, times and inode of a file as one string.
 
-    The function first waits until 50 ms have passed since the last write: file systems store times
-    with a limited resolution, so a write soon after another may leave the times unchanged.
+    First wait until 50 ms after the last write to the file. File systems store times with a limited
+    resolution, so two writes in quick succession may have the same time.
     """
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
@@ -84,7 +84,7 @@ def again(directory: Path) -> str:
 
 @contextlib.contextmanager
 def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
-    """Context manager that turns OSError and ValueError into a DataError about `file`.
+    """Raise DataError about `file` if the `with` block raises OSError or ValueError.
 
     If `directory` is given, the message recommends deleting that directory.
     """

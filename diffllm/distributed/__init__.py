@@ -1,1 +1,1 @@
-"""Processes, device meshes and sharding. Model code does not import this package."""
+"""Processes, device meshes and sharding; model code does not import this package."""

@@ -21,10 +21,11 @@ products use all 64 bits."""
 
 
 def check_same(world: World, what: str, values: Mapping[str, object]) -> None:
-    """Check that the dict `values` is equal on all ranks, before a process group exists.
+    """Check that the dict `values` is equal on all ranks; no process group is needed.
 
     If a value differs, raise LaunchError on rank 0 and AgreedError on the other ranks. Every rank
-    must call this. `what` names the values in the error, such as "config"; use each name only once.
+    must call this function. `what` describes `values` in the error message, for example "config".
+    Each call needs a different `what`.
     """
     key = f"same/{what}"
     mine = {name: str(value) for name, value in values.items()}
@@ -42,9 +43,10 @@ def check_same(world: World, what: str, values: Mapping[str, object]) -> None:
 
 
 def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Compare one dict per rank; return one message for each key whose value differs.
+    """Return one message for each key whose value is not the same on all ranks.
 
-    A message starts with the rarest value: "seed is 2 on rank 3, 1 on ranks 0, 1, 2".
+    `of_ranks` contains one dict per rank. Each message begins with the value that the fewest ranks
+    have, for example "seed is 2 on rank 3, 1 on ranks 0, 1, 2".
     """
     different = []
     for name in sorted({name for values in of_ranks for name in values}):
@@ -77,8 +79,8 @@ def hash_sources(root: Path, files: Iterable[Path]) -> str:
 def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     """Check that the copies of each tensor on different ranks are equal.
 
-    A DTensor is a shard, and is compared with the same shard in other replicas of the model. Other
-    tensors are compared on all ranks. Every rank must call this.
+    Each shard of a DTensor has one copy per replica of the model. Any other tensor has a copy on
+    every rank. Every rank must call this.
 
     Args:
         replica_size: number of consecutive ranks that share one replica of the model.

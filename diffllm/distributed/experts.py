@@ -1,7 +1,7 @@
 """Expert parallelism: ranks divide the experts of a layer, and exchange tokens.
 
-Shapes: M rows before the exchange (a token has one row per selected expert), R rows after the
-exchange, D model width, E experts, n ranks that share the experts.
+A token has one row for each expert that the router selects. Shapes: M rows of a rank before the
+exchange, R rows after the exchange, D model width, E experts, n ranks that share the experts.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Exchange row counts; return (rows to send per rank, rows to receive per rank, table).
+    """Exchange row counts between ranks; return the sizes of the following exchange of rows.
 
-    `table` counts the rows to receive per sending rank and own expert, (n, E/n). The host waits for
-    the device, because the next exchange of rows needs these numbers on the host.
+    Returns (send, receive, table): rows to send to each rank, rows to receive from each rank, and
+    rows to receive per sending rank and expert of this rank, (n, E/n). The host waits for the
+    device, because the exchange of rows needs these numbers on the host.
 
     Args:
         counts: number of this rank's rows for each expert, (E,) int64.
@@ -41,10 +42,10 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Return how many token rows ranks would exchange if all experts got equally many rows.
+    """Return the sizes of an exchange of rows in which all experts get equally many rows.
 
-    Used to simulate training without data; the ranks do not communicate. `counts` only determines
-    the number of experts, and `rows` is the total number of rows of this rank.
+    This function replaces `exchanged_splits` in simulations; ranks do not communicate. `rows` is
+    the number of rows of this rank. `counts` is only used for the number of experts and the device.
     """
     n = mesh.size()
     send = even_parts(rows, n)
@@ -61,8 +62,8 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Divide the experts of a layer between ranks; the forward pass then exchanges tokens.
 
     Each rank stores E/n of the E experts. The parameters, each (E, ...), become DTensors. The
-    forward pass takes this rank's token rows (M, D) sorted by expert, the router weight of each row
-    (M,), and the number of rows per expert (E,). It returns (M, D), as before.
+    forward pass keeps its signature. Arguments: this rank's token rows (M, D) sorted by expert, the
+    router weight of each row (M,), the number of rows per expert (E,). Result: (M, D).
 
     Args:
         experts: module with the experts, changed in place.

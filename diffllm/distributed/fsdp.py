@@ -1,7 +1,7 @@
 """Prepare a decoder for training: activation checkpointing, torch.compile and FSDP2.
 
-These are applied in this order. With expert parallelism, the order is: division of the experts
-between ranks, torch.compile, activation checkpointing, FSDP2.
+Without expert parallelism, the three are applied in this order. With expert parallelism, the
+experts are first divided between ranks; torch.compile then precedes activation checkpointing.
 
 `Weights` contains the float32 parameters that the optimizer updates. On one rank, FSDP2 would cast
 and copy all parameters twice per micro-batch; `OneRank` keeps copies in the compute dtype instead.
@@ -33,14 +33,13 @@ def parallelize(
 ) -> None:
     """Prepare a decoder for training; `model` is changed in place.
 
-    Apply activation checkpointing and torch.compile, if set, to each of `model.layers`. On several
-    ranks, FSDP2 shards the parameters and averages gradients over ranks in float32. After each
-    backward pass, `finish_gradients` must average the other gradients: those of experts that are
-    divided between ranks, and those of unsharded parameters (`fp32_parameters` of a module).
+    Apply activation checkpointing and torch.compile, if true, to each of `model.layers`. On several
+    ranks, FSDP2 shards the parameters and averages gradients in float32. After the last backward
+    pass of each step, `finish_gradients` must average the gradients that FSDP2 does not average.
 
     Args:
-        param_dtype: dtype of FSDP2's computation; not used on one rank.
-        splits: function that computes how many tokens ranks exchange if experts are divided.
+        param_dtype: dtype in which FSDP2 computes; not used on one rank.
+        splits: function that computes how many rows ranks exchange; only for expert parallelism.
     """
     layers: Any = model.layers
     if compile:
@@ -73,14 +72,15 @@ def parallelize(
 
 
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
-    """Return arguments of `fully_shard` that shard parameters over the mesh dimension `name`.
+    """Return the `fully_shard` arguments that shard parameters over the mesh dimension `name`.
 
-    If the dimension "replicate" has several ranks, the arguments also replicate parameters (HSDP).
+    If the mesh dimension "replicate" has several ranks, parameters are also replicated over that
+    dimension (HSDP).
     """
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Shard weights (E, out, in) in an evenly divisible dimension; None: FSDP2 uses 0."""
+        """Shard weights (E, out, in) in an evenly divisible dimension; None means dimension 0."""
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()
@@ -98,9 +98,9 @@ def wrap_forward(
 ) -> None:
     """Add checkpointing and torch.compile to `layer.forward`, each if its argument is true.
 
-    If `one_graph` is true, the checkpointed forward pass is compiled as one graph. If the layer
-    exchanges tokens between ranks, `one_graph` must be false: the forward pass is then compiled to
-    several graphs, and checkpointing wraps the compiled forward pass.
+    If `one_graph` is true, torch.compile is added last and must produce a single graph. `one_graph`
+    must be false if the layer exchanges tokens between ranks: torch.compile is then added first and
+    may produce several graphs.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
@@ -138,13 +138,12 @@ LAST_UP_TO = 8 * 2**30
 
 
 class Weights:
-    """The float32 parameters of this rank (`params`), and the tensors that the model computes with.
-
-    `choices` contains automatic settings with their reasons. Base class of `OneRank` and `Sharded`.
-    """
+    """Base class for the parameters of this rank; see the subclasses `OneRank` and `Sharded`."""
 
     choices: dict[str, AutoSetting]
+    """Value of each automatic setting, with the reason."""
     params: dict[str, Tensor]
+    """Float32 parameters that the optimizer updates, by name."""
 
     def block(self, param: Tensor) -> LocalBlock:
         """Return this rank's shard of a parameter, the shard's offset, and the full shape."""
@@ -161,9 +160,9 @@ class Weights:
 
 
 class OneRank(Weights):
-    """Float32 parameters on a single rank, and copies in the compute dtype for the model.
+    """Float32 parameters on a single rank, and their copies in the compute dtype for the model.
 
-    The backward pass adds each gradient of a copy to the float32 gradient of the parameter.
+    The backward pass adds the gradient of each copy to the float32 gradient of the parameter.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -199,7 +198,7 @@ def empty_copies(
 
     Args:
         params: parameters of one module by name.
-        adjacent: names of parameters with shapes (E, F_i, D), whose new tensors are slices of one
+        adjacent: names of parameters with shapes (E, F_i, D). Their new tensors are slices of one
             tensor with shape (E, F_1 + F_2 + ..., D).
     """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
@@ -250,9 +249,9 @@ class Sharded(Weights):
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
-    """Choose when ranks sum gradients; return the choice with the reason.
+    """Choose whether ranks sum gradients once per step or after each micro-batch, with a reason.
 
-    `asked` is the choice in the config. If `asked` is None, sum once per step if the float32
+    Use the config value `asked` unless it is None. By default, sum once per step if the float32
     gradients of a rank have at most 8 GiB, else after each micro-batch.
     """
     if asked is not None:

@@ -1,4 +1,4 @@
-"""Gradient reductions, norms and clipping that FSDP2 does not provide."""
+"""Average, measure and clip gradients where FSDP2 does not."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,26 +20,27 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Norms(NamedTuple):
-    """L2 norms of several tensors, named `names`; `squares` (n,) contains the squared norms.
+    """L2 norms of several tensors; the norm of a sharded tensor includes all shards.
 
-    `total` is the norm of all tensors together. The norm of a sharded tensor includes all shards.
-    Norms may differ between ranks by rounding.
+    Norms may differ between ranks by rounding errors.
     """
 
     names: list[str]
     squares: Tensor
+    """Squared norm of each tensor, (len(names),) float64."""
     total: Tensor
+    """Norm of all tensors together, scalar float32."""
 
 
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average the gradients of `params` that FSDP2 has not averaged; then clip all gradients.
+    """Average the gradients of `params` that FSDP2 has not fully averaged; then clip all gradients.
 
-    FSDP2 has not averaged gradients of unsharded parameters and of experts divided between ranks.
-    Change gradients in place; return the gradient norms before clipping. The host does not wait for
-    the device. Every rank must call this.
+    FSDP2 does not average gradients of unsharded parameters. It averages gradients of experts that
+    are divided between ranks over only some ranks. Change gradients in place; return the gradient
+    norms before clipping. The host does not wait for the device. Every rank must call this.
 
     Args:
-        mesh: device mesh of dense parameters.
+        mesh: device mesh whose dimension "fsdp" shards the parameters.
         clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
@@ -66,10 +67,11 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Compute the L2 norms of sharded tensors with one collective. Every rank must call this.
+    """Compute the L2 norms of `tensors` over all ranks, with one collective.
 
-    `tensors` are shards of this rank, in the order of `params` and sharded like `params`. `mesh` is
-    the device mesh of dense parameters. The host does not wait for the device.
+    `tensors` contains this rank's shard of one tensor per parameter, for example of the gradients.
+    The mesh dimension "fsdp" shards the parameters. The host does not wait for the device. Every
+    rank must call this.
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if is_dtensor(param)]
@@ -90,10 +92,10 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the L2 norm of the change of `params` since `before = copies(params)`.
+    """Compute the L2 norm of the change of `params` since the call `before = copies(params)`.
 
-    The tensors in `before` are overwritten. `mesh` is the mesh of dense parameters. Every rank must
-    call this.
+    The tensors in `before` are overwritten. The mesh dimension "fsdp" shards the parameters. Every
+    rank must call this.
     """
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total

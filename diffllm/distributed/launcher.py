@@ -1,4 +1,4 @@
-"""Environment of a process: variables of torchrun, srun and MKL, and memory settings of glibc."""
+"""Read variables of torchrun and SLURM; configure MKL and the memory allocation of glibc."""
 
 import ctypes
 import functools
@@ -23,10 +23,10 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) from torchrun's or srun's environment variables.
+    """Return (rank, world size, local rank) from the variables of torchrun or srun in `env`.
 
-    Return (0, 1, 0) without such variables. Interactive shells and batch scripts of SLURM also get
-    (0, 1, 0), because they run as a single process. Raises LaunchError for inconsistent variables.
+    Return (0, 1, 0) if `env` has no such variables, or in an interactive shell or batch script of
+    SLURM, which runs as a single process. Raises LaunchError if the variables are inconsistent.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -54,7 +54,7 @@ def own_rank() -> int:
 
 
 def report_signal(text: str) -> None:
-    """Write a line to stderr on rank 0; safe in a signal handler that interrupts another write."""
+    """Write `text` to stderr on rank 0 only; signal handlers may call this at any time."""
     with suppress(OSError):
         if own_rank() == 0:
             after_echo = "\n" * os.isatty(2)  # The terminal has printed ^C in this line.
@@ -71,10 +71,10 @@ def whole_number(env: Mapping[str, str], name: str, least: int) -> int:
 def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return the address and port of rank 0, to which all ranks connect.
 
-    Read MASTER_ADDR and MASTER_PORT; in a SLURM step, derive missing values from SLURM variables.
-    The derived port depends on job id and step id, so that different jobs on a node do not connect.
+    Read MASTER_ADDR and MASTER_PORT; under srun, derive missing values from SLURM variables. The
+    derived port depends on job id and step id, so that two jobs do not connect to each other.
 
-    Raises LaunchError if address or port is missing or invalid.
+    Raises LaunchError if the address is missing, or if the port is missing or invalid.
     """
     address, port = env.get("MASTER_ADDR"), None
     if "MASTER_PORT" in env:
@@ -101,9 +101,9 @@ def first_host(nodes: str) -> str:
 
 
 def end_with_torchrun() -> None:
-    """Ask Linux to kill this worker process when torchrun exits.
+    """Ask Linux to kill this process when torchrun exits; do nothing without torchrun.
 
-    Otherwise the worker would keep its GPU and the lock of the run directory.
+    Otherwise this process would keep its GPU and the lock of the run directory.
     """
     worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
     if worker and sys.platform == "linux":
@@ -111,7 +111,7 @@ def end_with_torchrun() -> None:
 
 
 def set_variables() -> None:
-    """Set environment variables that MKL and torch read at first use, unless set by the user."""
+    """Set MKL_CBWR and TORCH_CPP_LOG_LEVEL, unless the user has set these variables."""
     # By default MKL selects one of two code paths for small products in each process, so a resumed
     # run would differ from an undisturbed run in the last bits.
     choose_mode(strict_mode())
@@ -120,10 +120,10 @@ def set_variables() -> None:
 
 
 def choose_mode(mode: str) -> None:
-    """Set MKL_CBWR, the reproducibility mode of MKL, to `mode`.
+    """Set the variable MKL_CBWR, the reproducibility mode of MKL, to `mode`.
 
-    Do nothing if the user set the variable, or if MKL has already read it. DIFFLLM_MKL_CBWR records
-    that this function, not the user, set the mode.
+    Do nothing if the user has set MKL_CBWR, or if `mode_in_force` has been called.
+    DIFFLLM_MKL_CBWR gets the same value, to show that the user did not set MKL_CBWR.
     """
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:
@@ -131,9 +131,9 @@ def choose_mode(mode: str) -> None:
 
 
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the reproducible MKL_CBWR mode with the highest instruction set of this CPU.
+    """Return "AVX512,STRICT" if this CPU supports AVX-512, else "AVX2,STRICT".
 
-    MKL replaces a mode that the CPU does not support with AUTO, which is not reproducible.
+    If the CPU does not support a mode, MKL uses the mode AUTO, whose results are not reproducible.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -145,14 +145,14 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return MKL_CBWR as set at the first call, or "" if unset; MKL ignores later changes."""
+    """Return the value of MKL_CBWR at the first call, or "" if unset; MKL ignores later changes."""
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
-    """Set MKL_CBWR to `recorded`, the mode in the resumed checkpoint; return the mode in use.
+    """Set MKL_CBWR to `recorded`, the mode that a checkpoint contains; return the mode in use.
 
-    Change nothing if `recorded` is "", if this CPU lacks the mode, or if the user set MKL_CBWR.
+    Ignore `recorded` if it is "", if this CPU does not support it, or if the user set MKL_CBWR.
     """
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)
@@ -160,7 +160,7 @@ def keep_mode(recorded: str) -> str:
 
 
 def keep_memory() -> None:
-    """Configure glibc to reuse freed memory; otherwise the kernel clears pages at each step."""
+    """Configure glibc to keep freed memory, so that the kernel need not zero new pages per step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Missing in musl and macOS.
     # Older versions of glibc accept at most 32 MiB.
     if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):

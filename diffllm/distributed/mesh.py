@@ -1,4 +1,4 @@
-"""Device meshes; the world size is the product of the sizes replicate, shard and expert."""
+"""Device meshes for replicated, sharded and expert-parallel training."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,10 +12,10 @@ from diffllm.core.errors import ConfigError
 
 
 class Reduce(Enum):
-    """When ranks sum the gradients of accumulated micro-batches.
+    """When ranks sum their gradients during gradient accumulation.
 
-    last: once per step; until then each rank keeps a float32 gradient of all parameters.
-    every: after each micro-batch; each rank keeps only the gradient of its shard.
+    last: after the last micro-batch; each rank accumulates float32 gradients of all parameters.
+    every: after each micro-batch; each rank accumulates only the gradients of its shard.
     """
 
     last = "last"
@@ -24,9 +24,9 @@ class Reduce(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the device mesh (`replicate`, `shard`, `expert`), and when ranks sum gradients.
+    """Sizes of the device meshes, and when ranks sum gradients.
 
-    One of `replicate` and `shard` may be -1: it is then computed from the world size.
+    The world size must equal replicate * shard * expert. Either `replicate` or `shard` may be -1.
     """
 
     replicate: int = 1
@@ -61,9 +61,9 @@ class ParallelConfig:
             )
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Return the mesh sizes (replicate, shard, expert), with the computed size in place of -1.
+        """Return the sizes (replicate, shard, expert); compute a size of -1 from `world_size`.
 
-        Raises ConfigError if `world_size` does not match the sizes.
+        Raises ConfigError if the sizes do not match `world_size`.
         """
         replicate, shard, expert = self.replicate, self.shard, self.expert
         fixed = prod(size for size in (replicate, shard, expert) if size != -1)
@@ -80,7 +80,7 @@ class ParallelConfig:
 
 
 class Meshes(NamedTuple):
-    """Device meshes of dense parameters and of experts, over the same ranks in the same order."""
+    """Two device meshes over the same ranks: one for dense parameters, one for experts."""
 
     dense: DeviceMesh
     """Dimensions "replicate" and "fsdp" (shard x expert)."""
@@ -95,10 +95,10 @@ class Meshes(NamedTuple):
 def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:
     """Build the device meshes over all ranks.
 
-    "expert" is the innermost dimension: ranks that share experts exchange tokens in every layer,
-    so these ranks should be on the same node.
+    The dimension "expert" is the last: its ranks exchange tokens in every layer, so they should
+    be on the same node.
 
-    Raises ConfigError if the sizes in `cfg` do not match the world size.
+    Raises ConfigError if the sizes in `cfg` do not match `world_size`.
     """
     replicate, shard, expert = cfg.sizes(world_size)
     dense = init_device_mesh(

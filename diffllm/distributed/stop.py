@@ -25,11 +25,11 @@ class StoppedEarly(BaseException):
 
 
 class StopRequest:
-    """Handlers of SIGTERM, SIGUSR1 and SIGINT; `close` restores the previous handlers.
+    """Installs handlers of SIGTERM, SIGUSR1 and SIGINT; `close` restores the previous handlers.
 
-    Each signal sets `received` to its number. The first signal raises StoppedEarly if the attribute
-    `deferred` is False, which means that training has not begun. A SIGINT that follows another
-    signal raises KeyboardInterrupt. Other signals raise nothing.
+    The handler stores the number of the signal in `received`. Before training, when `deferred` is
+    False, the first signal raises StoppedEarly. A SIGINT after any earlier signal raises
+    KeyboardInterrupt. In all other cases the handler raises nothing.
     """
 
     def __init__(self) -> None:
@@ -71,22 +71,21 @@ class StopRequest:
 
 
 class Agreed(NamedTuple):
-    """Flags that are set if any rank has set them; returned by `Agreement`.
-
-    `stopping` is a stop signal, `save` means that a checkpoint is due, and `failed` that a rank
-    failed to read data.
-    """
+    """Flags of all ranks, combined: a flag is set if at least one rank has set it."""
 
     stopping: signal.Signals | None
+    """Signal that asks the run to stop; None if no rank has received a signal."""
     save: bool
+    """Whether a checkpoint is due."""
     failed: bool
+    """Whether a rank failed to read data."""
 
 
 class Agreement:
-    """Combines flags of all ranks with one small asynchronous collective per step.
+    """Combines the flags of all ranks (see `Agreed`) with one asynchronous all-reduce per step.
 
-    A collective starts at the end of a step and runs during the next step, so the combined flags
-    are known one step later. With a world size of 1, there is no collective and no delay.
+    The all-reduce starts at the end of a step and runs during the next step, so ranks receive the
+    combined flags one step later. With a world size of 1, there is no all-reduce and no delay.
     """
 
     def __init__(self, request: StopRequest, timeout: int):
@@ -99,10 +98,10 @@ class Agreement:
         self.work: Any = None
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Send this rank's flags; return flags that are set if any rank has set them.
+        """Start to combine this rank's flags with those of other ranks; return combined flags.
 
-        On several ranks, return the flags that the ranks sent at the previous call. Every rank must
-        call this once per step.
+        If the world size is more than 1, the returned flags come from the previous call. Every rank
+        must call this once per step.
 
         Args:
             save: whether a checkpoint is due.
@@ -130,9 +129,10 @@ T = TypeVar("T")
 
 
 def raise_together(error: DataError | None, more: str = "") -> None:
-    """Raise AgreedByAll on every rank if `error` is not None on any rank.
+    """Raise AgreedByAll on every rank if `error` is not None on at least one rank.
 
-    The message of AgreedByAll ends with the text `more`. Every rank must call this.
+    The message of AgreedByAll is the error of one such rank, followed by `more`. Every rank must
+    call this function.
     """
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))
@@ -142,9 +142,9 @@ def raise_together(error: DataError | None, more: str = "") -> None:
 
 
 def read_together(read: Callable[[], T]) -> T:
-    """Return `read()`; if the call raises DataError on any rank, raise AgreedByAll on every rank.
+    """Return `read()`; if `read` raises DataError on any rank, raise AgreedByAll on every rank.
 
-    Every rank must call this.
+    Every rank must call this function.
     """
     result, failed = None, None
     try:

@@ -1,9 +1,9 @@
-"""Detection of missing ranks by heartbeats: if a rank is missing, all waiting ranks exit.
+"""Detection of ranks that hang or were killed; all other ranks then exit with an error message.
 
-Once per second, a thread of every rank writes a heartbeat to the store. The heartbeat contains the
-present activity and the last collectives of the rank. Rank 0 reads all heartbeats; other ranks read
-rank 0's heartbeat. A second thread decides whether a rank is missing. This thread never accesses
-the store, because the store may hang too.
+Once per second, a thread of every rank writes a heartbeat to the key-value store. The heartbeat
+contains the current activity of the rank and its last collectives. Rank 0 reads all heartbeats, and
+the other ranks read the heartbeat of rank 0. A second thread decides whether a rank is missing.
+The second thread never accesses the store, because the store may hang too.
 """
 
 import contextlib
@@ -47,33 +47,31 @@ FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed o
 
 
 class Beat(NamedTuple):
-    """A heartbeat of one rank.
-
-    `number` counts heartbeats from 0; the last heartbeat has -1. `place` is the rank's present
-    activity, such as "step 7", which began `place_s` seconds ago. `calls` contains the last
-    collectives. `stopping` is true after a stop signal, and `left` if the rank has finished or
-    failed. `words` is the error message of a failed rank, else "".
-    """
+    """A heartbeat of one rank."""
 
     number: int
+    """Index of the heartbeat, from 0; -1 for the last heartbeat."""
     place: str
+    """Current activity, such as "step 7"."""
     place_s: float
+    """Seconds since the current activity began."""
     calls: Calls
     stopping: bool
+    """Whether the rank has received a stop signal."""
     left: bool
+    """Whether the rank has finished or failed."""
     words: str
+    """Error message of a failed rank, else ""."""
 
 
 class Watch:
-    """Detects missing ranks in background threads; exits this process if a rank is missing.
+    """Detects missing ranks in background threads; if a rank is missing, exits this process.
 
-    The error message contains the number of the missing rank. On one rank, exits if the process
-    hangs, for example while the data loader waits for a disk.
+    The error message names the missing rank. If the world size is 1, a thread exits this process if
+    the process itself hangs, for example while the data loader waits for a disk.
 
     Args:
-        world: rank of this process, and the store for heartbeats.
         timeout: timeout of collectives in seconds.
-        request: signals that ask this process to stop.
     """
 
     def __init__(self, world: World, timeout: float, request: StopRequest):
@@ -110,7 +108,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Report in heartbeats that this rank waits for `what` while the context is active."""
+        """Within this context, report in heartbeats that this rank waits for `what`."""
         self.waits = what, time.monotonic()
         try:
             yield
@@ -121,10 +119,10 @@ class Watch:
         return f"{self.place}, waiting for {self.waits[0]}" if self.waits else self.place
 
     def close(self) -> None:
-        """Stop watching, and tell other ranks not to wait for this rank.
+        """Stop watching, and tell other ranks that this rank has finished or failed.
 
-        Rank 0 then waits at most `self.patience` seconds until all other ranks have called `close`,
-        because rank 0 may host the store.
+        Unless rank 0 has failed, rank 0 then waits until all other ranks have called `close`,
+        because rank 0 may host the store. The wait ends after `self.patience` seconds.
         """
         if self.closed.is_set():
             return
@@ -141,11 +139,11 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Inform other ranks of the error that ends this process.
+        """Inform other ranks of `error`, which ends this process.
 
-        If the error is a failed collective, print which rank is missing or has failed, and exit;
-        if a signal has stopped another rank, raise StoppedEarly instead. After any other error,
-        return; a timer then kills this process if it has not ended after 10 seconds.
+        If `error` comes from a failed collective, print which rank is missing or has failed, and
+        exit. Raise StoppedEarly instead if a signal has stopped another rank. After any other
+        error, return, and kill this process after 10 seconds if it still runs.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -181,7 +179,7 @@ class Watch:
         self._end(message or f"a collective failed: {_shortened(error)}")
 
     def _talk(self) -> None:
-        """Write this rank's heartbeat and read other heartbeats; runs on its own thread."""
+        """Write and read heartbeats once per second, in a background thread."""
         number = 0
         while not self.closed.wait(BEAT_S):
             number += 1
@@ -197,7 +195,7 @@ class Watch:
             self.answered = time.monotonic()
 
     def _judge(self) -> None:
-        """Exit this process if another rank is missing; runs on its own thread."""
+        """Exit this process if another rank is missing; runs in a background thread."""
         while not self.closed.wait(BEAT_S):
             if self.stopped and self.rank and not self.closed.wait(SILENT_S):
                 self.close()  # Rank 0 prints why the run stopped.
@@ -220,7 +218,7 @@ class Watch:
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """Exit this process if it hangs, after one warning; runs on a thread of a single rank."""
+        """Warn if this process hangs, and exit if it hangs longer; used if the world size is 1."""
         said = asked_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
@@ -254,7 +252,7 @@ class Watch:
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
-        """Read the newest heartbeat of each rank in `self.watched`, if the rank has sent one."""
+        """Read into `self.beats` the newest heartbeat of each rank in `self.watched`."""
         ranks = list(self.watched)
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
@@ -278,9 +276,9 @@ class Watch:
         return missing_text(0, self.beats.get(0))
 
     def _end(self, message: str) -> None:
-        """Inform other ranks, write stack traces, print `message`, and exit with code 1.
+        """Send `message` to other ranks, write stack traces, print `message`, and exit with code 1.
 
-        If several ranks exit, only the first rank prints its message.
+        If several ranks call this, only the first rank prints its message.
         """
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # Another thread is ending the process.
@@ -305,7 +303,7 @@ class Watch:
     def _tell(self, message: str) -> bool:
         """Write `message` to the store for other ranks; return whether this rank must print it.
 
-        True if this rank is the first rank with a message, or if the store fails.
+        Return True if no other rank has called `_tell` before, or if writing to the store fails.
         """
         with contextlib.suppress(Exception):
             self.store.set("verdict", message)
@@ -313,10 +311,10 @@ class Watch:
         return True
 
     def _write_traces(self, message: str) -> str:
-        """Write `message` and the stack traces of all threads to a file.
+        """Write `message` and the stack traces of all threads to a file in `self.traces`.
 
-        Return text to append to an error: the directory of the file, or why the file cannot be
-        written. Return "" if no directory is set.
+        Return text to append to an error message: the directory of the file, or why writing the
+        file failed. Return "" if `self.traces` is None.
         """
         if self.traces is None:
             return ""
@@ -339,7 +337,7 @@ def _shortened(error: BaseException) -> str:
 
 
 def is_failed_collective(error: BaseException | None) -> bool:
-    """Return whether `error` comes from a failed collective; for a UserError, check its cause."""
+    """Return whether `error`, or the cause of a UserError, comes from a failed collective."""
     if isinstance(error, UserError):
         return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (
@@ -348,9 +346,9 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
-    """Return the ranks that have not called the collective in which the rank of `beat` waits.
+    """Return the ranks that have not called the pending collective of the heartbeat `beat`.
 
-    `beats` contains the last heartbeat of each rank. The result is empty if the rank does not wait.
+    `beats` maps each rank to its last heartbeat. Return [] if `beat` has no pending collective.
     """
     if not beat.calls.pending:
         return []
@@ -364,8 +362,10 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
     """Return one line that explains why ranks wait; "" if no rank is missing or has failed.
 
     The line names missing or failed ranks, and up to 3 waiting ranks with their collectives.
-    `beats` contains the last heartbeat of each rank; `silent` lists ranks without a recent
-    heartbeat.
+
+    Args:
+        beats: last heartbeat of each rank.
+        silent: ranks without a recent heartbeat.
     """
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
     culprits = (

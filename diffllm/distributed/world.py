@@ -1,6 +1,6 @@
-"""Rank and key-value store of this process, and a record of its last collectives.
+"""Connection of this process to the other ranks, and the last collectives of this process.
 
-The store lets ranks exchange values before a process group exists.
+Ranks exchange values through a key-value store before the process group exists.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ STOPPED = "stopped"
 
 @dataclass
 class DistributedConfig:
-    """Timeout of collectives in seconds, and steps between checks that model replicas are equal."""
+    """Settings of collectives, and of checks that the model replicas are equal."""
 
     timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
     """Seconds after which an incomplete collective ends the run."""
@@ -49,7 +49,7 @@ class DistributedConfig:
 
 @dataclass
 class World:
-    """This process as one of `size` ranks, with a key-value store that all ranks share."""
+    """Rank of this process, world size, and the key-value store that all ranks share."""
 
     rank: int
     size: int
@@ -58,18 +58,18 @@ class World:
     timeout: int = 600
 
     def broadcast_from_rank0(self, key: str, choose: Callable[[], T]) -> T:
-        """Call `choose` on rank 0; return its result, a JSON value, on every rank.
+        """Call `choose` on rank 0; return the result, which must be a JSON value, on every rank.
 
         If `choose` raises UserError, rank 0 raises this error, and other ranks raise AgreedError.
-        Every rank must call this, with a `key` that no other call uses.
+        Every rank must call this with the same `key`, which no other call may use.
         """
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """Call `choose` on rank 0, which returns two results; send the first result to every rank.
+        """Return both results of `choose` on rank 0, and (first result, None) on other ranks.
 
-        Return both results on rank 0, and (first result, None) on other ranks. Errors and the use
-        of `key` are as in `broadcast_from_rank0`.
+        Only rank 0 calls `choose`. The first result must be a JSON value. See
+        `broadcast_from_rank0` for errors and for `key`.
         """
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
@@ -100,9 +100,10 @@ class World:
     def wait(self, keys: list[str]) -> None:
         """Wait until the store contains all `keys`.
 
-        Ask the store at short intervals, because Python cannot handle signals during a long wait.
+        Wait in short intervals, because Python cannot handle signals during a call of the store.
 
-        Raises StoppedEarly if another rank was stopped, and DistStoreError after `timeout` seconds.
+        Raises StoppedEarly if a signal has stopped another rank, and DistStoreError after
+        `self.timeout` seconds.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -123,9 +124,9 @@ class World:
         self.store.set(STOPPED, str(int(number)))
 
     def device(self) -> torch.device:
-        """Return the GPU of this rank, or the CPU if the machine has no GPU.
+        """Return the GPU with the index `local_rank`, or the CPU if CUDA is not available.
 
-        Raises ConfigError if the machine has fewer GPUs than processes.
+        Raises ConfigError if this machine has GPUs, but none with this index.
         """
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -176,12 +177,12 @@ def join(cfg: DistributedConfig) -> World:
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """Return a random name of this launch, equal on all ranks, for use as a prefix of store keys.
+    """Return a random name of this launch, which is the same on all ranks.
 
-    With this prefix, ranks ignore keys of earlier launches in `store`. torchrun's restart count
-    cannot be the prefix, because the count may differ between nodes.
+    The caller uses the name as prefix of store keys, so that ranks ignore keys of earlier launches.
+    torchrun's restart count is not a suitable prefix, because it may differ between nodes.
 
-    If a rank is missing after `timeout` seconds, rank 0 raises LaunchError, and others DistError.
+    If a rank does not connect within `timeout` seconds, rank 0 raises LaunchError.
     """
     if rank:
         word = uuid4().hex
@@ -206,25 +207,23 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 
 
 class Calls(NamedTuple):
-    """One collective of this process in detail, and the newest collective of each process group.
-
-    All fields except `newest` describe the oldest pending collective or, if no collective is
-    pending, the newest. `age_s` counts seconds since its start. `newest` maps each group to the
-    `number` of its newest collective. Finished collectives remain `pending` for a short time.
-    """
+    """The oldest pending collective of this process or, if none is pending, the newest."""
 
     name: str = ""
     """Operation and input shapes, such as 'gloo:all_reduce of [3]'; "" without collectives."""
     group: str = ""
     number: int = 0
-    """Position in the group's order of collectives, the same on every rank."""
+    """Index of the collective within its process group, the same on every rank."""
     age_s: float = 0.0
+    """Seconds since the collective was called."""
     pending: bool = False
+    """Whether the collective is incomplete; also True for a short time after its completion."""
     newest: dict[str, int] = {}  # noqa: RUF012
+    """For each process group, the index of the newest collective."""
 
 
 def recorded() -> Calls:
-    """Return the last collectives from torch's flight recorder; any thread may call this."""
+    """Return the collectives in torch's flight recorder as `Calls`; any thread may call this."""
     entries = [
         e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
     ]

@@ -1,1 +1,1 @@
-"""Evaluations of checkpoints: generated tasks, losses and statistics, and stored results."""
+"""Evaluate checkpoints on tasks and held-out text, and store the results."""

@@ -82,8 +82,8 @@ class Scored(NamedTuple):
 def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
     """Encode an example as a Question whose context begins with EOS.
 
-    The prompt is encoded alone and together with each candidate. The context is the longest common
-    prefix of these encodings that leaves at least one token for each continuation.
+    Encode the prompt alone and the prompt with each candidate. The context is the longest common
+    prefix of these encodings, but short enough that each continuation has at least one token.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
@@ -104,7 +104,8 @@ def score(
 
     Args:
         model: a model in eval mode.
-        advance: called with the number of model inputs (see `Question.rows`) since the last call.
+        advance: progress callback; its argument is the number of rows of `Question.rows` that were
+            scored since the last call.
     """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
@@ -133,7 +134,7 @@ def score_batches(
     """Return the same scores as `score`, computed in batches without a KV cache.
 
     Args:
-        advance: called with the number of model inputs (see `Question.rows`) since the last call.
+        advance: progress callback, as in `score`.
         together: whether to divide each batch between all ranks. If True, every rank must call this
             function with the same questions, and every rank receives all scores.
     """
@@ -160,10 +161,10 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
-    """Split items into groups of similar length, so that a batch of a group needs little padding.
+    """Sort items by `length` and split them into batches that need little padding.
 
-    `length` returns the number of tokens of an item. A group has at most `most` tokens, including
-    padding.
+    `length` returns the number of tokens of an item. A batch has at most `most` tokens, including
+    padding, unless it is a single item.
     """
     return grouped(
         sorted(items, key=length), lambda batch, item: length(item) * (len(batch) + 1) <= most
@@ -173,8 +174,7 @@ def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list
 def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
     """Split items into groups of consecutive items.
 
-    `joins` receives the current group and the next item; it returns whether the item belongs to the
-    group.
+    An item is added to the current group if `joins(group, item)` is True, else it starts a group.
     """
     groups: list[list[T]] = []
     for item in items:
@@ -186,7 +186,7 @@ def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[lis
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return rows of token ids as one int64 tensor (B, T); short rows end with `filler`."""
+    """Return rows of token ids as an int64 tensor (B, T); append `filler` to shorter rows."""
     longest = max(map(len, rows))
     filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
     return torch.tensor(filled, device=device)
@@ -198,9 +198,8 @@ def score_rows(
     """Score the continuations of all rows in one forward pass.
 
     Args:
-        rows: one tuple (context, list of its continuations) of token ids per row.
-        caches: for each layer, the KV cache of a common prefix that was removed from all contexts;
-            None if the contexts are complete.
+        caches: one KV cache per layer, with a prefix that all contexts share and that `rows` does
+            not contain; None if `rows` contains the complete contexts.
     """
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
@@ -219,7 +218,7 @@ def score_rows(
 
 
 def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question in order; read all contexts' common prefix only once."""
+    """Yield the scores of each question; compute the KV cache of the shared prefix only once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -240,13 +239,13 @@ def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Itera
 
 
 def common(texts: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest common prefix of all texts, in tokens."""
+    """Return the number of tokens in the longest common prefix of all texts."""
     shortest = min(map(len, texts))
     return next((i for i in range(shortest) if len({ids[i] for ids in texts}) > 1), shortest)
 
 
 class Answers(Evaluation):
-    """Evaluation of a task: the share of examples that the model answers correctly.
+    """Measures the share of a task's examples that the model answers correctly.
 
     If an example has several candidates, the model's answer is the candidate with the highest
     log-likelihood. If an example has a single candidate, the model's answer is the greedy
@@ -263,10 +262,11 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings of a task's examples: seed, levels, and number of examples per level.
+        """Return the seed, the difficulty levels, and the number of examples of each level.
 
-        If the user requests no levels, use all levels whose examples fit into `seq_len` tokens.
-        Raises DoesNotFit if a requested level does not fit, or if no level fits.
+        If `asked` contains no levels of this task, use all levels whose examples have at most
+        `seq_len` tokens. Raises DoesNotFit if examples of a requested level, or of all levels, are
+        longer.
         """
         levels = list(asked.levels.get(self.name, ()))
         count, length = tokenizer.count, seq_len - 1  # an EOS precedes the text
@@ -315,12 +315,12 @@ Questions = list[tuple[int, Example, Question]]
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
     """Generate and encode the examples of a task; omit examples of more than `longest` tokens.
 
-    Returns (index of the level of difficulty, example, encoded example) for each other example.
-    Raises ConfigError if all examples are omitted, or if the tokenizer cannot encode a candidate.
-    As a sample, only the candidates of the first example of each level are checked.
+    Returns tuples (index of the difficulty level, example, encoded example). Raises ConfigError if
+    all examples are omitted, or if the tokenizer cannot encode a candidate of the first example of
+    a level. Candidates of later examples are not checked.
 
     Args:
-        settings: seed, levels and number of examples per level, from `Answers.examples`.
+        settings: result of `Answers.examples`.
     """
     count, seed = tokenizer.count, settings["seed"]
     kept = []
@@ -348,8 +348,8 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
 def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
     """Return one dict per example for the results file, with keys such as "correct" and "answer".
 
-    An example with several candidates is correct if the right candidate has the highest
-    log-likelihood, and an example with a single candidate if greedy decoding yields the candidate.
+    If an example has several candidates, "correct" means that the right candidate has the highest
+    log-likelihood. Otherwise "correct" means that greedy decoding yields the only candidate.
 
     Args:
         found: for each example, the score of each candidate.
@@ -374,17 +374,17 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected accuracy of random guesses; an example with one candidate counts as 0."""
+    """Return the expected accuracy of guesses; an example with a single candidate counts as 0."""
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the share of result lines whose field `key` is true."""
+    """Return the share of `lines` whose value of `key` is true."""
     return sum(bool(line[key]) for line in lines) / len(lines)
 
 
 def shares(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
-    """Return the share of correct lines for each value of a field of the lines, such as "depth"."""
+    """Return the share of correct lines for each value of `field`, such as "depth", in `lines`."""
     values = sorted({str(line[field]) for line in lines})
     return {v: share([line for line in lines if str(line[field]) == v], "correct") for v in values}

@@ -41,10 +41,11 @@ DIGITS = 7
 
 
 class AttentionMass(Evaluation):
-    """Evaluation of a task: attention of the prompt's last token, which predicts the answer.
+    """Evaluation that measures the attention of the last prompt token on the examples of a task.
 
-    Each token that the last token can attend to has one of three kinds:
-    - target: a token that overlaps the example's evidence, which is the text that contains the
+    The model predicts the answer at the last token of the prompt. Each token that the last token
+    can attend to has one of three kinds:
+    - target: a token that overlaps the evidence, which is the part of the prompt that contains the
       answer.
     - sink: the first token, an EOS. If the softmax has an extra term in its denominator, the
       missing weight (1 minus the sum of the weights) also belongs to the sink.
@@ -128,10 +129,10 @@ class AttentionMass(Evaluation):
 
 
 def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
-    """Number the clusters of dependent examples; return the number for each example, (n,) int64.
+    """Group dependent examples into clusters; return each example's cluster number, (n,) int64.
 
-    Examples with the same level and the same value of `field` form a cluster. If `field` is empty,
-    each example is its own cluster.
+    Each line describes one example. Examples with the same level of difficulty and the same value
+    of `field` form a cluster. If `field` is empty, each example is its own cluster.
     """
     keys = [(line["level"], line[field] if field else i) for i, line in enumerate(lines)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -139,7 +140,7 @@ def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
 
 
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
-    """Return TARGET, FILLER or SINK for each token of the context in `question`.
+    """Return the kind (TARGET, FILLER or SINK) of each token of `question.context`.
 
     The first token, an EOS, is SINK. Tokens that overlap the example's evidence are TARGET, and all
     other tokens are FILLER. Raises ConfigError if no token overlaps the evidence.
@@ -164,14 +165,16 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
 def measure_batch(
     subject: Subject, contexts: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]]
 ) -> list[Line]:
-    """Measure the attention of the last token of each context; return a dict for each context.
+    """Measure the attention of the last token of each context; return one dict per context.
 
-    Values are means over heads unless stated otherwise. The keys of a dict are:
-    - "maps": for each attention map by name, the shares of target, filler and sink in each layer.
+    The keys of a dict are:
+    - "maps": for each attention map by name, the shares of target, filler and sink in each layer,
+      as means over heads.
     - "heads": the share of the target in each layer and head.
-    - "no key": 1 minus the sum of the attention weights in each layer.
+    - "no key": the missing weight of `shares_of` in each layer, as a mean over heads.
 
     Args:
+        contexts: the token ids of each context.
         kinds: the kind of each token of each context, as returned by `kinds_of`.
     """
     ids = padded(contexts, 0, subject.device)
@@ -195,16 +198,17 @@ def measure_batch(
 
 
 def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the last map's missing weight (B, h), and a dict with values (B, h, 3) of each map.
+    """Return the missing weight of the last map (B, h), and the shares (B, h, 3) by map.
 
-    The missing weight is 1 minus the sum of weights, or 0 for a difference map, whose weights need
-    not sum to 1. The values are the shares of target, filler and sink in the sum of |weight|, in
-    which missing weight counts for the sink; a map of zeros has shares of 0. The last map has the
-    key EFFECTIVE. For differential attention, the key SIGNED has sums of the difference map's
-    signed weights instead of shares.
+    The missing weight of a softmax map is 1 minus the sum of its weights. A difference map has a
+    missing weight of 0. The shares are the parts of target, filler and sink in the sum of |weight|.
+    Missing weight is added to the sink. If all weights are 0, all shares are 0.
+
+    The shares of the last map have the key EFFECTIVE. For differential attention, the dict also
+    contains the key SIGNED: the sum of the signed weights of the difference map for each kind.
 
     Args:
-        maps: attention weights of one query (B, h, T), by name of the map; the last map multiplies
+        maps: attention weights of one query (B, h, T), by name of the map. The last map multiplies
             the value vectors.
         by_kind: one-hot kind of each token, (B, T, 3) float64.
     """
@@ -229,10 +233,12 @@ def rounded(values: Tensor) -> list[Any]:
 
 
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
-    """Select the head with the largest mean share in each layer.
+    """Select in each layer the head with the largest share, averaged over the examples.
 
-    `shares` contains the share of each example, layer and head. Returns the shares of the selected
-    heads (n, L), and the index of each layer's selected head.
+    Return the shares of the selected heads (n, L), and the index of the selected head per layer.
+
+    Args:
+        shares: one share for each example, layer and head, nested in this order.
     """
     layers = [np.array(layer) for layer in zip(*shares, strict=True)]
     heads = [int(layer.mean(0).argmax()) for layer in layers]
@@ -242,12 +248,12 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """The cluster number of each example, and by field name the field's value in each example."""
+    """The examples of an evaluation, grouped to compute intervals and scores of subsets."""
 
     clusters: np.ndarray
-    """For each example, the number of its group of dependent examples, (n,)."""
+    """Cluster number of each example, (n,); the examples of a cluster are dependent."""
     groupings: Mapping[str, np.ndarray]
-    """By name of a field, such as "depth": its value in each example, (n,)."""
+    """For each field of the examples, such as "depth", the value in each example, (n,)."""
 
     def score(
         self,
@@ -258,19 +264,19 @@ class Sample:
         limits: tuple[float, float] | None = (0.0, 1.0),
         **more: Any,
     ) -> NamedScore:
-        """Return the score sum(values) / sum(totals) over all examples and layers.
+        """Compute the score sum(values) / sum(totals) over all examples and layers.
 
-        The score contains a 95% interval from a bootstrap over clusters of examples. It also
-        contains the same quotient for each layer, with such an interval, and the quotient for each
-        value of each field in `groupings`, without an interval.
+        The result contains a 95% interval from a bootstrap over clusters of examples. It also
+        contains the score and the interval of each layer. For each value of each field in
+        `groupings`, it contains the score of the examples with this value, without an interval.
 
         Args:
             name: name of the score.
             values: numerator of each example and layer, (n, L).
-            totals: denominator of each example and layer, (n, L); None for ones.
-            chance: expected score of a uniform attention map.
+            totals: denominator of each example and layer, (n, L); None means 1 everywhere.
+            chance: expected score of a uniform attention map; None if not defined.
             limits: smallest and largest possible score, stored as "range"; None if unlimited.
-            more: additional fields of the score.
+            more: additional fields for the results file.
         """
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
@@ -294,7 +300,7 @@ class Sample:
 
 
 def group_sums(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return the sum of the rows of `columns` (n, K) for each group number in `groups` (n,)."""
+    """Sum the rows of `columns` (n, K) that have the same group number in `groups` (n,)."""
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 

@@ -1,8 +1,8 @@
 """Base class of evaluations of a checkpoint, and the files that store the results.
 
 A results file is a JSON Lines file in a run directory. Its first line contains "key" (all settings
-that the result depends on), "unit", "scores" and "sha256", a checksum that detects truncated or
-edited files. Each further line describes one example, document or layer.
+that the result depends on), "unit" (the unit of the scores), "scores" and "sha256". The checksum
+"sha256" detects changed files. Each further line describes one example, document or layer.
 """
 
 from __future__ import annotations
@@ -56,22 +56,25 @@ class Subject:
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's choices for all evaluations: seed, limit, and levels of difficulty by task."""
+    """Options that the user sets for all evaluations."""
 
     seed: int = 0
     limit: int | None = None
-    """Maximum examples, documents or sequences of an evaluation."""
+    """Maximum number of examples, documents or sequences of an evaluation."""
     levels: Mapping[str, Sequence[Level]] = field(default_factory=dict)
-    """Levels by name of the task; tasks without an entry use all levels that fit."""
+    """Levels of difficulty by name of the task; other tasks use all levels that fit."""
 
 
 @dataclass(frozen=True)
 class NamedScore:
-    """A score of an evaluation, and its 95% confidence interval (None if not estimated).
+    """A score of an evaluation.
 
-    `of` is the name of the score, such as a level of difficulty. `examples` is the number of scored
-    examples, documents or sequences. `chance` is the expected value of a random guess; None if not
-    defined. `more` contains further fields for the results file.
+    Attributes:
+        of: name of the score, such as "target" or a level of difficulty.
+        interval: 95% confidence interval of `value`; None if not estimated.
+        examples: number of scored examples, documents or sequences.
+        chance: expected score of random guesses; None if not defined.
+        more: further fields for the results file.
     """
 
     of: str
@@ -83,9 +86,9 @@ class NamedScore:
 
 
 class Evaluation(ABC):
-    """Base class of evaluations.
+    """Base class of evaluations of a checkpoint.
 
-    Commands and file names use `name`; `unit` is the unit of all scores.
+    `name` identifies the evaluation in commands and file names. `unit` is the unit of all scores.
     """
 
     name: str
@@ -129,7 +132,7 @@ def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
 
 
 def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    """Write a results file, and add its checksum to the first line.
+    """Write a results file: `first` with the added checksum, then the other `lines`.
 
     Raises CheckpointError if writing fails.
     """
@@ -139,7 +142,7 @@ def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) ->
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the SHA-256 of a results file; the entry "sha256" of its first line counts as null."""
+    """Return the SHA-256 of a results file, computed with null as the entry "sha256" of `first`."""
     digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
     for line in lines:
         digest.update(line.encode())
@@ -149,8 +152,11 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
     """Read the first line of each results file of a run, by step and by name of the evaluation.
 
-    Read only the checkpoint at `step`, or all checkpoints in increasing order if `step` is 0. Skip
-    files that cannot be read, and append their paths to the list `problems[reason]`.
+    Skip unreadable or invalid files.
+
+    Args:
+        problems: receives the paths of the skipped files, by error message.
+        step: step of the checkpoint whose results are read; 0 selects all checkpoints.
     """
     found: dict[int, dict[str, Line]] = {}
     wanted = f"{step:08d}" if step else "[0-9]" * 8

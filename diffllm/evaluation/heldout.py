@@ -1,6 +1,6 @@
 """Held-out loss of a model, and the file with the loss of each held-out document.
 
-`diffllm.training` imports no other module of `diffllm.evaluation`, and thus no other evaluation.
+This is the only module of `diffllm.evaluation` that `diffllm.training` imports.
 """
 
 import io
@@ -38,16 +38,16 @@ def heldout_loss(
 ) -> tuple[float, DataError | None]:
     """Return the mean held-out loss over all ranks in nats per token, and the error of this rank.
 
-    Every rank must call this. If reading `batches` fails on this rank, the returned error is the
-    DataError, otherwise None. After an error, this rank continues with empty batches, because a
-    sharded model (FSDP) needs the same number of forward passes on all ranks.
+    Every rank must call this function. The error is the DataError of reading `batches`, or None.
+    After an error, this rank continues with empty batches, because a sharded model (FSDP) needs
+    the same number of forward passes on all ranks.
 
     Args:
         batches: inputs and targets of this rank, each (b, T) int64 with b <= shape[0].
         shape: (B, T) of every forward pass; smaller batches are padded with ignored targets.
         rounds: number of forward passes per rank, at least the number of batches.
-        documents: finds the documents in inputs (B, T) on the CPU, to mask attention between
-            documents; None without such masks.
+        documents: function that returns the document boundaries of inputs (B, T) on the CPU. They
+            mask attention between documents. None disables this mask.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -80,9 +80,9 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 @dataclass
 class DocumentSums:
-    """For each of `count` documents, the sum of token losses over all added batches.
+    """Computes the sum of the token losses of each of `count` documents, batch by batch.
 
-    `documents` finds the documents in a batch of inputs, as in `heldout_loss`.
+    `documents` has the same meaning as in `heldout_loss`.
     """
 
     model: nn.Module
@@ -95,13 +95,13 @@ class DocumentSums:
 
     @torch.no_grad()
     def add(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Add the losses of one batch of this rank.
+        """Compute the token losses of one batch, and add them to the sums of this rank.
 
         Every rank must add the same number of batches.
 
         Args:
-            batch: inputs, targets, and the index of the document of each target. Each tensor is (B,
-                T) int64 on the CPU. Negative targets are ignored.
+            batch: inputs, targets, and the document index of each target. All three are (B, T)
+                int64 on the CPU. Negative targets are ignored.
         """
         inputs, targets, owners = batch
         device = self.device
@@ -110,9 +110,9 @@ class DocumentSums:
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 
     def total(self) -> Tensor:
-        """Sum the loss of each document over all ranks; return nats, (count,) float64.
+        """Return the loss of each document in nats, summed over all ranks, (count,) float64.
 
-        Every rank must call this.
+        Every rank must call this method once.
         """
         dist.all_reduce(self.sums)
         return self.sums
@@ -122,12 +122,11 @@ class DocumentSums:
 class DocumentLosses:
     """Losses of all held-out documents of a run, in the order of the held-out split.
 
-    Entries per document: sum of token losses (`nats`), number of predicted `tokens`, size of the
-    text in `bytes`, hash of the text (`texts`), and index of the data source (`sources`).
+    Each array contains one entry per document.
     """
 
     nats: np.ndarray
-    """Sum of -log p over the document's tokens, float64; infinite or NaN after divergence."""
+    """Sum of the token losses in nats, float64; infinite or NaN if training diverged."""
     tokens: np.ndarray
     """Number of predicted tokens, including the EOS, int64."""
     bytes: np.ndarray
@@ -143,7 +142,7 @@ class DocumentLosses:
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, index: int) -> "DocumentLosses | None":
-        """Return the losses of data source number `index`; None if the source has no documents."""
+        """Return the losses of documents of data source `index`; None without such documents."""
         mine = self.sources == index
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None
@@ -155,7 +154,7 @@ class DocumentLosses:
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write the losses after training step `step` to a file in the run directory.
+        """Write the losses, which were measured after training step `step`, to the directory `run`.
 
         Raises CheckpointError if writing fails.
         """
@@ -170,7 +169,7 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
-    """Return whether two results contain the losses of the same documents."""
+    """Return whether `own` and `other` contain the same documents in the same order."""
     return np.array_equal(own.texts, other.texts) and np.array_equal(own.tokens, other.tokens)
 
 

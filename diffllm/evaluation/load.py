@@ -93,8 +93,8 @@ def own_corpus(run: Path, cfg: TrainConfig) -> str:
 class HeldoutSequence(NamedTuple):
     """Inputs and targets of one held-out sequence, (1, T) int64 each, and its document boundaries.
 
-    Targets are negative for tokens that are only context. `documents` contains the boundaries; None
-    if data.mask_documents is false.
+    Negative targets are ignored in the loss. `documents` contains the boundaries; None if
+    data.mask_documents is false.
     """
 
     inputs: Tensor
@@ -105,7 +105,7 @@ class HeldoutSequence(NamedTuple):
 def first_sequences(
     run: Path, cfg: TrainConfig, most: int, device: torch.device
 ) -> list[HeldoutSequence]:
-    """Read at most `most` sequences from the start of a run's held-out split to `device`."""
+    """Read the first sequences of a run's held-out split, at most `most`, onto `device`."""
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
@@ -120,7 +120,7 @@ def first_sequences(
 
 
 def sequences_for(tokens: int, seq_len: int) -> int:
-    """Return how many sequences of `seq_len` tokens contain at least `tokens` tokens together."""
+    """Return the smallest number of sequences with at least `tokens` tokens in total."""
     return math.ceil(tokens / seq_len)
 
 

@@ -45,12 +45,12 @@ MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 
 @dataclass
 class LayerMaps:
-    """The attention maps of one layer, and values for each query such as lambda."""
+    """The attention maps of one layer, and the lambda, gate or sink value of each query."""
 
     maps: Maps
     """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
     by_query: dict[str, Tensor]
-    """"lambda", mean "gate" or the weight of a "sink": (B, h, T); empty for plain softmax."""
+    """Values (B, h, T) of "lambda", "gate" (mean over channels) or "sink"; may be empty."""
 
     @property
     def effective(self) -> Tensor:
@@ -60,16 +60,15 @@ class LayerMaps:
 
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
-    """Compute the attention maps of layer number `layer` (from 0) for B documents `tokens`."""
+    """Compute the attention maps of layer `layer`, counted from 0, for token ids (B, T)."""
     return attention_maps(*next(islice(attention_inputs(model, tokens), layer, None)))
 
 
 @torch.no_grad()
 def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[Maps]:
-    """Yield the attention weights of the last token of each row, for one layer after another.
+    """Yield for each layer the attention weights of the last token of each row.
 
-    Each item is a dict from the name of an attention map, such as "map 1", to its weights (B, h,
-    T).
+    Each item is a dict from the name of an attention map, such as "map 1", to weights (B, h, T).
 
     Args:
         tokens: token ids (B, T) int64; each row is one document, padded at the end.
@@ -102,12 +101,13 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the attention maps of a module, and its lambda, gate or sink value for each query.
+    """Compute the attention maps of an attention module, and one value for each query and head.
 
-    A sink value is 1 minus the sum of the weights. A variant has at most one of the three values.
+    The value is lambda, the mean gate or the sink (1 minus the sum of the weights). An attention
+    variant has at most one of these values.
 
     Args:
-        x: normalised input of the module, (B, T, D).
+        x: normalised input of the attention module, (B, T, D).
         mask: boolean, True for visible keys; None for causal attention over all T tokens.
     """
     q, k, _ = attention.project(x, rope)
@@ -128,7 +128,7 @@ def attention_maps(
 def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "Figure":
     """Draw the attention maps of the given heads for the first sequence of the batch.
 
-    Queries run downwards and keys to the right.
+    Rows of a drawn map are queries, and columns are keys.
 
     Args:
         labels: one label per token, without line breaks.
@@ -178,9 +178,9 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def heads_per_row(n_heads: int, height: float, width: float) -> int:
-    """Return the number of heads in each row of a figure about 1.4 times as wide as high.
+    """Return the divisor of `n_heads` that makes the figure about 1.4 times as wide as high.
 
-    The number divides `n_heads`. Each head occupies `height` and `width` inches of the figure.
+    `height` and `width` are the size of the drawing of one head in inches.
     """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
@@ -189,8 +189,8 @@ def heads_per_row(n_heads: int, height: float, width: float) -> int:
 def colours_of(weights: np.ndarray) -> "ScalarMappable":
     """Return a colour scale for attention weights (..., T, T).
 
-    The scale is linear in the signed square root of a weight. It ends at the PERCENTILE-th
-    percentile of |weight|.
+    The scale is linear in the signed square root of a weight. Its largest value is percentile
+    PERCENTILE of |weight| over the keys up to each query.
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -209,7 +209,7 @@ def colours_of(weights: np.ndarray) -> "ScalarMappable":
 
 
 def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> None:
-    """Draw one attention map (T, T); keys after the query are blank."""
+    """Draw one attention map (T, T); the cells of keys after the query stay blank."""
     n = len(weights)
     shown = np.ma.masked_array(weights, np.triu(np.ones((n, n), dtype=bool), 1))
     image = axes.imshow(shown, interpolation="nearest", aspect="auto")

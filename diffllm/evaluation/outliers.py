@@ -36,9 +36,10 @@ NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
-    """Running statistics of values x: percentiles and largest values of |x|, RMS and kurtosis of x.
+    """Running statistics of added values x: RMS, kurtosis, and percentiles and maxima of |x|.
 
-    Percentiles come from a histogram of |x| with 512 bins per factor of 2 (error at most 0.1%).
+    Percentiles come from a histogram of |x| with 512 bins per factor of 2. Their relative error is
+    at most 0.1%.
     """
 
     def __init__(self) -> None:
@@ -182,20 +183,22 @@ def measure_outliers(
 ) -> list[dict[str, Any]]:
     """Run the model on all sequences, and return a dict of statistics for each layer.
 
-    - `hidden`: statistics, as in `Spread`, of the outputs of the transformer block.
-    - `logits`: by attention map, statistics as in `Spread` of q k / sqrt(head_dim), without masked
+    The keys of a dict are:
+    - "hidden": statistics of the outputs of the transformer block, mainly from `Spread`.
+    - "logits": for each attention map, `Spread` statistics of q k / sqrt(head_dim) without masked
       keys.
-    - `sinks`: by attention map, "weight" is the signed weight on the first visible key, and "share"
-      is the share of |weight| on this key. Both are means over heads, sequences and queries,
-      without queries that see a single key and thus have no choice.
-    - `context_rms`: mean RMS of the output of an attention head before the output projection.
-    - `context_over_value_rms`: mean, min and max of this RMS divided by the RMS of the values.
+    - "sinks": for each attention map, the mean weight on the first visible key ("weight"), and the
+      mean of |weight| on this key divided by the sum of |weight| ("share"). Queries that see only
+      one key are excluded.
+    - "context_rms": mean RMS of the outputs of attention heads before the output projection.
+    - "context_over_value_rms": mean, min and max of the RMS of these outputs divided by the RMS of
+      the value vectors.
 
     Raises CheckpointError if the output of a layer is not finite.
 
     Args:
         advance: called with 1 after each sequence, to show progress.
-        name: name of the model in the error.
+        name: name of the model in the error message.
     """
     found = [LayerOutliers() for _ in model.layers]
     for tokens, _, documents in sequences:
@@ -220,11 +223,11 @@ def measure_outliers(
 
 
 class Outliers(Evaluation):
-    """Evaluation that stores the outlier statistics of each layer, and scores their maxima.
+    """Evaluation that stores the outlier statistics of each layer.
 
-    A score is the largest value of one statistic over all layers, and for logits also over all
-    attention maps. For example, the score "hidden top_1" is the largest magnitude of any hidden
-    state.
+    A score is the maximum of one statistic over all layers. Scores of logits are maxima over layers
+    and attention maps. For example, the score "hidden top_1" is the largest |x| of all elements x
+    of the hidden states.
     """
 
     name = "outliers"

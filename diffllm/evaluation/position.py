@@ -37,9 +37,9 @@ class Position(Evaluation):
     - position: the index of the token in its document, from 0.
     - distance: the number of tokens since the previous occurrence of the same token in the
       document, or "none" for the first occurrence.
-    - span: "repeated" if the three consecutive tokens that end with this token also occur earlier
-      in the document. "first" if even the first two of these three tokens do not occur earlier as
-      consecutive tokens. Other tokens have no span.
+    - span: "repeated" if the trigram that ends with this token occurs earlier in the document.
+      "first" if the bigram directly before this token does not occur earlier in the document.
+      Other tokens have no span.
 
     With data.mask_documents, tokens do not attend to the EOS before the document, as in training.
     """
@@ -118,15 +118,15 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
 def sums(
     text: Sequence[int], losses: Sequence[float], predicted: Sequence[bool]
 ) -> dict[str, Sums]:
-    """Sum the losses of one document by the properties of its tokens, see `Position`.
+    """Sum the losses of one document by bins of the token properties that `Position` defines.
 
-    The result maps "all", "position", "distance" and "span" to bins, and each bin to the sum of its
-    losses in nats and its number of tokens: `{"position": {"2-3": [7.1, 2]}}`.
+    The keys of the result are "all", "position", "distance" and "span". The result contains the
+    summed loss in nats and the number of tokens of each bin: `{"position": {"2-3": [7.1, 2]}}`.
 
     Args:
         text: token ids (n,).
         losses: loss of each token in nats, (n,).
-        predicted: (n,); False for tokens that are only context, which are not counted.
+        predicted: (n,); False for tokens that serve only as context and are not counted.
     """
     found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
     last: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""Measure how much the loss changes if weights, their inputs, or both are rounded to fewer bits.
+"""Measure how the loss changes if weight matrices, their inputs, or both are rounded.
 
 Quantisation is simulated: rounded values are stored and multiplied in the model's dtype. With b
-bits, a rounded value is one of 2^b - 1 multiples of a scale. The scale is the largest magnitude of
-a tensor, or of each row, divided by 2^(b-1) - 1 (symmetric absmax). Ties round to even.
+bits, a rounded value is a scale times an integer of magnitude at most 2^(b-1) - 1. The scale is the
+largest magnitude in a tensor or row, divided by 2^(b-1) - 1 (symmetric absmax). Ties round to even.
 
 Shapes: E experts, K input width of a matrix.
 """
@@ -44,10 +44,10 @@ class Rounding:
 
 
 def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
-    """Round x to one of 2^bits - 1 multiples of a scale; return the same shape and dtype.
+    """Round each value of x to a multiple of a scale; return a tensor of the same shape and dtype.
 
-    Rounding is computed in float32. Values along the dimensions `dims` of x share a scale. Values
-    whose scale is 0 become 0.
+    Rounding is computed in float32. Values along the dimensions `dims` of x share a scale. If the
+    scale is 0, these values become 0.
     """
     most = 2 ** (bits - 1) - 1
     wide = x.float()
@@ -62,12 +62,12 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
 ) -> Iterator[None]:
-    """Context manager: round weight matrices and the inputs of these matrices until its exit.
+    """Context manager: round weight matrices and their inputs inside the `with` block.
 
-    The matrices are those of all experts and linear layers in transformer blocks, except layers
-    named in KEPT. The input of an expert's matrix w2 contains the router's weight as a factor. The
-    original weights are restored exactly on exit. If `weights` is None, the matrices are not
-    rounded; if `activations` is None, the inputs are not rounded.
+    The matrices of all experts and linear layers in transformer blocks are rounded, except layers
+    named in KEPT. The input of an expert's matrix w2 is rounded after it is multiplied by the
+    router weight. The original weights are restored exactly on exit. If `weights` is None, the
+    matrices are not rounded. If `activations` is None, the inputs are not rounded.
     """
     with ExitStack() as stack:
         if weights is not None:
@@ -108,7 +108,7 @@ def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) ->
 
 
 class Arm(NamedTuple):
-    """A setting of the evaluation: how weights and activations are rounded."""
+    """A quantisation setting; weights or activations with the value None are not rounded."""
 
     name: str
     weights: Rounding | None = None
@@ -133,10 +133,10 @@ for kind, bits in product(KINDS, BITS):
 
 
 class Quantise(Evaluation):
-    """Evaluation of simulated quantisation: the increase of the loss for each setting in ARMS.
+    """Evaluation of simulated quantisation: the change of the loss for each setting in ARMS.
 
-    The loss is computed on the sequences of `first_sequences`, one sequence at a time. Each score
-    also contains the loss without rounding.
+    The loss is computed on the sequences of `first_sequences`, one sequence at a time. The score
+    of each setting also contains the loss without rounding.
     """
 
     name = "quantise"
@@ -190,12 +190,13 @@ def loss_lines(
     sequences: Sequence[HeldoutSequence],
     advance: Callable[[int], None],
 ) -> list[Line]:
-    """Return a dict for each sequence with its summed loss, "nats", and its number of "tokens".
+    """Compute the loss of each sequence; return one dict per sequence.
 
-    Raises CheckpointError if a loss is not finite.
+    The entry "nats" is the summed loss, and "tokens" is the number of predicted tokens. Raises
+    CheckpointError if a loss is not finite.
 
     Args:
-        arm: name of the current setting in ARMS, which the dicts and the error contain.
+        arm: name of the current setting in ARMS; the dicts and the error message contain this name.
         advance: called with 1 after each sequence, to show progress.
     """
     found = []

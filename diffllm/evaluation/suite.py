@@ -114,10 +114,10 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
 def evaluate(
     subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
 ) -> tuple[dict[str, Result], list[str]]:
-    """Run all evaluations; return the results by name, and a message for each skipped task.
+    """Run all evaluations; return results by evaluation name, and a message per skipped evaluation.
 
-    A task is skipped if it does not fit into the model's maximum length. A stored result is reused
-    if the checkpoint, the tokenizer and all settings are unchanged.
+    An evaluation is skipped if its task does not fit into the model's maximum length. A stored
+    result is reused if the checkpoint, the tokenizer and all settings are unchanged.
     """
     results: dict[str, Result] = {}
     skipped = []
@@ -152,10 +152,11 @@ def evaluate(
 
 
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
-    """Check eval.suites and eval.levels; return a function that makes the tasks from the tokenizer.
+    """Check eval.suites and eval.levels; return a function that creates a `TasksWhileTraining`.
 
-    Return None if eval.suites is empty. Raises ConfigError for invalid settings. The returned
-    function raises ConfigError if a task does not fit into the sequence length of the run.
+    The returned function needs the tokenizer. It raises ConfigError if a task does not fit into the
+    sequence length of the run. Return None if eval.suites is empty. Raises ConfigError for invalid
+    settings.
     """
     found: dict[Answers, Sequence[Level]] = {}
     known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
@@ -203,10 +204,11 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return the share of correct answers of each task, by name of the metric.
+        """Return the share of correct answers of each task as metrics by name.
 
-        Metrics are `tasks/<task>`, `tasks/<task>/<level>`, `tasks_chance/<task>` (random answers)
-        and `tasks_generated/<task>` (greedy decoding). Every rank must call this.
+        For `tasks/<task>` and `tasks/<task>/<level>`, `lines_of` defines correct answers.
+        `tasks_generated/<task>` is the share with greedy decoding. `tasks_chance/<task>` is the
+        expected share of random answers. Every rank must call this method.
         """
         model.eval()
         found: dict[str, float] = {}

@@ -79,9 +79,10 @@ def export(
 
 
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
-    """Copy the tokenizer of a run to `directory`, and add a fast tokenizer; return the tokenizer.
+    """Copy the tokenizer of a run to `directory`; return the tokenizer.
 
-    Raises CheckpointError if the tokenizer has more than `model.vocab_size` tokens.
+    For a sentencepiece tokenizer, also write a fast tokenizer. Raises CheckpointError if the
+    tokenizer has more than `model.vocab_size` tokens.
     """
     path = tokenizer_of(run)
     tokenizer = Tokenizer.from_file(path)
@@ -146,9 +147,9 @@ BPE = 2
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """Convert a sentencepiece file to a fast tokenizer that splits texts into the same tokens.
 
-    The fast tokenizer encodes the character U+2581, which sentencepiece uses for spaces, as bytes,
-    and decodes invalid bytes as U+FFFD, like the class `Tokenizer`. Raises DataError if the
-    tokenizer normalises texts, is not BPE, or cannot encode all bytes.
+    Like the class `Tokenizer`, the fast tokenizer decodes invalid bytes as U+FFFD. Both encode the
+    character U+2581 as bytes, because sentencepiece uses U+2581 for spaces. Raises DataError if the
+    sentencepiece tokenizer normalises texts, is not BPE, or cannot encode all bytes.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2

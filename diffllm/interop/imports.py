@@ -124,7 +124,7 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
 def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
     """Return the content of config.yaml for a run directory `out` with an imported model.
 
-    `tokenizer` is the original tokenizer file; the config refers to a file of this name in `out`.
+    `tokenizer` is the original tokenizer file. The config contains the path of its copy in `out`.
     """
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])

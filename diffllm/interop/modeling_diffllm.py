@@ -1,11 +1,11 @@
 """DiffLLM models for transformers, with standard, gated, DIFF V1 or DIFF V2 attention.
 
 Exported models contain this file; `import diffllm.interop` also registers the classes. The file
-needs torch and transformers 5.4 or later. Parameters have the names of Llama. In the config,
-`attention` contains the attention variant and its settings, `moe` the settings of the mixture of
+needs torch and transformers 5.4 or later. Parameter names follow Llama. In the config, `attention`
+contains the attention variant and its settings. `moe` contains the settings of the mixture of
 experts.
 
-Shapes: B batch, T query tokens, S key tokens, D hidden size, H query heads, K kv heads, d head_dim.
+Shapes: B batch, T query tokens, S key tokens, D hidden size, H query heads, d head width.
 """
 
 import copy
@@ -80,7 +80,7 @@ def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[
     """Return the settings in `given`, with defaults from `known` for missing settings.
 
     A value in `known` is the default, or a tuple of choices that begins with the default. Raises
-    ValueError for an unknown setting or an invalid value, named `where.key` in the message.
+    ValueError for an unknown setting or an invalid value. The message contains `where.key`.
     """
     for key, value in given.items():
         if key not in known:
@@ -117,7 +117,9 @@ class DiffLLMConfig(PreTrainedConfig):
         num_attention_heads: number of query heads; in DIFF V1 and DIFF V2, two heads form a pair.
         num_key_value_heads: number of key and value heads; in DIFF V1, number of pairs of heads.
         head_dim: width of a key or value head; in DIFF V1, width of a pair of heads.
-        attention: settings; "variant" is "standard" (default), "gated", "diff_v1" or "diff_v2".
+        qk_norm: whether RMSNorm is applied to queries and keys.
+        attention: the variant and its settings; the entry "variant" is "standard" (default),
+            "gated", "diff_v1" or "diff_v2".
         moe: settings of the mixture of experts; None for a dense model.
     """
 
@@ -260,11 +262,13 @@ def eager_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with explicit attention maps.
 
-    Return outputs (B, T, H, d) and softmax maps (B, H, T, S). `attention_mask` (B, 1, T, S) is bool
-    (True for visible keys) or is added to the logits. exp(s_aux), shape (H,), is added to the
-    softmax denominators. If the setting `clamp` of DIFF V1 is true, each pair of heads uses one map
-    for outputs: the map of head 1 minus lambda times the map of head 2, clamped at 0 and divided by
-    its sum over the keys. Head 1 returns the output of this map, head 2 returns zeros.
+    Return outputs (B, T, H, value width) and softmax maps (B, H, T, S). `attention_mask`
+    (B, 1, T, S) is a bool mask, True for visible keys, or a float mask that is added to the logits.
+    `s_aux` (H,) is a sink logit per head: exp(s_aux) is added to the softmax denominators.
+
+    If the setting `clamp` of DIFF V1 is true, each pair of heads uses the map of head 1 minus
+    lambda times the map of head 2. This difference is clamped at 0 and divided by its sum over the
+    keys. The output of head 1 is then the output of the pair, and the output of head 2 is zero.
     """
     groups = module.num_key_value_groups
     logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
@@ -345,8 +349,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention output (B, T, D), and the attention maps (B, H, T, S) or None.
 
-        `hidden_states` (B, T, D) is the normalised input. The maps are None if the kernel computes
-        none.
+        `hidden_states` (B, T, D) is the normalised input. The second result is None if the
+        attention kernel does not return maps.
         """
         projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
@@ -393,7 +397,7 @@ class Attention(nn.Module):
 
 
 class StandardAttention(Attention):
-    """Softmax attention; `sink` "learned" or "one" adds a term to the softmax denominator."""
+    """Softmax attention; the denominator has one more term if `sink` is "learned" or "one"."""
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -452,11 +456,11 @@ class DiffV1Attention(Attention):
 
 
 class DiffV2Attention(Attention):
-    """Differential attention, second version, with one lambda per token and pair of query heads.
+    """Differential attention, second version; by default with one lambda per token and pair.
 
-    A pair uses the map of its first head minus lambda times the map of its second head. Query heads
-    2i and 2i + 1 form a pair and share a key head and a value head. If `pairing` is "halves", query
-    heads i and i + H/2 form a pair.
+    The output of a pair of query heads is the output of the first head minus lambda times the
+    output of the second head. Query heads 2i and 2i + 1 form a pair and share a key head and a
+    value head. If the setting `pairing` is "halves", query heads i and i + H/2 form a pair.
     """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
@@ -477,7 +481,7 @@ class DiffV2Attention(Attention):
         return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
-        """Return lambda per pair: a number, or float32 that broadcasts to (B, T, H/2, 1)."""
+        """Return lambda: one number, or a float32 tensor that broadcasts to (B, T, H/2, 1)."""
         if self.form == "none":
             return 1.0
         if self.form == "fixed":
@@ -510,7 +514,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Selects the k experts with the largest score + `bias`; their weights are the scores alone."""
+    """Selects the k experts with the largest score + `bias`; expert weights do not use `bias`."""
 
     bias: Tensor
     load: Tensor
@@ -719,8 +723,9 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits (B, T, vocabulary size) for token ids (B, T) or embeddings (B, T, D).
 
-        If the number `logits_to_keep` is above 0, return only logits of this number of last tokens.
-        With `labels` (B, T), also return the mean cross-entropy; token t predicts label t + 1.
+        If `logits_to_keep` is an integer above 0, return only the logits of that many last tokens.
+        A tensor `logits_to_keep` contains the indices of the tokens. With `labels` (B, T), also
+        return the mean cross-entropy: the logits of token t predict label t + 1.
         """
         given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         outputs = self.model(*given, use_cache=use_cache, **kwargs)

@@ -29,7 +29,7 @@ OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 
 @dataclass
 class DiagnosticsConfig:
-    """How often layer statistics are computed, and how often attention maps are probed."""
+    """Settings of layer statistics and of probes, which measure attention maps at some queries."""
 
     interval: int = bounded(10, least=0)
     """Steps between in-block statistics; 0 turns them off."""
@@ -48,11 +48,11 @@ def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
-    """Draw N query positions at which `step` measures attention maps, (N,) int64 on the CPU.
+    """Draw the query positions of the attention probe in training step `step`.
 
     The sequence without its first token is divided into N equal segments, and one position is drawn
-    in each segment. N is `cfg.probe_queries`, or `seq_len` if smaller. Return None if
-    `cfg.probe_interval` is 0.
+    in each segment. N is the smaller of `cfg.probe_queries` and `seq_len`. Return the positions,
+    (N,) int64 on the CPU, or None if `cfg.probe_interval` is 0.
     """
     if not cfg.probe_interval:
         return None
@@ -100,8 +100,8 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 def expert_load(counts: Tensor) -> Stats:
     """Return the largest and the smallest load of an expert in each of L layers, (L,) float32 each.
 
-    The load of an expert is its number of tokens in the global batch, an entry of `counts` (L, E)
-    int64, divided by the mean over the layer's experts.
+    `counts` (L, E) int64 contains the number of tokens of each expert in the global batch. The load
+    is this number divided by the mean over the experts of the layer.
     """
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}

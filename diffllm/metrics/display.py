@@ -17,7 +17,7 @@ from diffllm.core.printing import KEPT
 
 
 class RunLog:
-    """Log file of a run. Text is kept in memory until `open`; write errors are ignored."""
+    """Log file of a run. Text is kept in memory until `open`. Write errors are ignored."""
 
     def __init__(self) -> None:
         self.waiting = ""
@@ -59,7 +59,7 @@ class RunLog:
 
 
 class Copied:
-    """Wrapper of a stream that passes text also to `copy`, except text that moves the cursor."""
+    """Stream wrapper that also passes text to the function `copy`, except cursor movements."""
 
     def __init__(self, stream: Any, copy: Callable[[str], None]):
         self.stream, self.copy = stream, copy
@@ -79,7 +79,7 @@ SAY_S = 30
 
 
 class Display:
-    """Show the progress of a run on standard output and in the run's log, if `enabled` is True."""
+    """Show the progress of a run on standard output and in its log; only if `enabled` is True."""
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
@@ -92,7 +92,7 @@ class Display:
         """Start time of the current evaluation, and time of its last line."""
 
     def start(self, step: int) -> None:
-        """Show the progress bar at optimizer step `step` if standard output is a terminal."""
+        """Start the progress bar at optimizer step `step` if standard output is a terminal."""
         if self.enabled and self.console.is_terminal:
             self.live = Progress(
                 TextColumn("step"),
@@ -115,12 +115,12 @@ class Display:
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
         """Print the metrics of a logged step.
 
-        On a terminal, the progress bar shows the newest metrics, and about one screen of lines per
-        run is printed above the bar. In other output and in the log, every logged step has a line.
+        On a terminal, update the progress bar, and print about one screen of lines per run above
+        the bar. In other output and in the log, every logged step has a line.
 
         Args:
             values: metrics by name, such as "train/loss".
-            eta_s: seconds until the end of the run.
+            eta_s: estimated seconds until the end of the run.
         """
         if not self.enabled:
             return
@@ -144,7 +144,7 @@ class Display:
     def evaluate(self, done: int, total: int) -> None:
         """Show that a held-out evaluation has processed `done` of `total` tokens.
 
-        On a terminal, update the progress bar; otherwise print a line every 30 s.
+        On a terminal, update the progress bar. In other output, print a line every 30 s.
         """
         now = time.monotonic()
         began, said = self.evaluating = self.evaluating or (now, now)
@@ -167,7 +167,7 @@ class Display:
 
 
 def evaluation_texts(values: Mapping[str, Any]) -> list[str]:
-    """Format the held-out loss and each task accuracy in `values`, such as "needle 0.52"."""
+    """Format each held-out loss or task accuracy in `values` as a text, such as "needle 0.52"."""
     said = []
     if "eval/loss" in values:
         said.append(f"held-out {values['eval/loss']:.3f}{bits_per_byte(values, 'eval')}")
@@ -180,7 +180,7 @@ def evaluation_texts(values: Mapping[str, Any]) -> list[str]:
 
 
 def bits_per_byte(values: Mapping[str, Any], split: str) -> str:
-    """Format the bits per byte of "train" or "eval", such as " (0.98 b/B)"; "" if missing."""
+    """Format `values["<split>/bits_per_byte"]`, such as " (0.98 b/B)"; "" if it is missing."""
     value = values.get(f"{split}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
 

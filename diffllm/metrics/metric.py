@@ -1,4 +1,4 @@
-"""Types of the table of metrics: a metric has a name, a meaning, a unit and plots."""
+"""Classes for the table of metrics in table.py: metrics, and their sections, plots and columns."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,57 +20,55 @@ class Section:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the report, which replaces placeholders such as {smoothing} in title and caption.
-
-    `mark` is the y value of a horizontal line (None: no line), and `log` selects a logarithmic y
-    axis. If `folded` is true, the figure is hidden until a reader opens "More figures".
-    """
+    """A figure of the report that shows a metric."""
 
     title: str
     caption: str = ""
+    """Text with placeholders such as {smoothing}. Empty: the meaning of the metric."""
     mark: float | None = None
+    """Y value of a horizontal line. None: no line."""
     folded: bool = False
+    """Whether the figure is hidden until a reader opens "More figures"."""
     log: bool = False
+    """Whether the y axis is logarithmic."""
 
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A plot against training tokens: of a metric, or of a layer metric's maximum over all layers.
+    """A plot of a metric against training tokens.
 
-    If `smooth` is true, a moving average is drawn. If `clip` is true, the range of the y axis
-    ignores the first steps and spikes.
+    If the metric has one value per layer, the plot shows the maximum over all layers.
     """
 
     smooth: bool = False
+    """Whether the plot shows a moving average."""
     clip: bool = False
+    """Whether the range of the y axis ignores the first steps and spikes."""
 
 
 @dataclass(frozen=True)
 class Layers(Plot):
-    """A plot of the last logged value of a metric in each layer; the x axis is the layer index.
-
-    If `uniform` is true, a line shows 1/√n, the RMS under uniform attention over n tokens.
-    """
+    """A plot of the last logged value of a metric in each layer; the x axis is the layer index."""
 
     uniform: bool = False
+    """Whether a line shows 1/√n, the context RMS if attention is uniform over n tokens."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of report.csv with a value of a metric.
-
-    `steps` selects the last or all logged steps of a run. `of` is the reduction over these steps
-    and over layers, and `seeds` the reduction over the runs with different seeds. The report has
-    the same column with `title` and `unit` in its header, in percent if `percent` is true. If
-    `title` is empty, the report has no such column.
-    """
+    """A column of report.csv that contains one value of a metric per row."""
 
     steps: Literal["last", "all"]
+    """Logged steps of a run that the value is computed from."""
     of: Literal["min", "max", "median"]
+    """Reduction over these steps and over layers."""
     seeds: Literal["mean", "min", "max"]
+    """Reduction over runs with different seeds."""
     title: str = ""
+    """Title of the column in the report. Empty: only report.csv has the column."""
     unit: str = ""
     percent: bool = False
+    """Whether the report shows the value in percent."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Speed of training steps: traces by torch.profiler, and peak FLOP/s for MFU.
 
 Model FLOPs utilisation (MFU) is the model's training FLOPs per second, divided by the device's
-dense bf16 peak (PaLM, arXiv 2204.02311, appendix B). The FLOPs are forward and backward matrix
-products, with causal attention and without recomputation.
+dense bf16 peak (PaLM, arXiv 2204.02311, appendix B). The FLOPs of the forward and backward matrix
+products are counted. Attention counts as causal, and recomputation is not counted.
 """
 
 import os
@@ -21,7 +21,7 @@ from diffllm.core.printing import to_stderr
 
 @dataclass
 class ProfileConfig:
-    """Training steps to profile."""
+    """Range of training steps to profile."""
 
     steps: list[int] = field(default_factory=list)
     """First and last step to trace, such as [10,12], on every rank; empty: no trace."""
@@ -39,9 +39,8 @@ class ProfileConfig:
 class StepProfiler:
     """Write a torch.profiler trace of the configured steps to a file in `directory`.
 
-    The step before the first traced step is the profiler's warm-up.
-
-    `say` is called with a text that contains the path of the trace.
+    The step before the first traced step is the profiler's warm-up. After the file is written,
+    `say` is called with a message that contains the file's path.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
@@ -53,7 +52,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the code in this context if step `number` is configured; the first step is 1."""
+        """Trace the code in this context if training step `number` (from 1) is configured."""
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():
@@ -92,7 +91,7 @@ class StepProfiler:
 
 
 class Device(NamedTuple):
-    """A GPU model: its name, dense bf16 FLOP/s from the data sheet, and usable memory in GiB."""
+    """A GPU model. `peak_flops` is the dense bf16 FLOP/s in the data sheet."""
 
     name: str
     peak_flops: float
@@ -116,7 +115,7 @@ DEVICES = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak dense bf16 FLOP/s in the data sheet of a GPU; None for an unknown device."""
+    """Return the data sheet's dense bf16 FLOP/s of a GPU in DEVICES; None for other devices."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

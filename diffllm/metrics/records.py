@@ -1,4 +1,4 @@
-"""Read the JSON files of runs and sweeps, and check the fields that other code uses."""
+"""Read the JSON files of runs and sweeps, and check the values of fields that other code uses."""
 
 import json
 from collections.abc import Iterable
@@ -39,9 +39,9 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; if the run diverged, the key "stopped" contains the reason.
+    """Read the summary.json of a run; return None if the run has not ended.
 
-    Return None if the run has not ended.
+    If the run diverged, the key "stopped" contains the reason for the divergence.
     """
     return read_record(run / "summary.json")
 
@@ -51,15 +51,15 @@ def diverged(run: Path) -> bool:
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
-    """Return "stopped after step <step>: <reason>" for the summary.json of a diverged run."""
+    """Format the summary of a diverged run as "stopped after step <step>: <reason>"."""
     return f"stopped after step {ending.get('steps')}: {ending['stopped']}"
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
     """Read a JSON file of a run or sweep, such as run.json; return None if the file is missing.
 
-    Floats become None if they are not finite or too large for later statistics (LARGEST). Raises
-    CheckpointError if the file cannot be read, or if a field in FIELDS has the wrong type.
+    Floats become None if they are not finite or if their magnitude exceeds LARGEST. Raises
+    CheckpointError if the file cannot be read, or if a field in FIELDS has an invalid value.
     """
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)
@@ -69,14 +69,14 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number as float if its magnitude is at most LARGEST; None for any other value."""
+    """Return `value` as float if it is a number of magnitude at most LARGEST; otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)
 
 
 def check_record(name: str, content: dict[str, Any]) -> None:
-    """Raise ValueError if the content of the file `name` has a field of the wrong type."""
+    """Raise ValueError if a field of the file `name` (see FIELDS) is invalid in `content`."""
     for field, kind in FIELDS[name].items():
         value = content.get(field)
         missing = value is None and name == "saved.json"
@@ -100,10 +100,10 @@ def all_text(values: Iterable[Any]) -> bool:
 
 
 def read_changes(run: Path) -> list[dict[str, Any]]:
-    """Read the changes of a run's config: a list of dicts {"step": 3, "changes": {"seed": [0, 1]}}.
+    """Read changes.jsonl, the changes of a run's config; return [] if the file is missing.
 
-    "changes" contains the old and the new value of each changed key. The list is empty if the file
-    changes.jsonl is missing. Raises CheckpointError if a line is invalid.
+    A change is a dict such as {"step": 3, "changes": {"seed": [0, 1]}}, where [0, 1] are the old
+    and the new value of the key `seed`. Raises CheckpointError if a line is invalid.
     """
     file = run / "changes.jsonl"
     found = []
@@ -121,9 +121,9 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl, a dict with "step", "tokens" and metrics by name.
+    """Parse a line of metrics.jsonl as a dict with "step", "tokens" and metrics by name.
 
-    Metrics that are not finite or exceed LARGEST become None. Return None for an invalid line.
+    A metric becomes None if its magnitude is not at most LARGEST. Return None for an invalid line.
     """
     try:
         line = json.loads(text)

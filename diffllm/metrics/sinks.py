@@ -19,7 +19,7 @@ from diffllm.metrics.wandb_run import WandbRun
 
 @dataclass
 class MetricsConfig:
-    """Destinations of metrics in addition to metrics.jsonl and wandb."""
+    """Optional destinations of metrics, in addition to metrics.jsonl and wandb."""
 
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory's `tensorboard/`."""
@@ -31,10 +31,10 @@ def check_installed(cfg: MetricsConfig) -> None:
 
 
 class EventFiles:
-    """TensorBoard event files of a run; after an error, training continues without event files.
+    """TensorBoard event files of a run. After an error, training continues without event files.
 
-    `last_step` is the step from which the run resumes, or 0. TensorBoard will hide the values that
-    an earlier process of the run logged for later steps.
+    `last_step` is the step from which the run resumes, or 0 for a new run. TensorBoard hides values
+    that an earlier process of the run logged for steps after `last_step`.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -65,11 +65,11 @@ class EventFiles:
 
 
 class MetricsFile:
-    """The file metrics.jsonl: one JSON object per line, without an incomplete last line.
+    """The file metrics.jsonl, with one JSON object per line.
 
-    `last_step` is the step from which the run resumes, or 0; lines of later steps are removed. If
-    writing fails, for example on a full disk, new lines are kept in memory and written later.
-    Raises CheckpointError if the file cannot be created.
+    `last_step` is the step from which the run resumes, or 0 for a new run. Lines of later steps and
+    incomplete lines are removed. If writing fails, for example on a full disk, new lines are kept
+    in memory and written later. Raises CheckpointError if the file cannot be created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -90,7 +90,7 @@ class MetricsFile:
         self.waiting: list[bytes] = []
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append `values` as one line; NaN and infinity become null."""
+        """Append `values` as one line of JSON; NaN and infinity become null."""
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in values.items()
@@ -102,7 +102,7 @@ class MetricsFile:
             to_stderr(f"warning: cannot write {self.path}, lines are kept in memory: {problem}")
 
     def _write_waiting(self) -> str | None:
-        """Write the lines kept in memory; return None, or the reason if writing fails."""
+        """Write the lines kept in memory; return the reason if writing fails, otherwise None."""
         while self.waiting:
             line = self.waiting[0]
             try:
@@ -125,16 +125,17 @@ class MetricsFile:
 
 
 class Sinks(NamedTuple):
-    """Destinations of metrics on rank 0: metrics.jsonl, a wandb run and TensorBoard files."""
+    """Destinations of metrics, used on rank 0 only. `events` is None without TensorBoard."""
 
     file: MetricsFile
     wandb: WandbRun
     events: EventFiles | None = None
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """Log the metrics of an optimizer step, after `tokens` trained tokens, to all destinations.
+        """Log the metrics `values` of optimizer step `step` to all destinations.
 
-        Raises ConfigError for a metric that diffllm/metrics/table.py does not define.
+        `tokens` is the number of tokens trained so far. Raises ConfigError for a metric that
+        diffllm/metrics/table.py does not define.
         """
         for name in values:
             metric_of(name)

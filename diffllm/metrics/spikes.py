@@ -1,15 +1,16 @@
 """Count spikes of loss and gradient norm by three definitions; see docs/spikes.md.
 
 Two published definitions compare a value with the mean of previous finite values. The third
-definition removes the trend, and counts spikes that are close to each other as one event. For the
-value at step s, it fits a line to the values of n previous steps, and computes a distance d:
+definition removes the trend, and counts spikes that are close to each other as one event. It fits a
+line to the values of n previous steps. The distance d of the value at step s from the line is:
 
-    d = (value - line) / sqrt(1 + h),   h = 1 / n + (s - mean step)^2 / sum (step - mean step)^2
+    d = (value - line at s) / sqrt(1 + h),   h = 1 / n + (s - mean)^2 / sum((step - mean)^2)
 
-If values vary around a line with normal noise, the quotient of d and the root mean square of m
-previous distances follows Student's t distribution with m degrees of freedom. `as_normal` converts
-the quotient to a standard normal deviate, so that a threshold of SIGMAS has the same rate of false
-alarms at all steps. NaN and infinity are always spikes.
+The sum is over the n previous steps, and "mean" is the mean of their step numbers. If values vary
+around a line with normal noise, the quotient of d and the root mean square of m previous distances
+follows Student's t distribution with m degrees of freedom. `as_normal` converts the quotient to a
+standard normal deviate, so that a threshold of SIGMAS has the same rate of false alarms at all
+steps. NaN and infinity are always spikes.
 """
 
 import math
@@ -24,19 +25,21 @@ WINDOW128_SIGMAS = 6.0
 
 @dataclass
 class SpikeCounter:
-    """Counter of the spikes in a series of values, such as the losses of all steps.
+    """Count the spikes in a series of values, such as the losses of all steps.
 
-    A finite value is a spike if it exceeds the mean of the last `window` finite values before it by
-    more than `sigmas` population standard deviations. If `two_sided` is true, values as far below
-    the mean are spikes, too. If `inclusive` is true, a distance of exactly `sigmas` is enough. The
-    first `least` finite values are no spikes. NaN and infinity are always spikes.
+    A spike is NaN, infinity, or a value far above the mean of previous finite values.
     """
 
     window: int
+    """Number of previous finite values in the mean and the standard deviation."""
     least: int
+    """Number of finite values at the start of the series that are never spikes."""
     sigmas: float
+    """Minimum distance of a spike from the mean, in population standard deviations."""
     two_sided: bool = False
+    """Whether values below the mean can be spikes, too."""
     inclusive: bool = False
+    """Whether a distance of exactly `sigmas` makes a value a spike."""
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
@@ -67,10 +70,11 @@ class SpikeCounter:
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of spikes ("total"), and their share of all values ("score").
+        """Return counts and shares of spikes by name.
 
-        `rolling_total` and `rolling_score` are the same for the last `window` values. `judged` is
-        the number of values that could be spikes: all but the first `least` finite values.
+        "total" is the number of spikes, and "score" is their share of all values. "rolling_total"
+        and "rolling_score" cover only the last `window` values. "judged" is the number of all
+        values except the first `least` finite values, which cannot be spikes.
         """
         rolling = sum(self.recent)
         return {
@@ -122,12 +126,13 @@ COUNTS = ("seen", "judged", "total", "in_a_row", "last")
 
 
 class EventCounter:
-    """Counter of spike events in a series; spikes at most APART steps apart are one event.
+    """Count spike events in a series. Spikes at most APART steps apart are one event.
 
-    A value is a spike if it is more than SIGMAS above a line, and a drop if it is more than SIGMAS
-    below. The line is fitted to previous values, except spikes and drops. SIGMAS is in multiples of
-    the root mean square of previous distances from the line, corrected by `as_normal`. The root
-    mean square excludes spikes, and counts each drop as a distance of SIGMAS.
+    A line is fitted to previous values that are neither spikes nor drops. A spike is more than
+    SIGMAS deviations above the line, and a drop is more than SIGMAS deviations below the line. A
+    deviation is the root mean square of previous distances from the line, corrected by `as_normal`.
+    Spikes do not enter the root mean square, and each drop enters as a distance of SIGMAS
+    deviations.
 
     Args:
         log: True for gradient norms: use logarithms of values, and ignore values of 0 or below.
@@ -168,10 +173,11 @@ class EventCounter:
         return False
 
     def _exclude(self, spike: bool) -> bool:
-        """Exclude a spike (`spike` is True) or a drop (False) from the fitted line; return `spike`.
+        """Exclude the current value, a spike or a drop, from the fitted line; return `spike`.
 
-        A spike is a new event if the last spike was more than APART steps ago. More than APART
-        consecutive excluded values mean a new level; then restart the line without earlier values.
+        `spike` is False for a drop. A spike is a new event if the previous spike was more than
+        APART steps ago. After more than APART consecutive excluded values, fit a new line to later
+        values.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:
@@ -183,9 +189,9 @@ class EventCounter:
         return spike
 
     def _distance(self, value: float) -> float | None:
-        """Return the distance d from the fitted line, as defined in the docstring of this module.
+        """Return the distance d of `value` from the fitted line; the module docstring defines d.
 
-        Return None if fewer than FIRST values are fitted.
+        Return None if the line is fitted to fewer than FIRST values.
         """
         if len(self.points) < FIRST:
             return None
@@ -218,7 +224,7 @@ class EventCounter:
 def as_normal(t: float, degrees: int) -> float:
     """Convert a value of Student's t to the standard normal deviate with the same tail probability.
 
-    `degrees` are the degrees of freedom of t. Approximation of D. L. Wallace (Annals of
+    `degrees` is the number of degrees of freedom. The approximation is by D. L. Wallace (Annals of
     Mathematical Statistics 30, 1959).
     """
     size = math.sqrt(degrees * math.log1p(t * t / degrees))
@@ -229,7 +235,7 @@ SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
 
 
 class SpikeMonitor:
-    """Count the spikes of loss and gradient norm by three definitions, and the skipped updates."""
+    """Count skipped updates, and spikes of loss and gradient norm by three definitions."""
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0
@@ -246,7 +252,7 @@ class SpikeMonitor:
         }
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
-        """Process the loss and gradient norm of the next optimizer step."""
+        """Process the next optimizer step. `skipped` is True if its update was skipped."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
@@ -266,7 +272,7 @@ class SpikeMonitor:
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
     def windows(self) -> tuple[list[float], list[float]]:
-        """Return the last finite losses and the last finite gradient norms, at most 128 each."""
+        """Return the latest finite losses and gradient norms, at most 128 values each."""
         return list(self.loss.values), list(self.grad.values)
 
     def recent_loss(self, count: int) -> float:

@@ -1,6 +1,6 @@
-"""Handle failed writes to stdout or stderr: closed stream, full disk, lost terminal.
+"""Handle failed writes to stdout or stderr, for example to a closed stream or a full disk.
 
-A run ignores such failures. A command that prints its result reports the failure.
+A training run ignores failed writes. A command that prints a result reports a failed write.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from diffllm.core.errors import UserError
 
 
 class ReaderGone(Exception):
-    """Raised if the reader of standard output, such as `head`, has exited."""
+    """Raised if the process that reads standard output, such as `head`, has exited."""
 
 
 class Unfailing:
-    """Wrapper of a text stream that never raises; it escapes characters that cannot be encoded."""
+    """Text stream wrapper that ignores write errors, and escapes characters it cannot encode."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -45,7 +45,7 @@ class Unfailing:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Ignore the error of a failed write or flush; a subclass may raise an exception."""
+        """Ignore the error of a failed write or flush. A subclass can raise an exception."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -54,7 +54,7 @@ class Unfailing:
 class Result(Unfailing):
     """Wrapper of standard output that raises an exception if a write fails.
 
-    Raises ReaderGone if the reader, such as `head`, has exited, and UserError for other failures.
+    Raises ReaderGone if the reading process, such as `head`, has exited; otherwise UserError.
     """
 
     def _failed(self, error: Exception) -> None:
@@ -65,7 +65,7 @@ class Result(Unfailing):
 
 
 def open_closed_descriptors() -> None:
-    """Open /dev/null on every closed file descriptor among 0, 1 and 2.
+    """Open /dev/null on each of the file descriptors 0, 1 and 2 that is closed.
 
     Otherwise the next opened file would become standard input, output or error.
     """
@@ -78,7 +78,7 @@ def open_closed_descriptors() -> None:
 
 
 def never_fail() -> None:
-    """Replace stdout and stderr so that writes never raise, including the flush at exit."""
+    """Replace stdout and stderr by streams that never raise, not even in the flush at exit."""
     sys.stdout, sys.stderr = (
         # A stream that was closed before the start is None. Writes to the read-only file fail.
         stream if type(stream) is Unfailing else Unfailing(stream or open(os.devnull))  # noqa: SIM115
@@ -88,7 +88,7 @@ def never_fail() -> None:
 
 @contextlib.contextmanager
 def unfailing() -> Iterator[None]:
-    """In this context, writes to stdout and stderr never raise."""
+    """Context manager in which writes to stdout and stderr never raise."""
     given = sys.stdout, sys.stderr
     never_fail()
     try:
@@ -101,8 +101,8 @@ def unfailing() -> Iterator[None]:
 def result() -> Iterator[None]:
     """Context manager that raises UserError if a write to stdout inside the context fails.
 
-    Failures after the context are ignored. If the reader of stdout, such as `head`, has exited, the
-    next write leaves the context without an error.
+    If the process that reads stdout, such as `head`, has exited, the next write ends the context
+    without an error. After the context, failed writes are ignored.
     """
     never_fail()
     given = getattr(sys.stdout, "stream", sys.stdout)

@@ -74,21 +74,21 @@ EVENTS = "spikes_detrended"
 """The definition that counts events; an event can contain several close spikes."""
 
 
-def spikes(definition: str, series: str, what: str) -> Metric:
-    """Return the metric named `<definition>/<series>_<what>`, such as "spikes/loss_total"."""
+def spikes(definition: str, series: str, count: str) -> Metric:
+    """Return the spike metric "DEFINITION/SERIES_COUNT", such as "spikes/loss_total"."""
     rule = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
-    since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
-    number = "Share" if what.endswith("score") else "Number"
+    since = "of the definition's window" if count.startswith("rolling") else "of the run so far"
+    number = "Share" if count.endswith("score") else "Number"
     meaning = f"{number} of steps {since} with a {value} {rule}"
-    if what == "judged":
+    if count == "judged":
         meaning = f"Number of steps {since} that could be judged by the {value}"
     elif definition == EVENTS:
-        each = " per judged step" if what == "score" else ""
+        each = " per judged step" if count == "score" else ""
         meaning = f"Events{each} {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
         meaning += "; spikes with fewer than 8 quiet steps between them are one event"
-    column = None if what.startswith("rolling") else Column("last", "max", "mean")
-    return Metric(f"{definition}/{series}_{what}", SPIKES, meaning, column=column)
+    column = None if count.startswith("rolling") else Column("last", "max", "mean")
+    return Metric(f"{definition}/{series}_{count}", SPIKES, meaning, column=column)
 
 
 ENDS: tuple[tuple[Literal["min", "max"], str], ...] = (("min", "Smallest"), ("max", "Largest"))
@@ -330,10 +330,10 @@ METRICS: list[Metric] = [
 
 
 def add_metric(metric: Metric) -> Metric:
-    """Add the metric of a plugin to the table of metrics, and its section if the section is new.
+    """Add a plugin's metric to the table of metrics, and its section if the section is new.
 
-    Adding an equal metric again has no effect. Raises ConfigError if a different metric has this
-    name, or a pattern that matches the name, such as `eval/loss/*`.
+    If the table already contains an equal metric, do nothing. Raises ConfigError if the name
+    matches a different metric of the table. Names can be patterns, such as `eval/loss/*`.
     """
     if metric in METRICS:
         return metric
@@ -351,10 +351,10 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the metric with the given name, such as "train/loss".
+    """Return the metric whose name is or matches `name`, such as "train/loss".
 
-    `name` may lack the final "/*" of the metric's name: "context_rms" returns the metric of all
-    layers, "context_rms/*". Raises ConfigError if no metric has the name.
+    The name of a metric with layers ends in "/*". For example, `name` "context_rms/0" or
+    "context_rms" returns the metric "context_rms/*". Raises ConfigError if no metric matches.
     """
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):

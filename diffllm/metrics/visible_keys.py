@@ -1,4 +1,4 @@
-"""Number of keys that a query sees under document masks, used to compute the FLOPs of a run."""
+"""Count the keys that queries see under document masks, to compute the FLOPs of a run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,20 +8,22 @@ from diffllm.core.typed import made
 
 @dataclass
 class VisibleKeys:
-    """Number of attention queries, and of the keys that they see, summed over ranks since step 0.
+    """Counts of attention queries and of the keys that they see, summed over the ranks of a run.
 
-    `logged_keys` and `logged_queries` are the two numbers at the last call of `log`. All numbers
-    are 0 if documents are not masked, because `seq_len` then determines the visible keys.
+    All counts are 0 if documents are not masked, because `seq_len` then determines the visible
+    keys.
     """
 
     keys: int = 0
     queries: int = 0
     logged_keys: int = 0
+    """Value of `keys` at the last call of `log`."""
     logged_queries: int = 0
+    """Value of `queries` at the last call of `log`."""
 
     @property
     def mean(self) -> float | None:
-        """Mean number of keys that a query sees; None before the first query."""
+        """Mean number of keys that a query sees; None if no query was added yet."""
         return self.keys / self.queries if self.queries else None
 
     def add(self, keys: int, queries: int) -> None:
@@ -29,9 +31,9 @@ class VisibleKeys:
         self.queries += queries
 
     def log(self) -> float:
-        """Return the mean number of keys per query since the last call of `log`.
+        """Return the mean number of keys per query since the previous call of `log`.
 
-        Raises ZeroDivisionError if no query was added since then.
+        Raises ZeroDivisionError if no query was added since the previous call.
         """
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries
@@ -39,7 +41,7 @@ class VisibleKeys:
 
     @classmethod
     def of(cls, values: Any) -> "VisibleKeys":
-        """Restore the counts from a dict with one entry per field.
+        """Create an instance from a dict with one entry per field.
 
         Raises ValueError for wrong types, negative counts, or fewer keys than queries.
         """
@@ -51,15 +53,13 @@ class VisibleKeys:
 
 
 def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) -> float:
-    """Return the mean number of keys that a query sees if attention is masked between documents.
-
-    A query sees the earlier keys of the same document, and its own key.
+    """Return the mean number of keys that a query sees with causal attention and document masks.
 
     Args:
-        documents: for each length in tokens, EOS included, the number of documents of this length.
-        whole: True for the packing best_fit, which cuts only documents of more than `seq_len`
-            tokens; padding is not counted. False for a stream that is cut every `seq_len` tokens,
-            where each token of a document is equally likely to begin a sequence.
+        documents: maps a document length in tokens, EOS included, to the number of such documents.
+        whole: True for best_fit packing, which cuts only documents of more than `seq_len` tokens
+            (padding is not counted). False for a stream that is cut every `seq_len` tokens; each
+            token of a document is then equally likely to begin a sequence.
     """
     keys = 0.0
     for length, number in documents.items():

@@ -1,8 +1,8 @@
 """A wandb run whose failures never stop training.
 
 A separate thread makes all calls to wandb, because a call blocks if wandb's service hangs. Training
-waits for this thread only at start and end, for a limited time. After a failure, one line is
-printed to stderr; metrics.jsonl contains the same metrics as wandb.
+waits for this thread only at its start and its end, for a limited time. If wandb fails, one line is
+printed to stderr and training continues; metrics.jsonl contains the same metrics as wandb.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 class WandbMode(Enum):
-    """Mode of wandb; auto is online if an API key is present, else offline."""
+    """Mode of wandb; `resolve_mode` replaces auto by the value that is passed to wandb."""
 
     auto = "auto"
     online = "online"
@@ -64,9 +64,9 @@ class WandbConfig:
 
 
 def resolve_mode(cfg: WandbConfig) -> str:
-    """Return the mode that is passed to wandb, such as "online".
+    """Return the mode that is passed to wandb: `cfg.mode`, or the replacement for `auto`.
 
-    Return a mode other than `auto` unchanged. For `auto`, return WANDB_MODE if set. Otherwise
+    For `auto`, return the environment variable WANDB_MODE if it is set. Otherwise
     return "online" if the environment or netrc has an API key for wandb's server, else "offline".
     """
     if cfg.mode is not WandbMode.auto:
@@ -85,12 +85,12 @@ class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
     Args:
-        directory: run directory; its name becomes the name of the run.
-        choices: chosen configs, such as {"attention": "diff_v2", "model": "mini"}. The attention
-            becomes wandb's group unless `cfg` sets a group, and the model becomes wandb's job type.
+        directory: run directory; wandb shows the directory name as the run name.
+        choices: chosen config of each Hydra group, such as {"attention": "diff_v2", "model":
+            "mini"}. "attention" is the wandb group if `cfg.group` is None; "model" is the job type.
         sweep: name of the sweep that started the run; the first 64 characters become a tag.
         run_id: id of the wandb run to resume; None creates a new run.
-        over_tokens: patterns of additional metrics that wandb plots over training tokens.
+        over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class WandbRun:
         self.started.wait(START_SECONDS)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Queue the metrics of one step for wandb, without NaN and infinity.
+        """Queue the metrics of one step for wandb; skip metrics that are NaN or infinite.
 
-        wandb would record a NaN as the minimum of a metric.
+        wandb would store a NaN as the minimum of the metric in the run summary.
         """
         if not self.working:
             return
@@ -147,8 +147,8 @@ class WandbRun:
         """Send all queued metrics and finish the wandb run; give up after FINISH_SECONDS.
 
         Args:
-            summary: values for the summary of the run in wandb; None adds none.
-            exit_code: 0, or another number if the run failed.
+            summary: values to add to the summary of the wandb run; None adds no values.
+            exit_code: 0 if training succeeded; wandb marks the run as failed for other values.
         """
         if not self.working:
             return
@@ -184,7 +184,7 @@ class WandbRun:
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
-    """Start a wandb run with `options` of `wandb.init`, and define its metrics.
+    """Start a wandb run with `wandb.init(**options)`, and set the x-axis of each metric.
 
     If `mode` is "online" and the server cannot be reached, record the run offline.
     """
@@ -212,7 +212,7 @@ def start(mode: str, options: dict[str, Any]) -> Any:
 def tear_down() -> None:
     """Stop wandb's service process, and ignore any error.
 
-    Otherwise wandb would print a traceback at exit if the process is dead.
+    Without this call, wandb prints a traceback at exit if its service process has died.
     """
     with contextlib.suppress(Exception, SystemExit):
         import wandb
@@ -221,7 +221,7 @@ def tear_down() -> None:
 
 
 def abandon_service() -> None:
-    """Kill wandb's service process; otherwise wandb would wait at exit for a process that hangs."""
+    """Kill wandb's service process, because wandb waits at exit for a service that hangs."""
     with contextlib.suppress(Exception):
         import wandb
 

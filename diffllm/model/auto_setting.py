@@ -1,4 +1,4 @@
-"""Settings whose value depends on the device, with the reason for each value."""
+"""Settings that are chosen for the device, each with the reason for the choice."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ ASKED = "asked for"
 
 
 class AutoSetting(NamedTuple):
-    """The value of a setting that depends on the device, and the reason for the value."""
+    """The chosen value of a setting that depends on the device, and the reason for the choice."""
 
     value: Any
     reason: str

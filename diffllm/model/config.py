@@ -1,4 +1,4 @@
-"""Model config. In all variants, `n_heads` and `n_kv_heads` count heads of standard attention."""
+"""Config of a decoder, shared by all attention variants."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,10 +13,10 @@ from diffllm.model.rope import RopeConfig
 
 
 class InitMatch(Enum):
-    """Scaling of the initial output projections `wo` to match a model with standard attention.
+    """How to scale the initial output projections `wo` to match a model with standard attention.
 
     none: no scaling.
-    write: scale so that, in each layer, the attention outputs of both models have the same RMS.
+    write: scale so that each layer's attention output has the same RMS as with standard attention.
     """
 
     none = "none"
@@ -25,7 +25,7 @@ class InitMatch(Enum):
 
 @dataclass
 class ModelConfig:
-    """Settings of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU and grouped queries."""
+    """Settings of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU and GQA."""
 
     dim: int = bounded(MISSING, least=1, most=2**20)
     """Width of the residual stream."""

@@ -1,6 +1,6 @@
 """Forward and backward kernels of flash-attn-4, with the signatures that torch's SDPA expects.
 
-Before torch 2.15, the forward kernel must return exactly the attention output and log-sum-exp.
+For torch before 2.15, the forward kernel must return only the attention output and log-sum-exp.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Sampling from a decoder with its KV cache.
 
-Shapes: B sequences, T prompt tokens, V vocabulary.
+Shapes: B sequences, V vocabulary size.
 """
 
 import math
@@ -25,18 +25,18 @@ def generate(
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Return each prompt followed by its continuation, which does not depend on other prompts.
+    """Return each prompt followed by a continuation, sampled independently of other prompts.
 
-    Raises ValueError for an empty prompt, a prompt longer than `model.cfg.seq_len`, and an argument
+    Raises ValueError if a prompt is empty or longer than `model.cfg.seq_len`, or if an argument is
     outside its range.
 
     Args:
-        prompts: B prompts of at least one token. Repeated prompts use `seed`, then `seed` + 1, ...
-        max_new_tokens: limit per prompt; `model.cfg.seq_len` limits the total length.
+        prompts: token sequences. Equal prompts use the seeds `seed`, `seed` + 1 and so on.
+        max_new_tokens: limit per continuation; `model.cfg.seq_len` limits prompt plus continuation.
         temperature: divisor of the logits; below 1e-6, choose the most likely token.
         top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least top_p
             (Holtzman et al., arXiv 1904.09751).
-        seed: seed of the sampling; must be equal on all ranks of a sharded model.
+        seed: random seed; must be equal on all ranks of a sharded model.
         vocab_size: size of the tokenizer's vocabulary; never draw tokens >= vocab_size.
         stop_token: token that ends a continuation; the continuation contains this token.
         dtype: dtype of the KV caches; by default the dtype of the parameters.
@@ -84,8 +84,8 @@ def read_prompts(
 ) -> Tensor:
     """Run the prompts through the model and fill the empty caches; return logits (B, V).
 
-    The logits follow the last token of each prompt. Shorter prompts are padded, and the padding is
-    removed from the caches.
+    The logits are for the first new token after each prompt. Shorter prompts are padded, and the
+    padding is removed from the caches.
     """
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
@@ -101,9 +101,9 @@ def draw_tokens(
 ) -> Tensor:
     """Draw one token from each row of logits (B, V): (B,) int64.
 
-    Draws on the CPU, so all devices draw the same tokens. A diverged model may have invalid logits:
-    NaN counts as 0, and infinity as the largest finite number. For temperature and top_p, see
-    `generate`.
+    Draw on the CPU, so that the same seed gives the same tokens on all devices. A diverged model
+    may have invalid logits: NaN counts as 0, and infinity as the largest finite number. For
+    `temperature` and `top_p`, see `generate`.
     """
     if temperature < 1e-6:
         return logits.nan_to_num().argmax(-1)

@@ -1,7 +1,8 @@
 """Initial values that depend only on the seed and the name of a parameter.
 
-Each block of rows of a parameter has a separate random generator, so a rank can draw only its local
-rows and get the values of a single process. In a vector, each value is a row.
+Each block of rows of a parameter has its own random generator. A rank draws only the blocks that
+contain its local rows, and gets the same values as a run on one process. In a vector, each value is
+a row.
 """
 
 import hashlib
@@ -29,13 +30,12 @@ def unsharded(param: Tensor) -> LocalBlock:
 
 @dataclass
 class Initializer:
-    """Overwrites parameters with initial values that depend only on `seed` and parameter names.
+    """Fills parameters with initial values that depend only on `seed` and the parameter names.
 
     Args:
         names: dotted name of each parameter in the decoder.
-        shard: returns the local values of a parameter, the index of the first local value in each
-            dimension, and the shape of the full parameter.
-        filled: parameters that the methods have set so far.
+        shard: function that returns the `LocalBlock` of a parameter on this rank.
+        filled: parameters that already have an initial value.
     """
 
     seed: int
@@ -112,13 +112,13 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the ascending row indices that a local block covers in the full tensor: (n,) int64.
+    """Return the ascending indices of the full tensor's rows in a local block: (n,) int64.
 
-    The full tensor counts as a matrix (rows, last dimension); in a vector, each value is a row.
+    All dimensions except the last are flattened to rows. In a vector, each value is a row.
 
     Args:
         local: shape of the local block.
-        first: index of the block's first value in each dimension of the full tensor.
+        first: index in the full tensor of the block's first value, one number per dimension.
         leading: shape of the full tensor without its last dimension; for a vector, the full shape.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -131,10 +131,10 @@ def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) ->
 def fill_normal(
     values: Tensor, std: float, truncate: float | None, generator: torch.Generator
 ) -> None:
-    """Fill `values` (n,), contiguous float32 on the CPU, from N(0, std^2).
+    """Draw `values` from N(0, std^2) in place: (n,), contiguous, float32, on the CPU.
 
-    If `truncate` is given, replace values beyond `truncate` standard deviations by new draws, until
-    all magnitudes are within this limit.
+    If `truncate` is given, values of magnitude above `truncate * std` are drawn again until no such
+    value is left.
     """
     values.normal_(0.0, std, generator=generator)
     if truncate is None:

@@ -19,7 +19,10 @@ LARGE_LOGITS = 2**25
 
 
 def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:
-    """Return the number of tokens per chunk of logits: `asked`, or a default for the device."""
+    """Return the number of tokens per chunk of logits, and the reason for this number.
+
+    If `asked` is None, the number depends on the device type and the size of the output weight.
+    """
     if asked is not None:
         return AutoSetting(asked, ASKED)
     if device.type == "cuda":
@@ -31,27 +34,28 @@ def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: in
 
 
 class Loss(NamedTuple):
-    """Sums over tokens: `nll` of -log p(target) in nats, and `z` of logsumexp(logits)^2."""
+    """Cross-entropy and z-loss, each summed over tokens."""
 
     nll: Tensor
+    """Sum of -log p(target) in nats."""
     z: Tensor
+    """Sum of logsumexp(logits)^2."""
 
 
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of n tokens, and the gradient of this loss with respect to the logits.
+    """Compute nll, z and the gradient of nll + z_weight * z with respect to the logits.
 
     Args:
         hidden: (n, D).
         weight: output weight, (V, D).
         targets: (n,) int64; negative targets are ignored.
-        z_weight: weight of z in the gradient.
-        needs_grad: whether to compute the gradient; if false, the gradient is an empty tensor.
+        needs_grad: whether to compute the gradient.
 
     Returns:
-        nll, the sum of -log p(target); z, the sum of logsumexp(logits)^2; and the gradient of nll +
-        z_weight * z, (n, V) in the dtype of hidden.
+        `nll` and `z` as in `Loss`, and the gradient: (n, V) in the dtype of `hidden`, or an empty
+        tensor without `needs_grad`.
     """
     logits = hidden @ weight.T
     log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
@@ -68,9 +72,9 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Return probs (n, V) after subtracting valid[i], 0 or 1, at [i, index[i, 0]] in each row i.
+    """Subtract valid[i] from probs[i, index[i, 0]] for each row i; return the result (n, V).
 
-    `index` is (n, 1), and `valid` is (n,). The result may overwrite `probs`.
+    `index` is (n, 1). `valid` is (n,) and contains 0 or 1. The result may overwrite `probs`.
     """
     # Compiled code fuses a comparison, but a scatter would write and reread all probabilities.
     if torch.compiler.is_compiling():
@@ -80,9 +84,9 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D); may overwrite `total`.
+    """Return total + grad_logits.T @ hidden, where a `total` of None counts as 0.
 
-    A `total` of None counts as 0.
+    Shapes: total (V, D), grad_logits (n, V), hidden (n, D). The result may overwrite `total`.
     """
     low = hidden.dtype != at_least_float32(hidden.dtype)
     if hidden.is_cuda and low:  # cuBLAS sums in float32 and adds `total` in one call
@@ -97,10 +101,7 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy that computes the gradients of each chunk in the forward pass.
-
-    Only the logits of one chunk exist at a time.
-    """
+    """Autograd function whose forward pass computes the loss and all gradients chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -148,15 +149,16 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Loss]:
     """Compute the objective nll + z_weight * z for the logits `hidden @ weight.T`.
 
-    Over tokens, nll is the sum of -log p(target), and z is the sum of logsumexp(logits)^2. Returns
-    the objective, a differentiable scalar in float32 or wider, and a detached `Loss(nll, z)`.
+    Returns the objective, a differentiable scalar in float32 or wider, and the detached `Loss` with
+    nll and z.
 
     Args:
-        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64; negative targets are
-            ignored.
-        z_weight: weight of z (PaLM, arXiv 2204.02311, section 5).
-        chunk: tokens per chunk of logits; the softmax is in float32.
-        compute: `chunk_loss` or its compiled version.
+        hidden: (N, D).
+        weight: (V, D), in the dtype of `hidden`.
+        targets: (N,) int64; negative targets are ignored.
+        z_weight: weight of the z-loss (PaLM, arXiv 2204.02311, section 5).
+        chunk: number of tokens per chunk of logits.
+        compute: `chunk_loss`, or `chunk_loss` compiled.
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
     return total, Loss(nll, z)
@@ -165,7 +167,7 @@ def chunked_cross_entropy(
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:
     """Compute -log p(target) of each token in nats: (N,) in float32 or wider.
 
-    The loss of negative targets is 0. For the arguments, see `chunked_cross_entropy`.
+    Tokens with a negative target have loss 0. For the arguments, see `chunked_cross_entropy`.
     """
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):

@@ -22,9 +22,9 @@ class RopeScaling(Enum):
 
     none: no scaling.
     linear: divide all frequencies by `factor` (Chen et al., arXiv 2306.15595).
-    llama3: divide low frequencies by `factor`, keep high ones, and blend in between (Llama 3.1).
-    yarn: as llama3, but blend linearly in the channel index, and also multiply the cos and sin
-        tables by `attention_factor` (Peng et al., arXiv 2309.00071).
+    llama3: divide low frequencies by `factor`, keep high ones, interpolate in between (Llama 3.1).
+    yarn: as llama3, but the blend is linear in the index of the channel pair, and the cos and sin
+        tables are multiplied by `attention_factor` (Peng et al., arXiv 2309.00071).
     """
 
     none = "none"
@@ -35,7 +35,7 @@ class RopeScaling(Enum):
 
 @dataclass
 class RopeConfig:
-    """Settings of RoPE, whose frequency of channel pair c is theta^(-2c/d) before scaling."""
+    """Settings of RoPE. Before scaling, channel pair c has the frequency theta^(-2c/d)."""
 
     theta: float = bounded(10_000.0, least=1)
     """Base of the frequencies; a larger base rotates more slowly."""
@@ -98,7 +98,7 @@ USED_BY = {
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
-    """Return the rotation of each channel pair in radians per position, (d/2,) float64."""
+    """Return the scaled frequency of each channel pair in radians per position, (d/2,) float64."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     original = cfg.theta**-exponents
     if cfg.scaling is RopeScaling.none:
@@ -112,23 +112,23 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
 
 
 def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Compute the weights of the original frequencies in llama3 scaling, (d/2,).
+    """Compute one weight per frequency for llama3 scaling, (d/2,).
 
-    Weight 1 keeps a frequency, and weight 0 divides it by `factor`. The weight is linear in the
-    number of rotations over `length` positions: 0 at low_freq_factor and 1 at high_freq_factor
-    rotations. The caller clamps weights to [0, 1].
+    Weight 1 keeps the frequency, and weight 0 divides the frequency by `factor`. The weight rises
+    linearly with the number of turns over `length` positions, from 0 at `low_freq_factor` turns to
+    1 at `high_freq_factor` turns. The caller clamps the weights to [0, 1].
     """
     turns = length * original / (2 * math.pi)
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Compute the weights of the `original`, unscaled frequencies in YaRN scaling, (d/2,).
+    """Compute one weight per frequency for YaRN scaling, (d/2,).
 
-    Weight 1 keeps a frequency, and weight 0 divides it by `factor`. The weight is linear in the
-    index of the channel pair: 1 at the pair with beta_fast rotations over `length` positions, and
-    0 at the pair with beta_slow rotations. The index for beta_fast is rounded down, and the index
-    for beta_slow up (section 3.2 of the YaRN paper). The caller clamps weights to [0, 1].
+    Weight 1 keeps the frequency, and weight 0 divides the frequency by `factor`. The weight falls
+    linearly with the index of the channel pair (section 3.2 of the YaRN paper). The weight is 1 at
+    the pair that makes `beta_fast` turns over `length` positions (index rounded down), and 0 at the
+    pair that makes `beta_slow` turns (index rounded up). The caller clamps the weights to [0, 1].
     """
     head_dim = 2 * len(original)
 
@@ -142,9 +142,9 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """Return the factor on the cos and sin tables of RoPE, which is 1 except for YaRN.
+    """Return the number by which the cos and sin tables are multiplied: 1 without YaRN.
 
-    For YaRN, the default is 0.1 ln(factor) + 1 (section 3.4 of the YaRN paper).
+    With YaRN, the default is 0.1 ln(factor) + 1 (section 3.4 of the YaRN paper).
     """
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0
@@ -197,7 +197,7 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute the result of `apply_rope` with the same rounding and fewer passes over x.
+    """Compute the result of `apply_rope` in eager mode, with few passes over memory.
 
     cos and sin are (T, 1, d) or (B, T, 1, d).
     """

@@ -1,8 +1,9 @@
-"""Statistics of decoder blocks and attention maps, and the groups of parameters in metrics.
+"""Statistics of decoder blocks and attention maps, and parameter groups for metrics.
 
-diffllm/metrics/table.py defines how values of several ranks and micro-batches are combined.
+diffllm/metrics/table.py defines how to combine statistics of several ranks and micro-batches.
 
-Shapes: B batch, T tokens, N query positions, h heads of the variant (V1 has n_heads / 2).
+Shapes: B batch, T tokens, D model width, K value heads, E experts, N query positions, h attention
+heads (n_heads / 2 in variant V1).
 """
 
 from functools import cache
@@ -23,12 +24,14 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
     """Compute scalar statistics, such as "context_rms", of a decoder block with output x (B, T, D).
 
-    Returns float32 tensors by name, or {} if `aux` is None. `aux` contains diagnostic tensors:
+    Returns float32 scalars by name, or {} if `aux` is None. `aux` may contain these tensors:
 
-    - "context" (B, T, heads, width): input of `wo`. "v" (B, T, K, width): attention values.
-    - "residual", "attn_write", "ffn_write" (B, T, D): block input, attention and FFN outputs.
-    - "lambda" (factor on the second map) and "gate": only in some variants.
-    - "router" (B * T, E): expert scores scaled to sum 1 per token, only in MoE layers.
+    - "context" (B, T, h, width): input of `wo`; always present.
+    - "v" (B, T, K, width): attention values.
+    - "residual" (B, T, D): input of the block.
+    - "attn_write" and "ffn_write" (B, T, D): outputs of attention and of the FFN.
+    - "lambda": factor on the second attention map. "gate": output gate of attention.
+    - "router" (B * T, E): expert scores of a MoE layer, scaled to sum 1 per token.
     """
     if aux is None:
         return {}
@@ -58,7 +61,7 @@ def over_channels(x: Tensor) -> Tensor:
 
 
 def values_rms(v: Tensor) -> Tensor:
-    """Compute the RMS of the attention values v (B, T, K, width) of each sequence: (B, 1, 1)."""
+    """Compute one RMS per sequence of the attention values v (B, T, K, width): (B, 1, 1)."""
     return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
 
 
@@ -67,7 +70,7 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute the kurtosis of x along the last dimension (3 if normal), averaged over vectors."""
+    """Compute the kurtosis along the last dimension (3 if normal); average the other dimensions."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -85,15 +88,15 @@ class Probe(NamedTuple):
     """Query positions at which attention maps are measured, and the keys visible to each query."""
 
     positions: Tensor
-    """Query positions, the same in all rows: (N,) int64."""
+    """Query positions, the same in all sequences: (N,) int64."""
     visible: Tensor
     """Keys visible to each query: (B or 1, 1, N, T) boolean."""
 
 
 def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
-    """Find the keys that queries at `positions` (N,) see, in sequences of `length` tokens.
+    """Build the `Probe` of the query positions (N,) in sequences of `length` tokens.
 
-    If `documents` is given, queries see only keys of the same document.
+    A query sees the keys up to its own position; with `documents`, only in its own document.
     """
     keys = torch.arange(length, device=positions.device)
     visible = (keys <= positions[:, None])[None, None]
@@ -107,17 +110,17 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
 def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> BlockStats:
     """Measure the attention maps of one layer at the query positions of `probe`.
 
-    `x` (B, T, D) is the input of attention; `aux` contains queries "q" and keys "k". The effective
-    map is the last result of `attention.maps`, for example the difference of two maps. Returns
-    float32 tensors by name:
+    `x` (B, T, D) is the input of attention. `aux` contains the queries "q" and keys "k". The
+    effective map is the last map of `attention.maps`: the difference map in differential attention.
+    Returns float32 tensors by name:
 
-    - attn_logit_top1: maximum of q k / sqrt(d) over all heads, query positions and visible keys.
-    - attn_entropy: entropy in nats of the softmax maps, after scaling to sum 1; mean over maps.
-    - sink_mass: weight of the first token that a query sees, in the effective map; may be negative.
-    - attn_negative_share: sum of |negative weights| of the effective map / sum of |weights|.
-    - lambda_head (h,): mean lambda of each head over tokens, only if lambda depends on the head.
+    - attn_logit_top1: largest logit q k / sqrt(d) of a visible key.
+    - attn_entropy: mean `entropy` of the softmax maps.
+    - sink_mass: mean weight of the first visible key in the effective map; may be negative.
+    - attn_negative_share: mean `negative_share` of the effective map.
+    - lambda_head (h,): mean lambda of each head over tokens, only if each head has its own lambda.
 
-    Entropy, sink mass and negative share are means over sequences, heads and query positions.
+    Means are over sequences, heads and query positions, if not stated otherwise.
     """
     x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
@@ -138,21 +141,21 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 def entropy(weights: Tensor) -> Tensor:
     """Compute the entropy in nats of attention weights (..., S) over the S keys.
 
-    The weights are first scaled to sum 1, so the weight of a sink is ignored.
+    The weights are first scaled to sum 1, because an attention sink makes the sum less than 1.
     """
     total = weights.sum(-1, keepdim=True)
     return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
 
 
 def negative_share(weights: Tensor) -> Tensor:
-    """Divide the sum of |negative weights| by the sum of |weights|, over the last dimension."""
+    """Return sum(|negative weights|) / sum(|all weights|), with sums over the last dimension."""
     total = weights.abs().sum(-1)
     return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
 
 
 @cache
 def group_of(name: str) -> str:
-    """Return the metric group of a parameter.
+    """Return the element of `GROUPS` to which the parameter `name` belongs.
 
     For example, the group of `layers.3.attention.wq.weight` is "attention".
     """
@@ -169,10 +172,10 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the component that a parameter belongs to in `diffllm count`, such as "wq" or "ffn".
+    """Return the component, such as "wq" or "ffn", under which `diffllm count` counts a parameter.
 
-    In attention, normalization weights belong to "head norms", and parameters of lambda and gates
-    to "lambda/gate". `name` is the dotted name of the parameter.
+    Normalization weights inside attention count as "head norms". Parameters of lambda and of gates
+    count as "lambda/gate". `name` is the dotted name of the parameter.
     """
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:

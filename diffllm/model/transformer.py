@@ -1,4 +1,4 @@
-"""The decoder, its blocks, initial values, and factors that scale the initial `wo`.
+"""The decoder and its blocks, and functions that set the initial values of a decoder.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
@@ -60,13 +60,13 @@ class Block(nn.Module):
         Args:
             rope: cos and sin tables of the T positions.
             mask: see `Mask`; None means a causal mask.
-            cache: keys and values of earlier positions; receives those of the T positions.
+            cache: KV cache of earlier positions; the block appends the T new keys and values.
             diagnose: whether to compute statistics.
             probe: with diagnose=True, also measure attention maps at these query positions.
 
         Returns:
-            The output (B, T, D), scalar statistics by name (empty without `diagnose`), and the
-            token counts and router losses of a MoE layer (None in a dense layer).
+            The output (B, T, D); statistics by name, empty without `diagnose`; and the token counts
+            and router losses of a MoE layer, None in a dense layer.
         """
         aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
@@ -89,15 +89,15 @@ class Block(nn.Module):
 
 
 class TrainOutput(NamedTuple):
-    """Objective to minimise, sums of losses, statistics by name, and results of MoE routing."""
+    """Result of `Transformer.forward` if `targets` is given."""
 
     objective: Tensor
-    """Loss, weighted z-loss and router losses, summed over tokens; differentiable, float32."""
+    """nll plus weighted z-loss and router losses, summed over tokens; differentiable, float32."""
     loss: Loss
     stats: BlockStats
-    """Statistics by name, (L,) each, (L, heads) for lambda_head; empty without `diagnose`."""
+    """Statistics by name; each is (L,), but lambda_head is (L, heads). Empty without `diagnose`."""
     routed: Routed | None
-    """Token counts (MoE layers, E), and router losses summed over layers; None if dense."""
+    """Tokens per expert and router losses summed over MoE layers; None without MoE layers."""
 
 
 class Transformer(nn.Module):
@@ -131,12 +131,12 @@ class Transformer(nn.Module):
 
         Args:
             targets: (B, T) int64; negative targets are ignored.
-            caches: KV cache of each layer, for decoding; `tokens` follow the cached positions.
+            caches: one KV cache per layer, for decoding; `tokens` follow the cached tokens.
             diagnose: with targets, also return statistics of each layer.
-            documents: if given, queries see only keys of the same document; positions restart at 0.
-            last: (B,) or (B, n) int64, return only logits at these positions: (B, V) or (B, n, V).
-            probe: (N,) int64; with diagnose=True, also measure attention maps at these queries.
-            by_token: return only the loss of each target, (B, T) float32; 0 for ignored targets.
+            documents: if given, each document has separate attention, and positions from 0.
+            last: (B,) or (B, n) int64; return logits (B, V) or (B, n, V) at these positions only.
+            probe: (N,) int64; query positions at which `diagnose` also measures attention maps.
+            by_token: with targets, return only the loss of each token, (B, T) float32.
         """
         x = self.tok_embeddings(tokens)
         if caches:
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
             mixture.router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
-        """Return the bias and load buffers of all routers by name, for checkpoints."""
+        """Return all buffers of the MoE routers by name, for checkpoints."""
         return {name: b for name, b in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
     ) -> list[KVCache]:
         """Return an empty KV cache per layer, for `batch` sequences of up to `length` positions.
 
-        By default, `dtype` is the dtype of the parameters.
+        If `dtype` is None, the caches have the dtype of the parameters.
         """
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
@@ -239,10 +239,10 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings chosen for training on `device`, by name, each with a reason.
+        """Return the device-dependent settings for training on `device`, by name of the setting.
 
-        `dtype` is the dtype of activations. If `documents` is true, queries see only keys of the
-        same document.
+        `dtype` is the dtype of activations. `documents` tells whether attention is limited to keys
+        of the same document.
         """
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
@@ -251,9 +251,9 @@ class Transformer(nn.Module):
         return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
     def flops_per_token(self, visible_keys: float | None = None) -> float:
-        """Count training FLOPs per token, forward and backward, of all matrix products.
+        """Count the FLOPs of all matrix products per training token, forward and backward.
 
-        Attention products are counted for `visible_keys` keys per query. The default is
+        `visible_keys` is the mean number of keys that a query sees. The default is
         (cfg.seq_len + 1) / 2, the mean under a causal mask without document masking.
         """
         keys = () if visible_keys is None else (visible_keys,)
@@ -306,8 +306,8 @@ def without_storage(cfg: ModelConfig) -> Transformer:
 def build_model(cfg: Any) -> Transformer:
     """Build an initialised decoder in float32 on the current default device.
 
-    `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError for another type of `cfg`, and if
-    the attention kernel cannot run on the device.
+    `cfg` must be a ModelConfig or a TrainConfig; any other type raises ConfigError. An attention
+    kernel that cannot run on the device also raises ConfigError.
     """
     cfg = getattr(cfg, "model", cfg)
     if not isinstance(cfg, ModelConfig):
@@ -329,12 +329,12 @@ def write_factors(
     tokens: Tensor,
     documents: Documents | None = None,
 ) -> list[float]:
-    """Return factors that scale the initial `wo` of each layer to match a baseline attention.
+    """Return one factor per layer for the initial `wo`, to match a decoder with baseline attention.
 
-    With these factors, the attention outputs of each layer have the same RMS as in a decoder with
-    attention `baseline`, for the input tokens (B, T) int64. Both decoders are built one layer at a
-    time, in float32. If `documents` is given, queries see only keys of the same document. Raises
-    ConfigError if a factor is not positive and finite.
+    If each `wo` is multiplied by its factor, the attention outputs of each layer have the same RMS
+    in both decoders for the input `tokens` (B, T) int64. The function builds both decoders in
+    float32, one layer at a time. If `documents` is given, queries see only keys of the same
+    document. Raises ConfigError if a factor is not positive and finite.
     """
     device = tokens.device
     # SDPA, because flash-attn does not support float32.
@@ -366,9 +366,9 @@ def write_factors(
 
 
 def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
-    """Build one submodule of a decoder in float32, with the initial values that the decoder uses.
+    """Build one submodule in float32, with the same initial values as in the complete decoder.
 
-    `build` returns the submodule without initial values. For `prefix`, see `initialise`.
+    `build` is called on the meta device and returns the submodule. For `prefix`, see `initialise`.
     """
     with torch.device("meta"):
         part = build()
@@ -384,7 +384,7 @@ def with_write(
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Apply a block to x (B, T, D); return the output and the RMS of the attention output."""
+    """Apply `block` to x (B, T, D); return the block output and the RMS of the attention output."""
     mask = block.attention.training_mask(documents, tokens, x.dtype)
     out, stats, _ = block(x, rope, mask, diagnose=True)
     return out, stats["attn_write_rms"]

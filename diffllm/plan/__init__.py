@@ -1,1 +1,1 @@
-"""Planning: memory, time and traffic of a training run, computed without a cluster."""
+"""Estimates of the memory, time and network traffic of a training run, made without a cluster."""

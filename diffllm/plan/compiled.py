@@ -1,9 +1,9 @@
 """Simulation of the GPU memory of compiled graphs and fused kernels, without computation.
 
-torch's default backend chooses the tensors that a forward graph saves for the backward graph.
-Inside a graph, only these results take memory: outputs of the graph, inputs and outputs of library
-kernels such as matrix products and attention, and results of reductions. All other results are
-fused into the kernels that read them.
+The partitioner of torch's default backend chooses the tensors that a forward graph saves for the
+backward graph. Inside a graph, only these results take memory: outputs of the graph, inputs and
+outputs of library kernels such as matrix products and attention, and results of reductions. All
+other results are fused into the kernels that read them.
 """
 
 import operator
@@ -37,10 +37,10 @@ RANDOM_STATE_BYTES = 16
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """In this context, a function from torch.compile only allocates memory for its results.
+    """In this context, functions from torch.compile allocate memory but compute nothing.
 
-    The allocated memory is that of torch's default backend on a GPU. Tensors must have no data
-    (FakeTensorMode).
+    They allocate as much memory as with torch's default backend on a GPU. Their inputs must be fake
+    tensors (FakeTensorMode).
     """
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
@@ -68,9 +68,10 @@ def compiling() -> Iterator[None]:
 
 
 class AllocatingInterpreter(fx.Interpreter):
-    """Interpreter that computes nothing and allocates the results of the nodes in `in_memory`.
+    """Interpreter of an fx graph that allocates memory for results but computes nothing.
 
-    All other nodes count as fused into the kernels that read their results, and need no memory.
+    Only the nodes in the set `in_memory` get memory for their results. All other nodes count as
+    fused into the kernels that read their results.
     """
 
     def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):
@@ -129,7 +130,7 @@ def reduces(node: fx.Node) -> bool:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Return whether the compiler fuses the node with its inputs into one kernel."""
+    """Return whether the compiler fuses `node` into one kernel with the nodes that it reads."""
     packet = getattr(node.target, "overloadpacket", None)
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return is_view(node) or pointwise or reduces(node) or packet in FUSED_TOO
@@ -137,10 +138,10 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, RMSNorm and the gradient of the output weight use memory as on a GPU.
+    """In this context, RMSNorm and the output weight's gradient take as much memory as on a GPU.
 
-    Functions that allocate memory but compute nothing replace RMSNorm outside compiled code and the
-    gradient of the output weight in the loss.
+    Functions that allocate memory but compute nothing replace RMSNorm outside compiled code, and
+    `loss.add_weight_gradient`.
     """
 
     def rms_norm(

@@ -22,7 +22,7 @@ POSITIVE = {"above": 0, "below": float("inf")}
 
 @dataclass
 class Cluster:
-    """A cluster; the fields are the keys of `diffllm plan` that training configs do not have."""
+    """Keys of `diffllm plan` that describe the cluster; its other keys are of a training config."""
 
     gpus: int = bounded(8, help="number of GPUs, one rank per GPU", least=1, most=2**17)
     gpu: str = bounded("h200", help="name of the GPU, for peak FLOP/s and memory")
@@ -51,9 +51,9 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """Peak FLOP/s and memory of the GPU, overridden by peak_flops and memory_gib.
+        """Name, peak FLOP/s and memory of the GPU; peak_flops and memory_gib override the table.
 
-        Raises ConfigError if the GPU is unknown and one of these keys is not set.
+        Raises ConfigError if `gpu` is unknown and peak_flops or memory_gib is not set.
         """
         by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
         known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
@@ -74,8 +74,9 @@ class Cluster:
     def seconds(self, call: Call) -> float:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
-        Between nodes, several rings run in parallel. The number of rings is the number of
-        participating ranks in the node with the fewest. Each ring has its own network cards.
+        A collective over several nodes, except all-to-all, runs as parallel rings. Each ring uses
+        one network card per node. There are as many rings as participating ranks in the node with
+        the fewest of them.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -94,17 +95,15 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """Totals of all collectives in one step with equal `kind`, `ranks` and `in_a_node`.
-
-    `ranks` is the number of ranks in a collective, and `in_a_node` the number of these ranks in the
-    node with the fewest. `sent` (bytes per rank) and `seconds` are sums over all `calls`.
-    """
+    """Totals of the collectives in one step that have equal `kind`, `ranks` and `in_a_node`."""
 
     kind: Collective
     ranks: int
     in_a_node: int
+    """Number of participating ranks in the node that has the fewest of them."""
     calls: int
     sent: float
+    """Bytes that each rank sends in all these collectives."""
     seconds: float
 
 
@@ -121,24 +120,22 @@ Say = Callable[[str], None]
 
 @dataclass
 class RunPlan:
-    """Planned memory, time and traffic of a run on a cluster.
-
-    `words` are the overrides that distinguish a changed plan from the original plan. `steps` maps
-    activation checkpointing (True or False) to a simulated step.
-    """
+    """Planned memory, time and traffic of a run on a cluster."""
 
     cfg: TrainConfig
     overrides: list[str]
     cluster: Cluster
     assumptions: list[Assumption]
     words: tuple[str, ...] = ()
+    """Overrides that `nearest_change` added; empty in the original plan."""
     steps: dict[bool, Step] = field(default_factory=dict)
+    """Simulated step without (False) and with (True) activation checkpointing."""
 
     def simulated(self, policy: bool, say: Say) -> "RunPlan":
-        """Simulate a training step with or without activation checkpointing (`policy`).
+        """Return a copy of this plan with a newly simulated training step.
 
-        Return a copy of this plan with the simulated step. `say` prints a line about the
-        simulation.
+        `policy` is whether the step uses activation checkpointing. `say` receives a message before
+        the simulation.
         """
         what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
         say(f"simulating a step with {' '.join(what)}")
@@ -214,7 +211,7 @@ class RunPlan:
 
     @property
     def flows(self) -> list[Flow]:
-        """Totals of the collectives of a step by kind and ranks, with the longest time first."""
+        """Totals of the collectives of one step, sorted by duration, longest first."""
         groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
         for call in self.step.calls:
             near = self.cluster.fewest_in_a_node(call.ranks)
@@ -232,10 +229,10 @@ class RunPlan:
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
-    """Plan a run on a cluster; `RunPlan.simulated` then adds simulated steps.
+    """Return the plan of a run on a cluster, still without simulated steps.
 
-    `given` contains the keys of `cluster` that the user set. Raises ConfigError for an invalid
-    config and for an unknown GPU.
+    `given` contains the fields of `cluster` that the user set. Raises ConfigError for an invalid
+    config or an unknown GPU.
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
@@ -246,10 +243,10 @@ def key_of_word(word: str) -> str:
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
-    """Return the training config of `overrides`, and the values assumed for missing settings.
+    """Return the training config that `overrides` define, and the assumptions for missing settings.
 
-    Without a batch size in `overrides`, assume one micro-batch per rank and step. Raises
-    ConfigError if the cluster cannot run the config.
+    If `overrides` set neither global_batch_size nor experiment, assume one micro-batch per rank and
+    step. Raises ConfigError if the config is invalid or does not fit the number of GPUs.
     """
     keys = set(map(key_of_word, overrides))
     try:
@@ -301,7 +298,7 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
 
 
 def idealised(cfg: TrainConfig) -> dict[str, str]:
-    """Return the simplifications in a plan of `cfg` as {topic: description}."""
+    """Return the simplifying assumptions of a plan for `cfg`, as {topic: description}."""
     found = {
         "collectives": "at line rate, without latency, one at a time; hidden if faster than the "
         "computation",
@@ -323,8 +320,9 @@ Words = tuple[str, ...]
 def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
     """Return a changed plan that fits into GPU memory, or None if no tried change fits.
 
-    First try each kind of change in `options`, then two kinds together, and so on. Of each kind,
-    prefer smaller changes. `say` prints a line about each simulated step.
+    The function `options` lists the kinds of change. First try each kind alone, then two kinds
+    together, and so on. Within a kind, prefer the smallest change that fits. `say` receives a
+    message before each simulated step.
     """
     outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
@@ -339,9 +337,10 @@ def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
 
 
 def options(plan: RunPlan) -> list[list[Words]]:
-    """List changes that may reduce the memory of a plan: one list per kind, preferred kinds first.
+    """List changes of settings that may reduce the memory of a run, in one list per kind of change.
 
-    A change is a tuple of overrides. Each list starts with the smallest change.
+    Preferred kinds come first. Each list starts with the smallest change. A change is a tuple of
+    overrides.
     """
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
@@ -367,7 +366,7 @@ def options(plan: RunPlan) -> list[list[Words]]:
 
 
 def merged(values: Iterable[Words]) -> Words:
-    """Join tuples of overrides; of several overrides of one key, use the first."""
+    """Join tuples of overrides; keep only the first override of each key."""
     by_key: dict[str, str] = {}
     for word in chain.from_iterable(values):
         by_key.setdefault(key_of_word(word), word)
@@ -375,11 +374,11 @@ def merged(values: Iterable[Words]) -> Words:
 
 
 def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
-    """Return `plan` with the overrides `words` and a simulated step.
+    """Return a copy of `plan` with the additional overrides `words` and a simulated step.
 
-    Return None if the batch size or the mesh does not fit the number of ranks. Return `plan` itself
-    if a change by `words` cannot help, because parameters, gradients and optimizer state alone
-    exceed the memory and `words` do not reduce them. `say` prints a line about the simulated step.
+    Return None if the changed config is invalid for the number of GPUs. Return `plan` itself if
+    parameters, gradients and optimizer state alone exceed the GPU memory, and `words` set neither
+    `gpus` nor a key of `parallel`. `say` receives a message before the simulation.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer

@@ -1,4 +1,4 @@
-"""Recorder of the memory and the collectives of a process, by intercepting tensor operations."""
+"""Recorder of the memory and the collectives of a process; it intercepts tensor operations."""
 
 import weakref
 from collections import Counter
@@ -29,9 +29,9 @@ class Collective(Enum):
     broadcast = "broadcast"
 
     def on_the_wire(self, size: int, ranks: int) -> float:
-        """Return the bytes that each of `ranks` ranks sends in this collective.
+        """Return the number of bytes that each rank sends in a collective over `ranks` ranks.
 
-        `size` is in bytes: the input or the output of one rank, whichever is larger.
+        `size` is the size of one rank's input or output in bytes, whichever is larger.
         """
         if self is Collective.broadcast:
             return size
@@ -49,10 +49,10 @@ class Call(NamedTuple):
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective that a torch operation starts; None if the operation sends no data.
+    """Return the collective that the torch operation `func` starts; None if `func` sends no data.
 
-    `func` and `args` are those of `__torch_dispatch__`, and `out` is the result. Raises
-    NotImplementedError if the operation communicates but is not in `Collective`.
+    `args` are the positional arguments of `func`, and `out` is its result. Raises
+    NotImplementedError if `func` communicates but is not in `Collective`.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
@@ -108,7 +108,7 @@ class MemoryBlock:
 class Peak(NamedTuple):
     """Largest memory use of a process in bytes, in total and by purpose.
 
-    `event` is the number of recorded memory events before the peak.
+    `event` is the number of allocations, resizes and releases recorded up to the peak.
     """
 
     total: int
@@ -125,7 +125,7 @@ class Memory:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In this context, record resized storages, and ignore DTensor's shape inference."""
+        """In this context, record storage resizes, but no memory of DTensor's shape inference."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -165,10 +165,7 @@ class Memory:
             self.block(tensor).kind = kind
 
     def label_since(self, event: int, kind: Kind) -> None:
-        """Set the kind of live memory blocks that have no kind and were allocated after `event`.
-
-        `event` is an index into `events`.
-        """
+        """Set the kind of live blocks that have no kind and were allocated in `events[event:]`."""
         for block in self.live.values():
             if block.born >= event and block.kind is None:
                 block.kind = kind
@@ -177,7 +174,7 @@ class Memory:
         return len(self.events)
 
     def peak(self, start: int) -> Peak:
-        """Return the largest memory use since the event with index `start` in `events`."""
+        """Return the largest memory use from just before `events[start]` until now."""
         totals = list(accumulate((change for _, change in self.events), initial=0))
         at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()
@@ -187,7 +184,7 @@ class Memory:
 
 
 class Observer(TorchDispatchMode):
-    """Context manager that records allocations in `memory` and collectives in `calls`."""
+    """Context manager that records memory use in `memory` and collectives in `calls`."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""Simulation of one training step of one rank of a cluster, on a CPU.
+"""Simulation, on a CPU, of one training step of one rank of a cluster.
 
 The simulation runs the training code. Tensors have shapes but no data, and collectives do nothing.
 """
@@ -33,7 +33,7 @@ EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 @dataclass
 class Step:
-    """Memory in bytes and collectives (`calls`) of one rank in a simulated training step."""
+    """Memory (in bytes) and collectives of one rank in a simulated training step."""
 
     parameters: int
     gradients: int
@@ -49,7 +49,7 @@ class Step:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """In this context, this process is rank `rank` of `size`, and collectives do nothing."""
+    """In this context, this process is rank `rank` of `size` ranks, and collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -62,7 +62,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
     """Return `cfg` with automatic settings, such as precision=auto, resolved as on a GPU.
 
-    The simulation on a CPU uses the SDPA backend instead of flash-attn and FlexAttention.
+    The simulation runs on a CPU, so replace the attention backends flash and flex by sdpa.
     """
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
@@ -78,7 +78,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """Simulate one training step on a cluster; return memory and collectives of the rank `rank`.
+    """Simulate one training step on `world_size` ranks; return memory and collectives of `rank`.
 
     Raises ConfigError if `world_size` ranks cannot run `cfg`.
     """
@@ -96,9 +96,9 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
 
 
 class MeasuredTraining:
-    """Runs simulated training steps and measures their memory and collectives.
+    """Wrapper of the Training `t` that measures the memory and the collectives of training steps.
 
-    The Observer `observer` must be active while the Training `t` is built and during the steps.
+    The context manager `observer` must be active while `t` is built and during the steps.
     """
 
     def __init__(self, t: Training, observer: Observer):
@@ -117,10 +117,10 @@ class MeasuredTraining:
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
     def step(self, micro_batches: int) -> Step:
-        """Run one training step and return its memory and its collectives.
+        """Run one training step; return its memory and collectives.
 
-        The step simulates at most SIMULATED micro-batches. The returned collectives are those of a
-        step with `micro_batches` micro-batches.
+        The step runs at most SIMULATED micro-batches. The returned list of collectives repeats
+        those of the first micro-batch, so that the list covers all `micro_batches`.
         """
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)

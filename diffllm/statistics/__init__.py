@@ -1,1 +1,1 @@
-"""Statistics over seeds and documents: confidence intervals, tests of gaps, and power."""
+"""Statistics over seeds and documents: intervals, tests of gaps between variants, and power."""

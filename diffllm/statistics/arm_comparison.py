@@ -1,7 +1,7 @@
 """Comparison of the runs of two variants, including the diverged runs.
 
 A t test ignores diverged runs, so it favours the variant that diverges more often. Therefore the
-p-value of a gap is 1 if the gap favours this variant.
+p-value of a loss gap is 1 if the variant with the lower mean loss diverged more often.
 """
 
 import math
@@ -14,7 +14,7 @@ from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, we
 
 @dataclass(frozen=True)
 class Share:
-    """Number of diverged runs, and number of all ended runs, of one variant."""
+    """Number of diverged runs, and number of all ended runs (diverged or not), of one variant."""
 
     diverged: int
     runs: int
@@ -35,12 +35,12 @@ def diverged_more(own: Share, base: Share) -> bool:
 
 
 def p_more(own: Share, base: Share) -> float:
-    """Return the p-value of the alternative "runs of `own` diverge more often than `base`".
+    """Return the p-value of the alternative "runs of `own` diverge more often than runs of `base`".
 
-    The null hypothesis is an equal probability of divergence. The test is Fisher's exact test, with
-    one exception. If all runs of `own` and no run of `base` diverged, return the p-value of
-    Barnard's test (1945), which is smaller. This p-value is the largest probability of this outcome
-    over all values of the equal probability.
+    Under the null hypothesis, both variants have the same probability of divergence. The test is
+    Fisher's exact test, with one exception. If all runs of `own` and no run of `base` diverged,
+    use Barnard's test (1945), whose p-value is smaller. It is the probability of this outcome,
+    maximised over the common probability of divergence.
     """
     n, m = own.runs, base.runs
     if own.diverged == n and not base.diverged and n and m:
@@ -53,24 +53,22 @@ def p_more(own: Share, base: Share) -> float:
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Gaps in final loss between two variants, own minus base, and their shares of diverged runs.
-
-    `paired` is the gap over seeds with finite losses of both variants; None without such a seed.
-    `welch` is the gap over all finite losses; None if a variant has no finite loss. `correlation`
-    is Pearson's correlation of the losses over common seeds, or None if it cannot be computed.
-    """
+    """Gaps in final loss between two variants, own minus base, and numbers of diverged runs."""
 
     paired: Gap | None
+    """Gap over the seeds with finite losses of both variants; None without such a seed."""
     welch: Gap | None
+    """Gap between the means of all finite losses; None if a variant has no finite loss."""
     correlation: float | None
+    """Pearson's correlation of the losses over common seeds; None for few seeds or equal losses."""
     own: Share
     base: Share
 
     @property
     def favours_diverging(self) -> bool:
-        """Whether the variant with the lower mean loss diverged more often.
+        """Whether the variant with the lower mean loss has the larger share of diverged runs.
 
-        The mean losses are over common seeds with finite losses. False without a common seed.
+        Both means are over seeds with finite losses of both variants. False without such a seed.
         """
         if self.paired is None:
             return False
@@ -79,17 +77,16 @@ class ArmComparison:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of the paired t test of the loss gap.
+        """Two-sided p-value of the paired t test of the loss gap; 1 if `favours_diverging` is True.
 
-        The value is 1 if the variant with the lower mean loss diverged more often. The value is
-        None with fewer than two common seeds of finite loss.
+        None if fewer than two seeds have finite losses of both variants.
         """
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p
 
     @property
     def p_diverged(self) -> float:
-        """Two-sided p-value of Fisher's exact test of equal probabilities of divergence."""
+        """Two-sided p-value of Fisher's exact test that both variants diverge equally often."""
         if not self.own.diverged and not self.base.diverged:
             return 1.0
         from scipy.stats import fisher_exact
@@ -101,10 +98,10 @@ class ArmComparison:
 def compare_arms(
     own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]
 ) -> ArmComparison:
-    """Compare the final losses of two variants, and how many of their runs diverged.
+    """Compare the final losses and the numbers of diverged runs of two variants.
 
     Args:
-        own, base: final loss by seed; None, NaN or infinity marks a diverged run.
+        own, base: final loss of each seed; None, NaN or infinity for a diverged run.
     """
     first, second = (
         {seed: loss for seed, loss in arm.items() if loss is not None and math.isfinite(loss)}

@@ -1,6 +1,7 @@
-"""Bootstrap confidence intervals over held-out documents, of a loss gap or of one model's loss.
+"""Bootstrap confidence intervals of a loss gap or of one model's loss on held-out documents.
 
-A gap between two variants depends on the documents and on the seeds, so each draw resamples both.
+A gap between two variants varies with the documents and with the seeds, so each bootstrap draw
+resamples both.
 """
 
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ Interval = tuple[float, float] | None
 
 
 def withheld(seeds: int, documents: int) -> str:
-    """Return why a bootstrap confidence interval must be hidden, or "" if it can be shown.
+    """Return the reason to hide a bootstrap confidence interval, or "" if it can be shown.
 
-    An interval is hidden if the number of `seeds` or of `documents` is too small.
+    The reason is a too small number of `seeds` or of `documents`.
     """
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
@@ -34,26 +35,20 @@ def withheld(seeds: int, documents: int) -> str:
 
 @dataclass(frozen=True)
 class DrawnGaps:
-    """Gap between two variants in each bootstrap draw over documents and seeds, (draws,).
-
-    `df` is the number of seeds or of documents, whichever is smaller, minus 1. Confidence bounds
-    use Student's t distribution with `df` degrees of freedom.
-    """
+    """Loss gap between two variants in each bootstrap draw of documents and seeds."""
 
     draws: np.ndarray
+    """(draws,), loss gap of each draw."""
     df: int
+    """Degrees of freedom: the number of seeds or documents, whichever is smaller, minus 1."""
 
     def bounds(self, alpha: float) -> tuple[float, float]:
-        """Return a lower and an upper one-sided confidence bound of the gap.
-
-        Args:
-            alpha: probability that one bound is wrong.
-        """
+        """Return the lower and upper bound of the gap, each one-sided at level 1 - alpha."""
         low, high = low_and_high(self.draws, expanded_tail(alpha, self.df)).tolist()
         return low, high
 
     def p(self, bound: float, side: int) -> float:
-        """Return the p-value of the alternative gap < bound (side=-1) or gap > bound (side=1)."""
+        """Return the p-value of the alternative gap > bound (side=1) or gap < bound (side=-1)."""
         from scipy.special import ndtri, stdtr
 
         beyond = int((side * (self.draws - bound) <= 0).sum())
@@ -64,11 +59,11 @@ class DrawnGaps:
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
 ) -> Estimate:
-    """Return the mean loss gap, own minus base, in nats per token, with its 95% bootstrap interval.
+    """Return the loss gap (own minus base, mean over seeds) in nats per token, with a 95% interval.
 
     Args:
-        own, base: (seeds, documents), loss in nats, summed over the tokens of each document. Row i
-            of both arrays has the same seed.
+        own, base: (seeds, documents), sum of the token losses of each document in nats. Row i of
+            both arrays belongs to the same seed.
         tokens: (documents,), number of tokens of each document.
     """
     gap = float(((np.asarray(own) - base).sum(axis=1) / np.sum(tokens)).mean())
@@ -88,15 +83,15 @@ def drawn_gaps(
     """Resample documents and seeds `draws` times; return the loss gap of each draw, own minus base.
 
     A draw takes D - 1 of D documents and S - 1 of S seeds, with replacement. The variance between
-    draws then estimates the variance of the mean gap without bias (Rao and Wu, 1988). All runs of
+    draws then estimates the variance of the mean gap without bias (Rao and Wu, 1988). All runs in
     a draw use the same documents.
 
     Args:
-        own, base: (seeds, documents), loss in nats, summed over the tokens of each document.
+        own, base: (seeds, documents), sum of the token losses of each document in nats.
         tokens: (documents,), number of tokens of each document.
-        paired: whether row i of `own` and row i of `base` have the same seed. A draw then takes the
-            same seeds from both arrays.
-        log: whether to take the logarithm of each run's loss before the mean over seeds.
+        paired: whether row i of `own` and row i of `base` belong to the same seed. If True, a draw
+            takes the same seeds from both arrays.
+        log: whether to average the logarithms of the losses over seeds, instead of the losses.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
     weights = np.asarray(tokens, np.float64)
@@ -121,12 +116,12 @@ def seed_weights(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray
 def of_documents(
     nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Return the 95% bootstrap interval over documents of one model's loss in nats per token.
+    """Return the 95% bootstrap interval of one model's loss in nats per token.
 
-    Return None with fewer than LEAST_OF_ONE documents.
+    The bootstrap resamples documents. Return None with fewer than LEAST_OF_ONE documents.
 
     Args:
-        nats: (documents,), loss summed over each document's tokens, or a difference of such sums.
+        nats: (documents,), sum of the token losses of each document, or a difference of such sums.
         tokens: (documents,), number of tokens of each document.
     """
     sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
@@ -138,9 +133,10 @@ def of_columns(
 ) -> list[Interval]:
     """Return the 95% bootstrap interval over documents of each of K weighted means.
 
-    Mean k is the sum of `sums[:, k]` divided by the sum of `weights[:, k]`, such as nats per token;
-    both have shape (documents,). All means of a draw use the same documents. An interval is None if
-    all weights in a draw are 0, or if fewer than LEAST_OF_ONE documents have a weight above 0.
+    `sums` and `weights` have shape (documents, K). Mean k is the sum of `sums[:, k]` divided by the
+    sum of `weights[:, k]`. All means in a draw use the same documents. Interval k is None if all
+    weights of mean k are 0 in a draw. All intervals are None if fewer than LEAST_OF_ONE documents
+    have a weight above 0.
     """
     there = (weights > 0).any(1)
     if there.sum() < LEAST_OF_ONE:
@@ -156,10 +152,10 @@ def of_columns(
 
 
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
-    """Yield the number of times that each document occurs in each bootstrap draw.
+    """Yield how often each document occurs in each bootstrap draw, in chunks that fit into memory.
 
-    Each yielded array has shape (some draws, documents) and fits into memory. A draw takes
-    `documents` - 1 documents with replacement.
+    Each chunk has shape (draws in this chunk, documents). A draw takes `documents` - 1 documents
+    with replacement.
     """
     size = max(1, CELLS // documents)
     for start in range(0, draws, size):

@@ -1,4 +1,4 @@
-"""Estimates over the runs of one variant: mean, rate of events, and tokens to a target loss."""
+"""Estimates over the runs of one variant: mean, rate of events, tokens until a target loss."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,8 @@ ROUNDING = 1e-12
 class Estimate:
     """A mean over seeds with its 95% confidence interval, from `low` to `high`.
 
-    Both ends are None for a single seed. An uninformative interval contains every possible value.
+    `low` and `high` are None for a single seed. `uninformative` is True if the interval contains
+    every possible value, such as 0 to 1 for an accuracy.
     """
 
     mean: float
@@ -35,9 +36,9 @@ class Estimate:
         return self.low is not None and self.low == self.high
 
     def within(self, low: float, high: float) -> "Estimate":
-        """Return a copy whose interval is limited to the possible values, from `low` to `high`.
+        """Return a copy with the interval cut to the possible values, from `low` to `high`.
 
-        The coverage does not change, because the true value is within these limits.
+        The coverage does not change, because the true value is a possible value.
         """
         if self.low is None or self.high is None:
             return self
@@ -67,7 +68,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson(share: float, examples: float) -> tuple[float, float]:
-    """Return Wilson's 95% confidence interval of a share, such as an accuracy (JASA 22, 1927).
+    """Return Wilson's 95% confidence interval (JASA 22, 1927) of a share, such as an accuracy.
 
     Args:
         share: measured share of the examples, in [0, 1].
@@ -93,7 +94,7 @@ def t_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """Number of rare events, such as loss spikes, and number of training steps (at least 1)."""
+    """Rate of rare events, such as loss spikes: `count` events in `steps` >= 1 training steps."""
 
     count: int
     steps: int
@@ -104,7 +105,7 @@ class Rate:
 
     @property
     def low(self) -> float:
-        """Lower end of the exact 95% Poisson interval of events per 1000 steps (Garwood, 1936)."""
+        """Lower end of the exact 95% Poisson interval (Garwood, 1936) of `value`."""
         from scipy.special import gammaincinv
 
         low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0
@@ -119,14 +120,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class Times:
-    """Number of tokens until each run reached a target loss.
-
-    `reached` is False for a run that ended without the target loss; `tokens` then contains the
-    number of tokens at the end of this run.
-    """
+    """Number of training tokens that each run needed to reach a target loss."""
 
     tokens: Sequence[float]
+    """Tokens of each run until the target loss, or until the end of a run that missed it."""
     reached: Sequence[bool]
+    """Whether each run reached the target loss."""
 
     @classmethod
     def of(cls, found: Iterable[tuple[float, bool]]) -> "Times":

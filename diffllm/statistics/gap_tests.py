@@ -19,12 +19,12 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two means over seeds, own minus base, for a t test.
+    """Mean of a variant minus mean of its baseline, with the standard error for a t test.
 
-    `seeds` and `base_seeds` are the numbers of values in the two means. `error` is the standard
-    error of `mean` and `df` its degrees of freedom; both are None if a mean has one value. If the
-    values do not vary between seeds, `zero_variance` is True. The confidence interval is then one
-    point, and every p-value is 1, because no t test is possible.
+    `seeds` runs of the variant and `base_seeds` runs of the baseline were averaged. `error` is the
+    standard error of the difference `mean`, and `df` are the degrees of freedom of `error`. Both
+    are None if one of the two averages has only one run. `zero_variance` is True if the values, or
+    the paired differences, do not vary between seeds. No t test is then possible; p-values are 1.
     """
 
     mean: float
@@ -35,7 +35,7 @@ class Gap:
     zero_variance: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """Return Student's t confidence interval of the gap; None for a single seed."""
+        """Return the (low, high) t confidence interval of the gap, or None if `error` is None."""
         if self.error is None or self.df is None:
             return None
         return t_interval(self.mean, self.error, self.df, confidence)
@@ -54,7 +54,7 @@ class Gap:
         return self.estimate.high
 
     def p_below(self, bound: float = 0.0) -> float | None:
-        """Return the p-value of the alternative "the gap is below `bound`"; None for one seed."""
+        """Return the p-value for "the gap is below `bound`", or None if `error` is None."""
         if self.error is None or self.df is None:
             return None
         if self.zero_variance:
@@ -64,21 +64,21 @@ class Gap:
         return float(stdtr(self.df, (self.mean - bound) / self.error))
 
     def p_above(self, bound: float = 0.0) -> float | None:
-        """Return the p-value of the alternative "the gap is above `bound`"; None for one seed."""
+        """Return the p-value for "the gap is above `bound`", or None if `error` is None."""
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of the null hypothesis "the gap is 0"; None for a single seed."""
+        """Two-sided p-value of the null hypothesis "the gap is 0", or None if `error` is None."""
         below, above = self.p_below(), self.p_above()
         return None if below is None or above is None else min(1.0, 2 * min(below, above))
 
 
 def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the mean difference, own minus base, over common seeds, for a paired t test.
+    """Return the mean of `own` - `base` over the seeds that both contain, for a paired t test.
 
-    Return None without common seeds. Runs of equal seed have equal samples and initial parameters,
-    so the effects of samples and initial parameters cancel in the difference.
+    Return None if no seed is in both. Two runs with the same seed have the same data order and
+    initial parameters. The effects of both therefore cancel in the difference.
 
     Args:
         own, base: value of each run by seed, such as the final loss.
@@ -134,9 +134,9 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
 class Equivalence:
     """Result of two one-sided tests of whether a gap is within ±margin (Schuirmann, 1987).
 
-    `p` is the larger p-value of both tests; the null hypothesis is a gap outside of ±margin. `low`
-    and `high` are the ends of the gap's confidence interval at level 1 - 2 alpha, where alpha is
-    the level of each test. `inside` states whether this interval is within ±margin.
+    `p` is the larger of the two p-values. The null hypothesis is a gap outside of ±margin. `low`
+    and `high` are the ends of the confidence interval of the gap at level 1 - 2 alpha, where alpha
+    is the level of each test. `inside` states whether this interval is within ±margin.
     """
 
     p: float
@@ -146,9 +146,9 @@ class Equivalence:
 
 
 def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
-    """Test by two one-sided t tests whether a gap is within ±margin; return None for a single seed.
+    """Test by two one-sided t tests at level `alpha` whether a gap is within ±margin.
 
-    Raises ValueError unless the margin is above 0.
+    Return None if `gap` has no standard error. Raises ValueError unless `margin` is above 0.
     """
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
@@ -160,10 +160,10 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return p-values of several tests after Holm's correction, in the order of `p` (Holm, 1979).
+    """Adjust the p-values `p` of several tests by Holm's correction (1979), in the order of `p`.
 
     The smallest of m p-values is multiplied by m, the second smallest by m - 1, and the largest by
-    1. An adjusted p-value is at least the adjusted value of every smaller p-value, and at most 1.
+    1. Each product is then raised to the largest product before it, and limited to 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")

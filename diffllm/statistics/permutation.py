@@ -2,9 +2,9 @@
 
 A permutation changes signs of paired differences, or exchanges runs between two samples. The
 p-value is the share of permutations whose statistic is at least as large as the observed statistic.
-Up to `DRAWS` permutations are enumerated. Otherwise `DRAWS` permutations are drawn with a fixed
-seed, and the p-value is (1 + count) / (1 + draws), which is valid for any number of draws (Phipson
-and Smyth, 2010).
+If at most `DRAWS` permutations exist, all are enumerated. Otherwise `DRAWS` random permutations are
+drawn with a fixed seed. Their p-value is (1 + count) / (1 + DRAWS), where count is the number of
+draws with a statistic at least as large as the observed one (Phipson and Smyth, 2010).
 """
 
 import math
@@ -23,17 +23,17 @@ Array = np.ndarray
 
 
 def sign_flip(differences: Array) -> float:
-    """Return the p-value of the alternative "the mean is above 0", by random signs of differences.
+    """Return the p-value of a sign-flip test for "the mean of `differences` is above 0".
 
     Args:
-        differences: (n,), own minus base for each seed. To test against a bound other than 0,
-            subtract the bound first.
+        differences: (n,), variant minus baseline for each seed. To test whether the mean is above
+            another bound, subtract the bound first.
     """
     return share_as_large(np.asarray(differences, np.float64), signs(len(differences)))
 
 
 def label(own: Array, base: Array) -> float:
-    """Return the p-value of the alternative "`own` has the larger mean", by exchange of values.
+    """Return the p-value of a label-permutation test for "`own` has the larger mean".
 
     Args:
         own, base: (n,) and (m,), values of two independent samples.
@@ -43,7 +43,7 @@ def label(own: Array, base: Array) -> float:
 
 
 def log_rank(own: Times, base: Times) -> float | None:
-    """Return the p-value of "runs of `own` reach the target loss after fewer tokens than `base`".
+    """Return the log-rank p-value for "`own` needs fewer tokens to the target loss than `base`".
 
     Return None if no run reaches the target loss, or if `own` or `base` contains no run.
     """
@@ -61,7 +61,7 @@ def log_rank(own: Times, base: Times) -> float | None:
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
-    """Return the share of weighted sums of `values` that are at least as large as the first sum.
+    """Return the share of sums in `assignments @ values` that are at least as large as sum 0.
 
     Args:
         assignments: (count, n), weights of the n values in each sum. Row 0 gives the observed sum.
@@ -73,9 +73,10 @@ def share_as_large(values: Array, assignments: Array) -> float:
 
 @cache
 def signs(n: int) -> Array:
-    """Return combinations of signs for n values as 1 and -1, (count, n); row 0 contains only 1.
+    """Return an array (count, n) of 1 and -1: in each row, one choice of signs for n values.
 
-    Return all 2^n combinations if these are at most DRAWS, otherwise random combinations.
+    Row 0 contains only 1. If 2^n is at most DRAWS, the rows are all 2^n choices. Otherwise row 0
+    is followed by DRAWS random choices.
     """
     if 2**n <= DRAWS:
         # Bit j of row i is the sign of difference j; row 0 has only positive signs.
@@ -86,10 +87,10 @@ def signs(n: int) -> Array:
 
 @cache
 def chosen(n: int, total: int) -> Array:
-    """Return choices of n of `total` values, (count, total): 1 for a chosen value, otherwise 0.
+    """Return an array (count, total) of 0 and 1: in each row, 1 marks n chosen values of `total`.
 
-    Row 0 chooses the first n values. Return all choices if these are at most DRAWS, otherwise
-    random choices.
+    Row 0 marks the first n values. If at most DRAWS choices exist, the rows are all choices.
+    Otherwise row 0 is followed by DRAWS random choices.
     """
     if math.comb(total, n) <= DRAWS:
         places = np.array([*combinations(range(total), n)])

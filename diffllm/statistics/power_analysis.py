@@ -1,4 +1,4 @@
-"""Power of t tests of a gap, and the number of seeds that reaches a given power."""
+"""Power of t tests of the gap between two variants, and the number of seeds for a given power."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ below 1e-5, and scipy's value can be NaN."""
 
 
 def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the probability that Welch's t test finds a gap between two samples of equal size.
+    """Return the power of Welch's t test at level `alpha` for two samples of equal size.
 
     Args:
         gap: true difference of the means.
@@ -32,7 +32,7 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the probability that a paired t test finds a gap.
+    """Return the power of a paired t test at level `alpha`.
 
     Args:
         gap: true mean of the paired differences.
@@ -45,10 +45,10 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
 
 
 def welch_df(seeds: int) -> np.ndarray:
-    """Return SLICES evenly spaced quantiles of the degrees of freedom that Welch's test estimates.
+    """Return SLICES equally probable values (SLICES,) of the degrees of freedom in Welch's test.
 
-    The estimate depends on the two sample variances, so it varies between samples. Both samples
-    have `seeds` values and the same true variance.
+    Welch's test estimates its degrees of freedom from the two sample variances, so the estimate is
+    random. Both samples have `seeds` values and the same true variance.
     """
     from scipy.special import betaincinv
 
@@ -66,15 +66,13 @@ def slice_midpoints() -> np.ndarray:
 def t_power(
     noncentrality: float, df: float, critical_dfs: np.ndarray, alpha: float, sides: int
 ) -> float:
-    """Return the power of a t test: the probability that the test finds a gap.
+    """Return the power of a t test: the probability of a significant result.
 
     Args:
-        noncentrality: true gap, divided by its true standard error.
+        noncentrality: true gap divided by the true standard error of the gap.
         df: degrees of freedom of the t statistic.
-        critical_dfs: equally probable estimates of the degrees of freedom, (n,). The test computes
-            its critical value from one estimate. The result is the mean power over all estimates.
-        alpha: level of the test.
-        sides: 1 or 2, for a one-sided or a two-sided test.
+        critical_dfs: (n,), equally probable degrees of freedom for the critical value, as from
+            `welch_df`. The power is averaged over these values.
     """
     from scipy.special import nctdtr, stdtrit
 
@@ -88,7 +86,7 @@ def t_power(
 
 
 def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the probability that two one-sided Welch tests show equivalence of two equal variants.
+    """Return the power of two one-sided Welch tests of equivalence if the true gap is 0.
 
     Args:
         margin: largest difference of means that counts as equivalent.
@@ -100,7 +98,7 @@ def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float =
 
 
 def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the probability that two one-sided paired t tests show equivalence of equal variants.
+    """Return the power of two one-sided paired t tests of equivalence if the true gap is 0.
 
     Args:
         margin: largest mean difference that counts as equivalent.
@@ -114,13 +112,13 @@ def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float 
 def two_tests_power(
     margin_in_errors: float, df: float, critical_dfs: np.ndarray, alpha: float
 ) -> float:
-    """Return the probability that two one-sided t tests show equivalence if the true gap is 0.
+    """Return the power of two one-sided t tests of equivalence if the true gap is 0.
 
     Args:
-        margin_in_errors: margin of equivalence, divided by the true standard error of the gap.
+        margin_in_errors: margin of equivalence divided by the true standard error of the gap.
         df: degrees of freedom of the estimated standard error.
-        critical_dfs: equally probable estimates of the degrees of freedom, (n,). The tests compute
-            their critical value from one estimate. The result is the mean over all estimates.
+        critical_dfs: (n,), equally probable degrees of freedom for the critical value, as from
+            `welch_df`. The power is averaged over these values.
         alpha: level of each one-sided test.
     """
     from scipy.special import chdtri, ndtr, stdtrit
@@ -132,7 +130,7 @@ def two_tests_power(
 
 
 def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation of paired losses above which pairing narrows the interval of a gap."""
+    """Return the correlation of two variants above which pairing narrows the gap's 95% interval."""
     from scipy.special import stdtrit
 
     paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
@@ -140,10 +138,10 @@ def pairing_pays_above(seeds: int) -> float:
 
 
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
-    """Return the fewest seeds, at least 2, whose power reaches `wanted`; None if above MOST_SEEDS.
+    """Return the fewest seeds, at least 2, that give the power `wanted`; None above MOST_SEEDS.
 
     Args:
-        power: power for a number of seeds; more seeds must not reduce the power.
+        power: returns the power for a number of seeds; must not decrease with more seeds.
     """
     low, high = 1, 2
     while power(high) < wanted:
@@ -165,13 +163,13 @@ def chance_of_less(
 ) -> float | None:
     """Return the probability that a study, planned from a pilot, has a power below `less`.
 
-    The pilot estimates the standard deviation between seeds. The study has the fewest seeds whose
-    power would be `wanted` if the true standard deviation were `scale` times the estimate. Return
-    None if even MOST_SEEDS seeds do not give the power `less`.
+    The pilot yields a random estimate of the standard deviation between seeds. The number of seeds
+    is planned for the power `wanted`, as if the true standard deviation were `scale` times this
+    estimate. Return None if even MOST_SEEDS seeds do not give the power `less`.
 
     Args:
-        power: power for a standard deviation and a number of seeds.
-        pilot: `sd` is the true standard deviation, `df` the degrees of freedom of the estimate.
+        power: returns the power for a standard deviation and a number of seeds.
+        pilot: true standard deviation `sd`, and degrees of freedom `df` of the estimate.
     """
     from scipy.special import chdtr
 
@@ -190,7 +188,7 @@ def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> 
     """Return the standard deviation at which a test has the power `wanted`.
 
     Args:
-        power: power for a standard deviation; must be a decreasing function.
+        power: returns the power for a standard deviation; must be a decreasing function.
         start: first guess of the result.
     """
     from scipy.optimize import brentq

@@ -1,4 +1,4 @@
-"""Standard deviation between seeds, and of differences between two variants at equal seeds."""
+"""Standard deviation of runs over seeds, and of differences between two variants over seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ UPPER = 0.8
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """Standard deviation between runs that differ only in the seed, and its degrees of freedom."""
+    """Estimated standard deviation over seeds, with the degrees of freedom of the estimate."""
 
     sd: float
     df: int
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% chi-square confidence interval of the standard deviation."""
+        """95% chi-square confidence interval (low, high) of the standard deviation."""
         from scipy.special import chdtri
 
         tail = (1 - CONFIDENCE) / 2
@@ -41,9 +41,10 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between the seeds of each variant in `arms`, pooled over arms.
+    """Return the standard deviation over seeds within a variant, pooled over all variants.
 
-    Return None if no variant has two seeds.
+    `arms` contains, for each variant, the value of each run by seed. Return None if no variant has
+    at least two seeds.
     """
     samples = [in_seed_order(arm) for arm in arms if len(arm) > 1]
     if not samples:
@@ -54,10 +55,10 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
 
 
 def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Return the variance over the first axis, pooled over samples, and its degrees of freedom.
+    """Return (variance, degrees of freedom): variance over the first axis, pooled over `samples`.
 
     Args:
-        samples: arrays (n, ...). The number of values n is at least 2 and can vary between samples.
+        samples: arrays (n, ...). The length n is at least 2 and can vary between samples.
     """
     df = sum(len(sample) - 1 for sample in samples)
     squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
@@ -66,10 +67,10 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Standard deviation of the differences between runs of equal seed from two variants.
+    """Standard deviation of the differences between two variants over common seeds.
 
-    `correlation` is Pearson's correlation of the variants over seeds, pooled over variants; None
-    without any variance. `seeds` is the number of common seeds.
+    `correlation` is the correlation between two variants over seeds, pooled over all pairs of
+    variants, or None if the values do not vary. `seeds` is the number of common seeds.
     """
 
     differences: SeedSpread
@@ -78,10 +79,9 @@ class Pairs:
 
 
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
-    """Return the standard deviation of the differences between variants at equal seeds.
+    """Return the standard deviation of the differences between two variants over common seeds.
 
-    The standard deviation is pooled over all pairs of variants. Also return the pooled correlation
-    of the variants over seeds, and the number of common seeds. Only seeds that all variants have
+    The standard deviation is pooled over all pairs of variants. Only seeds that all variants have
     are used. Return None with fewer than two such seeds, or with fewer than two variants.
 
     Args:

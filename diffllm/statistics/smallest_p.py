@@ -9,8 +9,8 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
     """Return the smallest p-value that a permutation test can give for these numbers of seeds.
 
     Args:
-        test: "paired" flips the signs of paired differences. "welch" and "log_rank" exchange runs
-            between the two variants.
+        test: "paired" for permutations of signs of paired differences; "welch" or "log_rank" for
+            permutations that exchange runs between the two variants.
         sides: 1 or 2; a two-sided p-value is twice the one-sided p-value.
     """
     if test == "paired":
@@ -24,11 +24,11 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
 
 
 def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int | None:
-    """Return the fewest seeds per variant, at least 2, that permit a p-value below alpha.
+    """Return the smallest number of seeds per variant, at least 2, that permits p < `alpha`.
 
-    The p-value is multiplied by `tests`, as in Holm's correction for this number of tests. Return
-    None if no number of seeds is enough: a test draws at most DRAWS permutations, so its p-value is
-    at least `sides` / (1 + DRAWS). `test` and `sides` are as in `smallest_p`.
+    Here p is the result of `smallest_p` times `tests`, the number of tests in Holm's correction.
+    Return None if no number of seeds is enough. This is possible because a test draws at most
+    DRAWS permutations, so no p-value is below `sides` / (1 + DRAWS).
     """
     n = 2
     while (p := smallest_p(test, n, n, sides)) * tests >= alpha:

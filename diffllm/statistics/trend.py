@@ -1,8 +1,8 @@
 """Trends: whether the gap between two variants grows with tokens, parameters or positions.
 
 A least-squares line over log2 of x is fitted to every run. All runs have the same x values, so the
-slope of a gap is the difference of two slopes. Tests use the variance between seeds. Correlated
-noise along one curve therefore does not affect the coverage of intervals.
+slope of a gap is the difference of two slopes. Tests use the variance of slopes between seeds.
+Correlated noise within one run therefore does not affect the coverage of confidence intervals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """Change of a gap, own minus base, along x.
+    """Change of the gap between a variant and its baseline along x.
 
-    `slope` is the change per doubling of x. `first` and `last` are the smallest and the largest x,
-    `start` and `end` are the fitted gaps at these x, and `points` is the number of x values.
+    `slope` is the change of the gap per doubling of x. `start` is the fitted gap at the smallest x,
+    `first`. `end` is the fitted gap at the largest x, `last`. `points` is the number of x values.
     """
 
     slope: Gap
@@ -65,15 +65,15 @@ def gap_trend(
     base: Mapping[Seed, np.ndarray],
     test: Callable[[Mapping[Seed, float], Mapping[Seed, float]], Gap | None],
 ) -> Trend | None:
-    """Return the slope of the gap, own minus base, over log2 of x, with a test over seeds.
+    """Return the trend of the gap, `own` minus `base`, over log2 of x.
 
     Return None if `test` returns None, for example without common seeds. With a single seed, the
     slope has no confidence interval.
 
     Args:
         x: increasing values (n,), such as tokens or parameters.
-        own, base: finite values (n,) of each run, by seed.
-        test: the function `paired` or `welch`, which is applied to the slopes of all runs.
+        own, base: finite y values (n,) of each run, by seed.
+        test: the function `paired` or `welch`; compares the slopes of both variants by seed.
     """
     first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
     slope, start, end = (
@@ -88,13 +88,13 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x values (n,) that all curves contain, and the y values (n,) of each curve there.
+    """Return (x, ys): the x values (n,) common to all curves, and y values (n,) for each curve.
 
     Points whose y is not finite are ignored.
 
     Args:
         curves: arrays (x, y) of each curve.
-        window: share of the largest common x; points at smaller x are ignored.
+        window: points with x below `window` times the largest common x are ignored.
     """
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)

@@ -1,4 +1,4 @@
-"""Build the model of a run on its device, sharded over the ranks, and the optimizer."""
+"""Build the sharded model and the optimizer of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +22,7 @@ from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 
 @dataclass(frozen=True)
 class Training:
-    """The objects of a training step: model, float32 parameters (`params`), optimizer and settings.
-
-    A micro-batch has `micro_batch_size` sequences. Each rank computes `micro_batches` micro-batches
-    per step, and the global batch has `tokens` tokens, ignored targets included. `guard` decides
-    which updates are skipped. `choices` contains settings that depend on device or model size, each
-    with its reason.
-    """
+    """The objects that a training step needs, such as model, optimizer and batch sizes."""
 
     cfg: TrainConfig
     device: torch.device
@@ -39,10 +33,15 @@ class Training:
     """The float32 parameters by name: sharded, replicated or whole."""
     optimizer: torch.optim.AdamW
     guard: Guard
+    """Decides which optimizer updates are skipped."""
     choices: dict[str, AutoSetting]
+    """Settings that depend on the device or the model size, such as "precision"."""
     micro_batch_size: int
+    """Sequences per micro-batch."""
     micro_batches: int
+    """Micro-batches per rank and step."""
     tokens: int
+    """Tokens per global batch, including ignored targets."""
     compiled: bool
     documents: Callable[[Tensor], Documents] | None = None
     """Finds the documents in inputs (b, T) on the CPU; None if documents are not masked."""
@@ -54,7 +53,7 @@ class Training:
         return self.choices["precision"].value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the model and optimizer tensors of a checkpoint, named `model.*` and `optim.*`."""
+        """Return the tensors to save in a checkpoint, with names `model.*` and `optim.*`."""
         model = {**self.params, **self.model.router_state()}
         optim = optimizer_tensors(self.optimizer, self.params)
         tensors = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
@@ -62,7 +61,7 @@ class Training:
 
 
 class ShardedModel(NamedTuple):
-    """A model after sharding and compilation; the parameters have no storage yet."""
+    """A sharded and compiled model whose parameters have no storage yet."""
 
     model: Transformer
     meshes: Meshes
@@ -76,14 +75,14 @@ def build(
     ignores_targets: bool = False,
     compile: AutoSetting | None = None,
 ) -> Training:
-    """Build the model with initial parameters, sharded over the ranks, and its optimizer.
+    """Build the sharded model with initial parameters, and its optimizer.
 
-    Every rank must call this.
+    Every rank must call this function.
 
     Args:
         document_end: id of the token that ends documents; None allows attention across documents.
         ignores_targets: whether targets may be negative; the loss ignores negative targets.
-        compile: whether to use torch.compile, with the reason; None calls `chosen_compile`.
+        compile: whether to use torch.compile; if None, `chosen_compile` decides.
     """
     sharded = sharded_model(cfg, device, compile=compile)
     t = allocated(cfg, device, sharded, document_end, ignores_targets)
@@ -100,8 +99,8 @@ def sharded_model(
 ) -> ShardedModel:
     """Create the model on the meta device, sharded and compiled for training on `device`.
 
-    Every rank must call this. If ranks share experts, `splits` computes how many tokens they
-    exchange. If `compile` is None, `chosen_compile` chooses whether to compile.
+    Every rank must call this function. If experts are divided between ranks, `splits` computes how
+    many tokens the ranks exchange. If `compile` is None, `chosen_compile` decides.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -120,7 +119,7 @@ def allocated(
 ) -> Training:
     """Allocate the parameters of `sharded` on `device`, uninitialised, and create the optimizer.
 
-    The remaining arguments are described in `build`.
+    For `document_end` and `ignores_targets`, see `build`.
     """
     model, meshes, choices = sharded
     model.to_empty(device=device)
@@ -157,9 +156,9 @@ KEPT = "as in the checkpoint"
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> AutoSetting:
-    """Choose the compute dtype, with the reason.
+    """Return the compute dtype and the reason for this dtype.
 
-    "auto" selects bfloat16 if the device has hardware support for bfloat16, else float32.
+    The precision "auto" selects bfloat16 if the device hardware supports it, otherwise float32.
     """
     if precision is not Precision.auto:
         return AutoSetting(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
@@ -179,13 +178,16 @@ def chosen_compile(
     flops: float = 0.0,
     kept: bool | None = None,
 ) -> AutoSetting:
-    """Choose whether to use torch.compile, with the reason.
+    """Return whether to use torch.compile, and the reason.
+
+    If `compile` is not None, return this value. Otherwise GPU runs are compiled, resumed CPU runs
+    follow `kept`, and new CPU runs are compiled if `flops` is at least 5e13. CPU runs are not
+    compiled if torch.compile fails.
 
     Args:
-        compile: the choice in the config. None compiles on GPUs; on CPUs, None follows `kept` or,
-            in a new run, compiles if `flops` is at least 5e13.
+        compile: the value in the config.
         flops: training FLOPs of this rank in the whole run.
-        kept: the choice in the resumed checkpoint; None for a new run.
+        kept: whether the resumed checkpoint is from a compiled run; None for a new run.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
@@ -201,11 +203,10 @@ def chosen_compile(
 
 
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
-    """Choose whether to use torch.compile, with the reason; the choice is equal on all ranks.
+    """Return the same decision on all ranks whether to use torch.compile, and the reason.
 
-    The choice depends on model size but not on the attention variant, so that compared variants get
-    the same choice. `kept` is the choice in the resumed checkpoint; None for a new run. Every rank
-    must call this.
+    The decision depends on the model size but not on the attention variant, so that it is the same
+    for all compared variants. For `kept`, see `chosen_compile`. Every rank must call this function.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     # An estimate from the shape alone, so that all variants of the shape decide alike.
@@ -220,7 +221,7 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
 
 
 def compiler_fault() -> str:
-    """Return in one line why torch.compile fails on this CPU; "" if torch.compile works."""
+    """Return why torch.compile fails on this CPU, in one line, or "" if torch.compile works."""
     try:
         torch.compile(torch.sin, fullgraph=True)(torch.ones(1))
     except Exception as error:  # For example a missing compiler, missing headers or a full disk.
@@ -230,7 +231,7 @@ def compiler_fault() -> str:
 
 
 def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
-    """Convert settings to JSON: each name maps to {"value": ..., "reason": ...}."""
+    """Convert each setting to a JSON object {"value": ..., "reason": ...}, by name."""
     found = {}
     for name, (value, reason) in choices.items():
         if isinstance(value, torch.dtype):

@@ -24,8 +24,8 @@ from diffllm.training.measure import heldout_samples
 def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
     """Describe the jump of the learning rate when a run resumes with changed settings.
 
-    Return None if the learning rate changes by at most 5%. `changes` maps config keys to pairs (old
-    value, new value). `step` is the number of training steps before the run resumes.
+    Return None if the learning rate changes by at most 5%. `changes` maps each changed config key
+    to (old value, new value). `step` is the number of steps completed before the run resumes.
     """
     former = {
         key.removeprefix("optim."): before
@@ -46,7 +46,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return hashes of text ("corpus"), tokenizer entries ("tokenizer") and tokens ("tokens")."""
+    """Return the hashes "corpus" (text), "tokenizer" (vocabulary) and "tokens" (shard files)."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -60,8 +60,8 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     """Raise DataError if the prepared corpus does not match the config.
 
-    Each split must have at least one sequence, the tokenizer must not have more entries than
-    model.vocab_size, and each held-out sample must contain targets.
+    The tokenizer must have at most model.vocab_size entries. Each split of each data source must
+    contain at least one full sequence. Each held-out sample must contain at least one target.
     """
     if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
         raise DataError(
@@ -88,7 +88,7 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError if the class of `model.attention` is not that of the attention= option."""
+    """Raise ConfigError if the class of `model.attention` does not match the attention= option."""
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
@@ -99,10 +99,10 @@ def check_named(cfg: TrainConfig) -> None:
 
 
 def weights_of(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint or Hugging Face directory of `resume=weights:PATH`.
+    """Return the directory with the weights (checkpoint or Hugging Face) for `resume=weights:PATH`.
 
-    Return None if `cfg.resume` has another form. Raises ConfigError or CheckpointError if the
-    weights do not match the model.
+    Return None if `cfg.resume` does not have the form `weights:PATH`. Raises ConfigError or
+    CheckpointError if the weights do not match the model.
     """
     path = named_in(cfg.resume)
     if path is None:
@@ -133,7 +133,7 @@ def weights_of(cfg: TrainConfig) -> Path | None:
 
 
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
-    """Raise ConfigError if the data and the weights in `path` have different tokenizers.
+    """Raise ConfigError if `data` and the weights in `path` have different tokenizers.
 
     Different tokenizers are allowed if `cfg.run.allow_changes` contains `tokenizer`.
     """

@@ -44,10 +44,10 @@ NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
-    """The directory of a run, locked by rank 0, and its files.
+    """The directory of a run and the files in it; only rank 0 makes this object.
 
-    The constructor locks the directory. It raises ConfigError if another process has the lock, or
-    if the directory cannot be written.
+    The constructor locks the directory. The constructor raises ConfigError if another process has
+    the lock, or if the directory cannot be written.
     """
 
     def __init__(self, path: Path, cfg: TrainConfig):
@@ -111,9 +111,8 @@ class RunDirectory:
         """Write config.yaml and the tokenizer of a run, and delete incomplete checkpoints.
 
         Args:
-            step: number of training steps before the start; 0 for a new run.
-            changes: settings of the data order that differ from the checkpoint, written to
-                changes.jsonl; None for no change.
+            step: the step of the checkpoint to resume from; 0 for a new run.
+            changes: changes of the data order since the checkpoint, to append to changes.jsonl.
         """
         self.changes |= changes or {}
         if self.changes:  # Record changes first: writing config.yaml discards the old values.
@@ -145,8 +144,8 @@ class RunDirectory:
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
         """Write the JSON object `facts` to run.json.
 
-        If `continues` is true, the run resumes: copy "init_match" and "weights", which only the
-        first start determines, from the existing run.json.
+        If `continues` is true (the run resumes), keep "init_match" and "weights" of the existing
+        run.json. Only the first start of a run determines these two entries.
         """
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}
@@ -158,7 +157,7 @@ class RunDirectory:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of an output directory: "run", "sweep" or "study"; None for another kind."""
+    """Return the kind of an output directory: "run", "sweep" or "study"; None for others."""
     if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
         return "run"
     if (record := read_record(path / "sweep.json")) is None:
@@ -167,16 +166,16 @@ def kind_of(path: Path) -> str | None:
 
 
 def check_kind(path: Path, kind: str, key: str) -> None:
-    """Raise ConfigError if a directory is a run, sweep or study, but not of the expected kind.
+    """Raise ConfigError if `path` is a run, sweep or study, but not of the expected kind `kind`.
 
-    `kind` is "run", "sweep" or "study". The error asks the user to change the config key `key`.
+    The error asks the user to change the config key `key`.
     """
     if (found := kind_of(path)) not in (None, kind):
         raise ConfigError(f"{path} is a {found}, not a {kind}; choose another {key}")
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError if a path that a run writes has the wrong type, for example a link."""
+    """Raise CheckpointError if an output path of `run` has the wrong type, for example a link."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
             raise CheckpointError(
@@ -191,9 +190,10 @@ def check_own_files(run: Path) -> None:
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the summary of the run in `path` if more training with `cfg` is useless, else None.
+    """Return the summary of the run in `path` if the run cannot continue with `cfg`, else None.
 
-    The run has made `cfg.steps` steps, or it diverged and `cfg` has the same training settings.
+    A run cannot continue after `cfg.steps` steps. A diverged run cannot continue with the same
+    training settings.
     """
     found = read_ending(path)
     if found and found.get("stopped"):
@@ -218,9 +218,8 @@ def steps_made(path: Path) -> int | None:
 def choose_path(cfg: TrainConfig) -> Path:
     """Return the run directory: `run.dir`, or outputs/[<run.sweep>/]<run.name>.
 
-    The default name contains the model or experiment, the attention variant and the time.
-
-    Raises ConfigError for an invalid name.
+    The default of run.name contains the model or experiment, the attention variant and the time.
+    Raises ConfigError if run.name or run.sweep is invalid.
     """
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():

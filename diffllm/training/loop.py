@@ -47,9 +47,9 @@ def train_loop(
 ) -> Trained:
     """Train until the last step, a stop signal, divergence or a read error; then save a checkpoint.
 
-    `state` is updated in place. `out` writes metrics and checkpoints. `tasks` computes evaluation
-    tasks; None for no tasks. Stop signals come from `here.stop`. Raises AgreedByAll on every rank
-    if a rank cannot read a batch or a held-out sample.
+    `state` is updated in place. If `tasks` is None, the model is not evaluated on tasks.
+    `here.stop` receives the stop signals. Raises AgreedByAll on every rank if a rank cannot read
+    a batch or a held-out sample.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
@@ -113,11 +113,10 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 def exchange(
     agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
-    """Load the batches of the next steps, and combine this rank's flags with those of all ranks.
+    """Load the batches of the next steps, and combine the flags of all ranks.
 
-    The flags are: a stop signal (`stopping`), a due checkpoint (`save`), and a failure to load the
-    batches (`failed`). Load at most the batches of the `left` remaining steps. Every rank must call
-    this.
+    The flag `stopping` reports a stop signal, `save` a due checkpoint, and `failed` a failure to
+    load batches. `left` is the number of steps that remain to train. Every rank must call this.
     """
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)

@@ -26,10 +26,10 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Measure held-out loss and evaluation tasks, each only if due at this step.
+    """Compute the held-out loss if `due.sample` is true, and `tasks` if `due.tasks` is true.
 
-    Return the values by metric name, and the error if a rank could not read held-out data, else
-    None. Every rank must call this.
+    Return (values by metric name, error). The error is None unless a rank could not read held-out
+    data. Every rank must call this.
     """
     values: dict[str, float] = {}
     failure = None
@@ -49,7 +49,7 @@ def measure(
 
 
 def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """Return (source name, data, number of sequences) for each held-out sample.
+    """Return (source name, data, maximum number of sequences) for each held-out sample.
 
     The first sample has the name "" and covers all data. For a data mixture, one sample for each
     source follows.
@@ -76,9 +76,9 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
 
 
 def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of a held-out sample with at most `sequences` sequences.
+    """Yield this rank's micro-batches of at most `sequences` held-out sequences over all ranks.
 
-    Raises DataError during the iteration if the data cannot be read.
+    The iterator raises DataError if the data cannot be read.
     """
     yield from heldout_batches(
         data.split("heldout"),

@@ -38,10 +38,10 @@ Report = Callable[[Path], str]
 def open_outputs(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
-    """Write run.json, and open metrics files, wandb, checkpoints and profiler.
+    """Write run.json, and make the objects that write metrics, checkpoints and profiles.
 
-    run.json contains `facts` and the result of `provenance`. Only rank 0 writes metrics. Every rank
-    must call this.
+    run.json contains `facts` and the result of `provenance()`. Only rank 0 writes metrics. Every
+    rank must call this.
     """
     from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
@@ -91,7 +91,7 @@ def say_stopped(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Report that the signal `number` stopped the run after `step`; close metrics files and wandb.
+    """Print that signal `number` stopped the run after step `step`; close metrics files and wandb.
 
     After SIGTERM or SIGUSR1, write the file `requeue`, to let the launch script requeue the job.
     """
@@ -115,7 +115,7 @@ def finish(
     losses: DocumentLosses | None,
     report: Report | None,
 ) -> None:
-    """Write summary.json, losses of held-out documents and the report; print the results.
+    """Write summary.json, the losses of held-out documents and the report; print the results.
 
     Do nothing on ranks other than 0.
     """

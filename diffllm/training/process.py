@@ -1,4 +1,4 @@
-"""State of this process in a run, its cleanup, and its provenance for run.json."""
+"""Start and cleanup of a process of a run; command, code and environment for run.json."""
 
 import contextlib
 import importlib.metadata
@@ -51,9 +51,9 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 
 
 def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
-    """Clean up this process after a run, which ended normally if `error` is None.
+    """Clean up this process at the end of a run; `error` is None if the run did not fail.
 
-    Log the error, inform other ranks, and release the lock of the run directory.
+    Log `error`, and report it to the other ranks. After a UserError, call `directory.withdraw`.
     """
     try:
         if error is None:
@@ -148,7 +148,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return {"commit": hash, "dirty": whether tracked files have changed} of a directory.
+    """Return the Git state: {"commit": hash, "dirty": whether tracked files have changed}.
 
     Return None if Git is missing, or if Git tracks no file of the directory.
     """

@@ -1,8 +1,8 @@
-"""Turn device tensors of steps into lines in metrics.jsonl, wandb and the terminal.
+"""Write the results of training steps to metrics.jsonl, wandb and the terminal.
 
 `Record.add` stores the result tensors of each step. `Record.write` copies loss, gradient norm and
-skip flag of all stored steps to the host at once. Only logged, evaluated and saved steps call
-`Record.write`, because a copy makes the host wait for the device.
+skip flag of all stored steps to the host at once. The training loop calls `Record.write` only at
+logged, evaluated and saved steps, because a copy makes the host wait for the device.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Record:
         Args:
             step: the newest step for which `add` was called.
             values: additional metrics of `step`, by name.
-            loader: the training loader, whose statistics a logged step needs; None for other steps.
+            loader: the training loader if `step` must be logged, else None.
         """
         line = {**values, **self._copy_to_host(step)}
         if loader:
@@ -88,7 +88,7 @@ class Record:
     def _copy_to_host(self, step: int) -> dict[str, float]:
         """Copy the results of all steps since the previous call to the host.
 
-        Return the model statistics of `step` by name; write those of the other steps.
+        Return the model statistics of `step` by name. Write the statistics of earlier steps.
         """
         if not self.last or not self.pending:
             return {}
@@ -154,7 +154,7 @@ class Record:
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
-    """Return the gradient L2 norm of each group of parameters, such as `grad_norm/attention`."""
+    """Return the gradient L2 norm of each parameter group, such as "grad_norm/attention"."""
     squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square

@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -> Outcome:
-    """Train one run as `cfg` describes, and return its summary. Every process must call this.
+    """Train, evaluate and save one run as `cfg` describes. Every process must call this.
 
     Without `make_tasks`, evaluation tasks are skipped. Without `report`, no report is written.
     Raises UserError if the run cannot start or fails.

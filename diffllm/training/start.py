@@ -49,20 +49,20 @@ OF_THE_MACHINE = re.compile(
 
 
 class Claimed(NamedTuple):
-    """The locked run directory `path`, and the checkpoint or weights to start from.
-
-    `ended` is the summary of a finished run. `weights` is the PATH of `resume=weights:PATH`.
-    `ranks` is the world size of the checkpoint; 0 without a checkpoint. `directory` holds the lock,
-    and `saved` is the content of the checkpoint's state.json; both are None except on rank 0.
-    """
+    """The locked run directory `path`, and the checkpoint or weights to start from."""
 
     path: Path
     ended: dict[str, Any] | None
+    """Summary of the run if the run is already finished, else None."""
     checkpoint: Path | None
     ranks: int
+    """World size of the checkpoint; 0 without a checkpoint."""
     weights: Path | None
+    """The PATH of `resume=weights:PATH` if the run starts from these weights, else None."""
     directory: RunDirectory | None
+    """Holds the lock on rank 0; None on other ranks."""
     saved: dict[str, Any] | None
+    """Content of the checkpoint's state.json; None on other ranks than 0 or without checkpoint."""
 
 
 def claim(cfg: TrainConfig, here: Process) -> Claimed:
@@ -85,8 +85,8 @@ def claim_on_rank_0(
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
     """Lock the run directory, and choose the checkpoint or weights to start from.
 
-    Return (shared, private). `shared` contains fields of `Claimed` for all ranks, as JSON values.
-    `private` contains the locked directory, and the content of the checkpoint's state.json or None.
+    Return (shared, private). `shared` contains JSON values, from which all ranks make `Claimed`.
+    `private` is (locked directory, content of the checkpoint's state.json or None) for rank 0.
     """
     directory = claim_directory(cfg)
     checkpoint = saved = weights = None
@@ -112,10 +112,10 @@ def claim_on_rank_0(
 
 
 def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
-    """Choose the device of this rank, and prepare the corpus of the run in directory `path`.
+    """Choose the device of this rank, and prepare the corpus; `path` is the run directory.
 
-    The preparation may take hours, so all ranks must finish before the first collective, which has
-    a timeout.
+    Call this before the first collective: the preparation may take hours, but collectives have a
+    timeout.
     """
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value
@@ -199,7 +199,7 @@ def fill(
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Return entries of run.json about the initial parameters. Every rank must call this.
+    Return the entries "weights" or "init_match" of run.json. Every rank must call this.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
@@ -241,8 +241,8 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state from a checkpoint or Hugging Face directory.
 
-    Return entries of run.json: "path", "step" and "corpus" of the weights, and "differs", the
-    differences between their model config and that of this run. Every rank must call this.
+    Return "path", "step" and "corpus" of the weights for run.json. The entry "differs" lists the
+    model settings that differ between the weights and this run. Every rank must call this.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 

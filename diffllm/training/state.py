@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopState:
-    """The state of a training loop except tensors; stored as JSON in checkpoints.
-
-    `order` contains the settings that define the order of the data, and `data` the position in this
-    order. `seconds` is the training time so far. `compiled` is the use of torch.compile (None: not
-    chosen yet), `mkl_mode` the value of MKL_CBWR. `spikes` and `visible_keys` accumulate metrics.
-    """
+    """The state of a training loop except tensors; stored as JSON in checkpoints."""
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
+    """State of the training loader; {} at the beginning of the data."""
     order: dict[str, Any] = field(default_factory=dict)
+    """Settings that determine which samples each step reads."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     seconds: float = 0.0
+    """Training time of the run so far."""
     compiled: bool | None = None
+    """Whether torch.compile is used; None if not decided yet."""
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
+    """Value of the environment variable MKL_CBWR."""
     visible_keys: VisibleKeys = field(default_factory=VisibleKeys)
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    `ranks` is the world size of the checkpoint, and may differ from the present world size.
-    Additional ranks do not change their random generator states. `state` is the loop state of the
-    checkpoint. Raises CheckpointError if the checkpoint cannot be read.
+    `ranks` is the world size of the checkpoint. Ranks from `ranks` on keep their current random
+    generator states. `state` is the loop state of the checkpoint. Raises CheckpointError if the
+    checkpoint cannot be read.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
@@ -122,10 +122,8 @@ def continuation(
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the checkpoint to resume from, and the content of its state.json.
 
-    Return (None, None) if the run must begin at step 0.
-
-    Raises ConfigError if the checkpoint has more steps than `cfg.steps`, and CheckpointError if
-    checkpoints are missing or damaged.
+    Return (None, None) if the run must begin at step 0. Raises ConfigError if the step of the
+    checkpoint exceeds `cfg.steps`, and CheckpointError if checkpoints are missing or damaged.
     """
     checkpoint, run = resume_checkpoint(cfg, directory.checkpoints), directory.path
     if checkpoint is None:
@@ -149,13 +147,11 @@ def continuation(
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """Return the newest undamaged checkpoint; None if the run has none and resumes no other run.
+    """Return the newest undamaged checkpoint to resume from; None to begin at step 0.
 
-    Args:
-        own: checkpoints in the run directory, oldest first. If the list is empty, `cfg.resume` may
-            select a checkpoint of another run.
-
-    Raises CheckpointError if all checkpoints are damaged, or if `cfg.resume` names no checkpoint.
+    `own` contains the checkpoints in the run directory, oldest first. If `own` is empty, use the
+    checkpoint or run at the path `cfg.resume`, if `cfg.resume` is a path. Raises CheckpointError
+    if all checkpoints are damaged, or if the path contains no checkpoint.
     """
     if cfg.resume == "never":
         return None
@@ -182,7 +178,7 @@ def continued(
         order: settings of this run that decide which samples each step reads.
         allowed: names of settings that may have changed since the checkpoint.
 
-    Raises CheckpointError if another setting has changed, or if state.json lacks a key.
+    Raises CheckpointError if a setting not in `allowed` has changed, or if `saved` lacks a key.
     """
     try:
         state = LoopState.of(saved["loop"])

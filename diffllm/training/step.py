@@ -26,19 +26,18 @@ from diffllm.training.build import Training
 
 
 class Due(NamedTuple):
-    """Actions to take at one training step; a field is True if the action is due.
-
-    `sample` measures the held-out loss, `check` compares tensors between ranks, and `probes`
-    measures attention at some query positions.
-    """
+    """Actions to take at one training step; a field is True if the action is due."""
 
     statistics: bool = False
     probes: bool = False
+    """Measure attention at some query positions."""
     update: bool = False
     """Compute the norm of the parameter change; needs a copy of this rank's parameters."""
     log: bool = False
     check: bool = False
+    """Compare tensors between ranks."""
     sample: bool = False
+    """Compute the loss of a held-out sample."""
     tasks: bool = False
     save: bool = False
     profile: bool = False
@@ -55,7 +54,7 @@ def every(interval: int, step: int) -> bool:
 
 
 def due(cfg: TrainConfig, step: int) -> Due:
-    """Return the actions that are due at training step `step`; the first step is 1.
+    """Return the actions that are due at training step `step`, counted from 1.
 
     The last step is always logged, evaluated and saved.
     """
@@ -83,14 +82,15 @@ OVER_TARGETS = ("nll", "train/z_loss")
 
 
 class StepResult(NamedTuple):
-    """Results of one optimizer step as tensors, equal on all ranks up to rounding.
+    """Results of one optimizer step as tensors.
 
-    `nll` is the mean cross-entropy in nats per token, and `losses` contains other weighted terms of
-    the objective by metric name. Most tensors are on the device; the host has not waited for them.
+    Except `visible_keys`, results are equal on all ranks up to rounding, and are on the device.
     """
 
     nll: Tensor
+    """Mean cross-entropy in nats per token."""
     losses: dict[str, Tensor]
+    """Other terms of the objective by metric name, multiplied by their weights."""
     skipped: Tensor
     """1.0 if the update was skipped, else 0.0."""
     grad_norms: Norms
@@ -160,15 +160,13 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Sums over the micro-batches of this rank in one step.
-
-    `losses` (n,) contains one sum for each of `names`. `routed` (L, E) counts tokens per layer and
-    expert; None without experts. `train_step` later adds the sums of the other ranks to both.
-    """
+    """Sums over the micro-batches of this rank in one step."""
 
     names: tuple[str, ...]
     losses: Tensor
+    """One sum for each element of `names`, (n,)."""
     routed: Tensor | None
+    """Number of tokens per layer and expert, (L, E); None without experts."""
     stats: Stats
     visible_keys: Tensor | None
 
@@ -222,11 +220,11 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
 
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """Return the objective of a micro-batch as its share of the mean over the global batch.
+    """Scale the objective of a micro-batch to its part of the mean over the global batch.
 
-    The share is multiplied by the world size, because FSDP2 averages over ranks. Losses of targets
-    are divided by `counted`, the number of targets that are not ignored; None: no target is
-    ignored. Router losses are divided by the number of all tokens.
+    Losses of targets are divided by `counted`, the number of targets in the global batch that are
+    not ignored. Router losses, and all losses if `counted` is None, are divided by the number of
+    tokens. The result is multiplied by the world size, because FSDP2 averages over ranks.
     """
     over_tokens = dist.get_world_size() / t.tokens
     if counted is None:

@@ -1,4 +1,4 @@
-"""The text printed at the start and at the end of a run, and the values in this text."""
+"""Texts printed at the start and end of a run; content of run.json and summary.json."""
 
 import math
 import shlex
@@ -30,9 +30,9 @@ SPIKES = (
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
-    """Return the text printed before training starts or resumes after step `step`.
+    """Return the text printed before training; `step` is 0 or the step of the checkpoint.
 
-    `facts` is the result of `describe`, and `path` is the run directory.
+    `facts` is the content of run.json, and `path` is the run directory.
     """
     choices, manifest = cfg.run.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)
@@ -81,7 +81,7 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Return one line per source of a data mixture: share of all tokens read, epochs and size."""
+    """Return one line per source of a data mixture: share of training tokens, epochs and size."""
     total = cfg.steps * cfg.global_batch_size
     read = samples_of(cfg, data).consumed(total) if data.sources else {}
     return [
@@ -103,7 +103,7 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
-    """Return properties of a run that its config lacks, such as its device, for run.json."""
+    """Return properties of a run that are not in the config, such as the device, for run.json."""
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id
     packing = packing_counts(data, cfg.data, cfg.seq_len)

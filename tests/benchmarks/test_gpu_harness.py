@@ -132,7 +132,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_full_flops_count_all_keys_and_causal_flops_count_visible_keys():
+def test_full_attention_flops_include_all_keys_and_causal_attention_flops_only_visible_keys():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len

@@ -24,7 +24,7 @@ def row(number, contestant, speed):
     }  # fmt: skip
 
 
-def test_benchmark_summary_compares_speeds_of_frameworks_within_same_round():
+def test_benchmark_summary_contains_speed_ratios_of_frameworks_measured_in_same_round():
     speeds = {
         "LitGPT": [50, 100, None],
         "diffllm": [100, 150, 300],

@@ -14,7 +14,7 @@ import verdict_simulation as simulation
 
 
 @pytest.mark.slow
-def test_verdict_error_rates_of_all_simulated_scenarios_are_within_limits():
+def test_verdict_error_rates_in_simulation_are_within_4_standard_errors_of_allowed_rates():
     # Four standard errors: some of about 200 shares exceed two standard errors by chance.
     rows = simulation.run(150, echo=lambda line: None, errors=4)
     assert [row for row in rows if row["beyond_limits"]] == []

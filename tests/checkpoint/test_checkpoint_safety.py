@@ -154,7 +154,7 @@ class Got:
         return getattr, self.words
 
 
-def test_checkpoint_index_may_use_getattr_only_for_enum_members():
+def test_unpickling_checkpoint_index_allows_getattr_only_for_enum_members():
     def read(kind: Any, name: str) -> Any:
         return RecordUnpickler(io.BytesIO(pickle.dumps(Got(kind, name)))).load()
 

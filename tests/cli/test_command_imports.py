@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["report", "out"], {"torch", "scipy", "matplotlib"}),
     ],
 )
-def test_each_command_imports_only_its_allowed_heavy_libraries(
+def test_command_imports_no_heavy_library_except_libraries_allowed_for_command(
     place: Path, words: list[str], allowed: set[str]
 ) -> None:
     """Commands that read a config import torch, because the variant's file defines its class."""

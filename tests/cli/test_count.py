@@ -60,7 +60,9 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameter_and_flop_counts_equal_results_of_equations_in_this_test(size, variant):
+def test_parameter_and_flop_counts_equal_independent_calculation_for_every_attention_variant(
+    size, variant
+):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -105,7 +107,7 @@ def test_moe_parameter_count_includes_shared_experts_and_layers_without_experts(
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_parameter_saving_over_standard_with_2x_heads_equals_formula(
+def test_diff_v2_saves_expected_share_of_attention_parameters_of_standard_with_2x_query_heads(
     size,
 ):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
@@ -144,7 +146,7 @@ def test_parameter_count_equals_parameters_of_built_model(variant):
 
 
 @pytest.mark.parametrize("variant", families(VARIANTS))
-def test_flop_count_with_masked_documents_uses_given_visible_keys(variant):
+def test_flop_count_with_document_mask_uses_visible_keys_per_token_from_config(variant):
     words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
     cfg = config("tiny", variant, *words)
     counts = count(cfg)
@@ -163,7 +165,7 @@ def test_flop_count_with_masked_documents_uses_given_visible_keys(variant):
         ("moe_30a3", "diff_v1", 25499467776),
     ],
 )
-def test_flop_count_of_whole_sequences_equals_recorded_number(size, variant, flops):
+def test_flop_count_without_document_mask_equals_stored_reference_value(size, variant, flops):
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
@@ -184,7 +186,7 @@ def test_count_command_with_json_prints_all_counts_as_json(capsys):
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_command_with_parameter_match_prints_solved_width_and_target_variant(capsys):
+def test_count_command_with_match_params_to_prints_matched_ffn_dim_and_target_variant(capsys):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     assert tools.main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -244,7 +246,9 @@ def printed(capsys, *words):
     return out
 
 
-def test_count_compare_prints_change_from_first_variant_and_equals_sign_for_no_change(capsys):
+def test_count_compare_prints_change_from_first_variant_or_equals_sign_if_count_is_unchanged(
+    capsys,
+):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 

@@ -73,7 +73,7 @@ def optimum(noise1, noise2, signal):
 
 @pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
-def test_attention_weight_and_snr_of_signal_equal_direct_computation(signal, lam):
+def test_signal_attention_weight_and_snr_equal_values_computed_from_definition(signal, lam):
     expected = explicit(NOISE1, NOISE2, signal, lam)
     assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
 
@@ -118,7 +118,7 @@ def test_noise_of_attention_maps_has_requested_correlation_and_amplitude(correla
     assert np.corrcoef(noise1, noise2)[0, 1] == pytest.approx(correlation, abs=0.02)
 
 
-def test_average_returns_mean_and_standard_error_over_draws():
+def test_average_returns_mean_and_standard_error_of_snr_and_signal_weight_over_random_draws():
     maps = drawn([(100, 1.0), (200, 1.0)], 0.5, signal=4.0, draws=5, seed=1)
     curve = average(maps, np.array([0.2, 0.7]))
     for i, lam in enumerate((0.2, 0.7)):
@@ -133,7 +133,9 @@ def test_average_returns_mean_and_standard_error_over_draws():
 
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 3.0])
-def test_snr_crosses_threshold_at_usable_noise_amplitude(best, threshold):
+def test_snr_is_above_threshold_just_below_usable_noise_amplitude_and_below_threshold_just_above(
+    best, threshold
+):
     cfg = NoiseFloorArguments(keys=1000, draws=4, threshold=threshold)
     found = usable_amplitude(cfg, best)
 
@@ -147,7 +149,7 @@ def test_snr_crosses_threshold_at_usable_noise_amplitude(best, threshold):
 # Everything
 
 
-def test_noise_floor_curves_agree_at_common_points_and_best_lambda_has_highest_snr():
+def test_noise_floor_curves_have_equal_values_for_equal_settings_and_best_lambda_has_highest_snr():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())

@@ -86,7 +86,7 @@ def of_variant(name: str) -> TrainConfig:
     return load_config(["model=tiny", f"attention={name}"])
 
 
-def test_name_of_attention_yaml_starts_with_module_name_of_config_class():
+def test_attention_yaml_name_starts_with_name_of_module_that_defines_its_config_class():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
         kind = type(variant_config(path.stem))
@@ -115,7 +115,9 @@ def test_variant_config_equals_attention_section_of_full_config(name):
     assert alone == composed
 
 
-def test_config_key_that_defaults_to_another_key_gets_value_of_that_key(monkeypatch):
+def test_init_seed_seq_len_vocab_size_and_cache_dir_default_to_related_key_or_environment_variable(
+    monkeypatch,
+):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
     cfg = load_config(["model=tiny", "seq_len=96", "seed=5", "model.vocab_size=1000"])
     assert cfg.model.seq_len == 96
@@ -167,7 +169,7 @@ CORPORA = [
     ("words", "source", "paths", "dataset"),
     slow_but(CORPORA[::3], CORPORA),
 )
-def test_data_paths_and_dataset_imply_data_source_and_single_path_needs_no_brackets(
+def test_override_of_data_paths_or_data_dataset_also_sets_data_source(
     words, source, paths, dataset
 ):
     cfg = load_config(words)
@@ -191,6 +193,15 @@ def test_corpus_keys_that_contradict_explicit_data_source_are_refused(words, nam
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [("data.paths", "list"), ("data.document_lengths", "mapping"), ("model.moe", "mapping")],
+)
+def test_number_interpolated_into_list_or_mapping_is_refused(key, kind):
+    with pytest.raises(ConfigError, match=f"{key} is interpolated as 7, but must be a {kind}"):
+        load_config(["seed=7", f"{key}=${{seed}}"])
 
 
 def test_error_for_key_of_another_variant_suggests_only_keys_of_chosen_variant():

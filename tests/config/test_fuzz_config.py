@@ -273,11 +273,11 @@ ODD = [
 @pytest.mark.parametrize(
     ("words", "named"), slow_but(ODD[::3], ODD), ids=lambda value: str(value)[:40]
 )
-def test_override_valid_for_hydra_but_not_for_runs_is_refused(words, named):
+def test_override_that_hydra_accepts_but_diffllm_does_not_support_is_refused(words, named):
     assert_refused([*BASE, *words], named)
 
 
-def test_last_override_of_repeated_key_applies():
+def test_last_of_several_overrides_of_same_key_takes_effect():
     """Launch scripts put default overrides before the overrides of the user."""
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 
@@ -345,7 +345,7 @@ SHAPES = {
 
 @settings(max_examples=150)
 @given(st.fixed_dictionaries(SHAPES))
-def test_model_shape_is_refused_or_model_can_be_built(shape):
+def test_random_model_shape_is_refused_or_model_is_built(shape):
     refused_or_built(replace(DENSE.model, **shape))
 
 

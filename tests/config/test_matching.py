@@ -48,7 +48,7 @@ def by_trying(model, own, target):
 @pytest.mark.parametrize(
     "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
 )
-def test_parameter_match_rounds_width_to_multiple_of_64_or_else_of_32_or_16_or_8_within_tolerance(
+def test_parameter_match_prefers_ffn_dim_multiple_of_64_over_32_16_8_and_stays_within_tolerance(
     size, target
 ):
     model = shape(size)
@@ -110,7 +110,7 @@ def test_flop_match_gives_width_computed_from_equations(size, target):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_visible_keys_from_document_lengths_equal_count_in_token_sequences(packing):
+def test_visible_keys_computed_from_document_lengths_equal_average_counted_in_sequences(packing):
     lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens fill 6 sequences
     documents = [n for n, number in lengths.items() for _ in range(number)]
     tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
@@ -124,7 +124,7 @@ def test_visible_keys_from_document_lengths_equal_count_in_token_sequences(packi
     assert cfg.visible_keys == pytest.approx(float(counted), rel=1e-6)
 
 
-def test_flop_match_is_equal_for_document_lengths_and_their_visible_keys():
+def test_flop_match_with_document_lengths_equals_flop_match_with_resulting_visible_keys():
     words = ["model=tiny", "attention=standard", "seq_len=512", "data.mask_documents=true"]
     words.append("model.match_flops_to=diff_v2")
     stated = load_config([*words, "data.document_lengths={40: 3, 300: 1}"])
@@ -133,7 +133,7 @@ def test_flop_match_is_equal_for_document_lengths_and_their_visible_keys():
     assert 20.5 < keys < 256.5
 
 
-def test_flop_match_uses_same_visible_keys_for_both_variants():
+def test_flop_match_counts_flops_of_both_variants_with_configured_visible_keys():
     words = ["model=base_350m", "attention=standard", "model.match_flops_to=diff_v2"]
     masked = [*words, "seq_len=4096", "data.mask_documents=true"]
     found = {}
@@ -195,7 +195,7 @@ def test_error_for_missing_or_invalid_number_of_visible_keys_names_config_key(wo
     assert str(caught.value) == message
 
 
-def test_match_of_parameters_and_flops_together_is_refused():
+def test_config_with_both_match_params_to_and_match_flops_to_is_refused():
     both = ["model.match_params_to=diff_v2", "model.match_flops_to=diff_v2"]
     with pytest.raises(ConfigError, match="exclude each other"):
         load_config(["model=tiny", "attention=standard", *both])
@@ -204,7 +204,7 @@ def test_match_of_parameters_and_flops_together_is_refused():
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
-def test_attention_overrides_do_not_change_target_of_parameter_match():
+def test_parameter_match_target_uses_attention_settings_of_yaml_and_ignores_overrides():
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model
@@ -213,7 +213,7 @@ def test_attention_overrides_do_not_change_target_of_parameter_match():
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_error_for_unreachable_parameter_match_names_key_totals_and_fix():
+def test_error_for_impossible_parameter_match_names_config_key_parameter_counts_and_fix():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])

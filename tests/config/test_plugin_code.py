@@ -142,7 +142,7 @@ def run(mine, tmp_path) -> Path:
     return directory.path
 
 
-def test_run_resumes_with_other_plugin_code_only_if_allowed(run, tmp_path):
+def test_run_resumes_with_changed_plugin_code_only_if_allow_changes_contains_plugins(run, tmp_path):
     with pytest.raises(
         ConfigError, match=r"was made with other plugin code \(plugins: own@\w+ in the run, o"
     ):

@@ -48,7 +48,7 @@ def test_train_and_prepare_with_removed_key_print_error_line_and_exit_with_2(
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_removed_key_is_refused_as_override_but_ignored_in_saved_config_with_former_default(key):
+def test_removed_key_at_former_default_is_refused_as_override_and_ignored_in_saved_config(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -77,7 +77,7 @@ def test_error_for_removed_key_in_experiment_yaml_names_key_and_experiment():
         load_config(["experiment=x"], config_dir="mine")
 
 
-def test_error_for_removed_key_in_recipe_or_sweep_or_python_config_names_replacement():
+def test_error_for_removed_key_in_data_recipe_sweep_or_python_config_names_replacement():
     Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["a.txt"], "old": True}))
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
@@ -111,7 +111,7 @@ def test_saved_config_with_removed_keys_at_default_values_loads(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_saved_config_with_removed_key_in_allow_changes_loads():
+def test_saved_config_loads_if_run_allow_changes_lists_a_removed_key():
     cfg = load_run_config(saved(run__allow_changes=["data.old"]))
     assert cfg.run.allow_changes == ["data.old"]
 

@@ -132,7 +132,7 @@ def test_environment_interpolation_assembled_from_two_config_values_is_refused()
         load_config(["experiment=x", "model=tiny"], config_dir="mine")
 
 
-def test_experiment_yaml_may_interpolate_keys_and_shares_of_steps():
+def test_experiment_yaml_may_interpolate_config_keys_and_of_steps_resolver():
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text(
         "# @package _global_\nsteps: 40\noptim: {warmup_steps: '${of_steps:0.1, 200}'}\n"
@@ -170,7 +170,7 @@ def test_study_or_sweep_file_that_sets_plugins_is_refused_without_import(load, m
     ["plugins.0=x", "~plugins", "plugins@data=x", " plugins =[x]", "+plugins.x=1", "plugins/x=1",
      "hydra.launcher.setup=[ls]", "hydra/launcher=x", "+hydra.callbacks.x._target_=x"],
 )  # fmt: skip
-def test_override_of_plugins_or_hydra_keys_in_file_is_refused_in_every_spelling(word):
+def test_file_that_overrides_plugins_or_hydra_keys_is_refused_for_every_override_syntax(word):
     with pytest.raises(ConfigError, match=r"^f: .*: a file cannot set plugins"):
         check_shared([word], "f")
 

@@ -141,7 +141,7 @@ def test_publish_and_new_directory_raise_if_final_path_exists(tmp_path):
     assert (tmp_path / "final").is_symlink()
 
 
-def test_new_directory_appears_after_context_but_not_after_exception(tmp_path):
+def test_new_directory_creates_final_path_only_if_context_exits_without_exception(tmp_path):
     final = tmp_path / "parent" / "final"
     with pytest.raises(FileNotFoundError), new_directory(final) as scratch:
         (scratch / "half").rename(scratch / "missing" / "half")
@@ -154,7 +154,7 @@ def test_new_directory_appears_after_context_but_not_after_exception(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_hold_on_file_system_without_flock_raises_and_removes_created_paths(
+def test_hold_raises_and_leaves_no_files_if_file_system_does_not_support_flock(
     tmp_path, monkeypatch, number
 ):
     def flock(descriptor: int, operation: int) -> None:
@@ -166,7 +166,7 @@ def test_hold_on_file_system_without_flock_raises_and_removes_created_paths(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_no_file_returns_no_reason_while_another_thread_creates_and_deletes_file(tmp_path):
+def test_why_no_file_returns_empty_text_while_another_thread_creates_and_deletes_file(tmp_path):
     file, end = tmp_path / "lock", threading.Event()
 
     def create_and_delete() -> None:

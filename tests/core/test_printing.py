@@ -88,7 +88,7 @@ def test_table_text_aligns_numbers_right_and_text_left():
     ]
 
 
-def test_table_text_wider_than_limit_has_row_names_on_separate_lines():
+def test_table_text_puts_row_names_on_separate_lines_if_table_exceeds_width():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
@@ -103,7 +103,7 @@ def test_table_markdown_has_header_separator_and_escaped_pipe_characters():
     ]
 
 
-def test_table_csv_contains_full_precision_values_and_text_of_cells_without_value():
+def test_table_csv_writes_unrounded_values_and_uses_cell_text_if_value_is_missing():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],

@@ -76,7 +76,7 @@ def test_heldout_document_batches_have_every_token_as_target_exactly_once(
     assert seen == pairs
 
 
-def test_heldout_document_that_fits_in_a_sequence_is_not_cut_if_whole_is_true(
+def test_heldout_document_batches_with_whole_true_split_only_documents_longer_than_a_sequence(
     stream: TokenStream,
 ) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)

@@ -45,7 +45,7 @@ def of_lines(documents: int, lines: int) -> list[str]:
         ),
     ],
 )
-def test_prepare_holds_out_fewest_documents_that_reach_the_fraction_and_the_minimum(
+def test_prepare_holds_out_documents_with_smallest_hashes_until_fraction_and_minimum_are_reached(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,

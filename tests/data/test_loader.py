@@ -164,7 +164,7 @@ def test_loader_does_not_change_torch_random_state(make_loader: MakeLoader) -> N
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("sequences", [1, 10, 50, 1000])
-def test_ranks_divide_held_out_sequences_without_overlap(
+def test_heldout_batches_assign_every_sequence_to_exactly_one_rank(
     stream: TokenStream, world_size: int, sequences: int
 ) -> None:
     read = []

@@ -203,7 +203,7 @@ def test_held_out_split_without_predicted_tokens_is_refused(
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 
-def test_token_hash_that_is_compared_between_ranks_depends_on_loss_masks(
+def test_token_hash_in_corpus_facts_changes_with_loss_masks(
     masked: TokenStream, tmp_path: Path
 ) -> None:
     facts = []

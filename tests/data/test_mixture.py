@@ -113,7 +113,7 @@ def test_mixture_resumes_on_three_ranks_while_weights_change_linearly(
     assert read == whole[step * BATCH :]
 
 
-def test_changed_mixture_weights_apply_to_all_samples_after_resume(make: Make) -> None:
+def test_resumed_mixture_uses_changed_weights_for_all_remaining_samples(make: Make) -> None:
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make(curriculum=[])
     state = former.state(101)
@@ -176,7 +176,7 @@ def test_mixture_metrics_count_tokens_and_epochs_per_source(make: Make) -> None:
     assert consumed["data/epochs/code"] == 1
 
 
-def test_joined_stream_reads_across_borders_of_its_streams(
+def test_joined_stream_range_may_span_several_of_the_joined_streams(
     make_stream: Callable[..., TokenStream],
 ) -> None:
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
@@ -226,7 +226,10 @@ def test_mixture_tokenizer_is_shared_by_sources_and_independent_of_weights(tmp_p
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web: data.paths: "),
-        ("a.jsonl", "no text column 'text'; the columns are content: use data.text_column=content"),
+        (
+            "a.jsonl",
+            "has no column 'text' that contains text (columns: content); use",
+        ),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
@@ -299,7 +302,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_may_contain_both_shares_of_the_run_and_token_numbers() -> None:
+def test_curriculum_may_mix_points_given_as_run_fractions_and_as_token_counts() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

@@ -52,7 +52,7 @@ def test_mixture_order_spreads_every_source_evenly_by_weight(weights, first):
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-def test_samples_per_source_stay_within_tijdeman_bound_of_their_shares(counts):
+def test_samples_per_source_deviate_from_exact_proportions_by_at_most_tijdeman_bound(counts):
     size, used = sum(counts), sum(map(bool, counts))
     order = laid_out(counts)
     bound = 1 - 1 / (2 * used - 2) if used > 1 else 0
@@ -97,7 +97,7 @@ def config(curriculum=(), between=Between.constant, **weights):
     return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
 
 
-def test_curriculum_point_above_1_is_a_token_number_else_a_share_of_the_run():
+def test_curriculum_point_above_1_is_a_token_count_and_otherwise_a_fraction_of_the_run():
     half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
     plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
     assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
@@ -115,7 +115,7 @@ def test_linear_curriculum_interpolates_weights_between_points():
         assert abs(got - wanted) < 0.01, first
 
 
-def test_weight_of_mixture_source_at_epoch_limit_goes_to_other_sources():
+def test_mixture_source_that_reaches_epochs_at_most_passes_its_weight_to_other_sources():
     plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
     order = MixtureOrder(plan)
     counts = order.counts(10_000)
@@ -129,7 +129,7 @@ def test_weight_of_mixture_source_at_epoch_limit_goes_to_other_sources():
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_mixture_segments_before_a_sample_are_removed_and_its_own_segment_starts_there():
+def test_resumed_mixture_plan_starts_at_given_sample_and_drops_earlier_segments():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

@@ -81,7 +81,7 @@ def test_generated_file_does_not_change_the_packages_corpus(
     assert opened(make_config(source="packages")).note == ""
 
 
-def test_note_of_packages_corpus_lists_packages_that_differ_from_reference(
+def test_packages_corpus_note_lists_missing_or_changed_packages_of_the_reference_corpus(
     installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (installed / "bbb/own.py").write_text("own = 3\n")

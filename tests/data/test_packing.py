@@ -286,7 +286,7 @@ def test_damaged_packing_plan_raises_error_with_path(
 @pytest.mark.parametrize(
     ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
 )
-def test_packing_plan_with_document_piece_beyond_sequence_or_corpus_is_refused(
+def test_packing_plan_with_a_piece_outside_its_sequence_or_the_corpus_is_refused(
     sequences: PackedSequences, tmp_path: Path, name: str, value: int
 ) -> None:
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"

@@ -133,7 +133,7 @@ def test_killed_preparation_process_raises_and_keeps_finished_parts(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_preparation_with_new_part_sizes_ignores_parts_of_earlier_attempts(
+def test_preparation_ignores_parts_that_a_killed_attempt_wrote_with_another_part_size(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(2, signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_prepare_refuses_corpus_of_blank_documents(
         ("one\ntwo\n" + "b" * 42 + "\n \n", 0.2, "b" * 10 + "\n \n"),
     ],
 )
-def test_held_out_piece_of_single_document_begins_at_start_of_line_or_word(
+def test_held_out_text_of_single_document_corpus_starts_at_a_line_or_word_boundary(
     tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
 ) -> None:
     path = tmp_path / "corpus.txt"

@@ -115,7 +115,7 @@ def test_error_of_missing_prompt_column_proposes_a_column(
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "b.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"no text column 'x'; .* use data.prompt_column=prompt$"):
+    with pytest.raises(DataError, match=r"has no column 'x' .*; use data.prompt_column=prompt$"):
         prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
     with pytest.raises(DataError, match=r"a text file has no columns, but data.prompt_column"):
         prepare(make_config(tmp_path / "b.txt", prompt_column="x"))

@@ -21,7 +21,7 @@ def stream(make_stream: MakeStream) -> TokenStream:
 
 @given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_token_stream_reads_across_shard_borders(
+def test_token_stream_range_may_span_several_shards(
     stream: TokenStream, ends: tuple[int, int]
 ) -> None:
     start, stop = sorted(ends)

@@ -132,7 +132,7 @@ def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_task_fitting_returns_only_levels_whose_examples_fit_the_context_length(
+def test_fitting_levels_of_a_task_have_only_examples_that_fit_the_context_length(
     name: str, length: int
 ) -> None:
     chosen = TASKS[name]
@@ -175,7 +175,7 @@ def test_mqar_uses_only_single_token_words_if_the_tokenizer_has_enough() -> None
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_task_has_50_examples_of_the_stated_length_per_depth() -> None:
+def test_needle_level_has_equally_many_examples_per_depth_just_below_its_token_length() -> None:
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -196,7 +196,7 @@ def test_needle_task_has_50_examples_of_the_stated_length_per_depth() -> None:
 
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
-def test_evidence_of_task_example_is_the_text_with_the_answer(name: str) -> None:
+def test_evidence_of_task_example_is_the_prompt_text_that_states_the_answer(name: str) -> None:
     for example in examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
@@ -242,7 +242,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_task_that_exceeds_the_context_or_reuses_a_task_name_is_refused() -> None:
+def test_task_longer_than_the_context_and_duplicate_task_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
@@ -282,7 +282,7 @@ def test_task_that_exceeds_the_context_or_reuses_a_task_name_is_refused() -> Non
         ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_task_check_refuses_task_levels_that_exceed_the_context_or_allow_no_examples(
+def test_task_levels_that_exceed_the_context_or_allow_no_examples_are_refused(
     name: str, level: Level, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):

@@ -147,7 +147,7 @@ def test_unusable_tokenizer_model_raises_error_with_path(tmp_path: Path) -> None
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_error_for_vocab_size_that_does_not_fit_the_corpus_names_the_allowed_limit(
+def test_vocab_size_error_states_smallest_or_largest_vocab_size_that_the_corpus_allows(
     vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:

@@ -112,7 +112,7 @@ def test_loss_and_gradients_with_ignored_targets_equal_float64_reference(
             assert math.sqrt(own_squares[name]) == expected, name
 
 
-def test_counting_targets_does_not_change_training_without_ignored_targets(tmp_path):
+def test_counting_valid_targets_does_not_change_training_if_no_target_is_ignored(tmp_path):
     (counted,) = run_ranks(train_losses, 1, tmp_path, [], None, False, True)
     (plain,) = run_ranks(train_losses, 1, tmp_path, [])
     assert_same_training(counted, plain, atol=1e-6)
@@ -158,7 +158,7 @@ def collectives(ignores):
     return reduced, before[0]
 
 
-def test_training_with_ignored_targets_needs_one_more_all_reduce_per_step(tmp_path):
+def test_counting_valid_targets_adds_one_all_reduce_per_training_step(tmp_path):
     for (counting, ahead), (plain, one) in zip(
         run_ranks(collectives, 2, tmp_path, True),
         run_ranks(collectives, 2, tmp_path, False),

@@ -198,7 +198,9 @@ def test_softmax_router_and_dense_layer_on_four_ranks_train_like_single_rank(tmp
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_ranks_store_equal_shares_of_two_experts_on_2_or_4_ranks(ranks, overrides, tmp_path):
+def test_each_of_2_or_4_ranks_stores_an_equal_fraction_of_the_parameters_of_two_experts(
+    ranks, overrides, tmp_path
+):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
     results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
@@ -315,7 +317,7 @@ def test_parallel_expert_setting_must_divide_number_of_experts(expert):
         config([f"parallel.expert={expert}"])
 
 
-def test_parallel_shard_setting_must_divide_some_dimension_of_expert_matrices():
+def test_parallel_shard_setting_must_divide_expert_count_per_rank_or_an_expert_matrix_dimension():
     cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide at least one of: 2 experts per rank, .*=32, .*=48"

@@ -154,7 +154,7 @@ def test_ranks_agree_on_new_store_prefix_despite_keys_of_earlier_launches(server
     assert len(set(names)) == 4
 
 
-def test_rank_0_exits_only_after_other_rank_has_received_error_message_of_rank_0():
+def test_rank_0_exits_only_after_other_rank_has_read_the_error_that_rank_0_sent():
     """The store ends with rank 0. The other rank reads the error only after rank 0 waits."""
     waits = threading.Event()
 

@@ -36,7 +36,7 @@ def names(length):
     return [f"t{i}" for i in range(length)]
 
 
-def test_attention_map_figure_shows_weights_with_later_keys_blank():
+def test_attention_map_figure_shows_weights_and_leaves_future_keys_blank():
     layer = made_maps()
     fig = draw(layer, [1], names(6), "")
     drawn = [axes.images[0].get_array() for axes in fig.axes[:3]]

@@ -89,7 +89,7 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_shares_of_padded_batch_equal_shares_of_single_contexts(variant):
+def test_attention_shares_in_padded_batch_equal_shares_of_each_context_without_padding(variant):
     model = float64_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
@@ -149,7 +149,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def test_attention_target_is_all_tokens_that_overlap_the_evidence(tokenizer):
+def test_attention_mass_counts_every_token_that_overlaps_the_evidence_as_evidence(tokenizer):
     prompt = "def abcd(x):\n    return 12, 日本 def return\n# return abcd +"
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in tokenizer.encode(prompt)]
     sizes = [1 if re.match("<0x..>", piece) else len(piece.encode()) for piece in pieces]

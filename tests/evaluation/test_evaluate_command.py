@@ -133,7 +133,7 @@ def test_evaluate_command_on_sweep_prints_mean_over_seeds_and_gap_to_baseline_of
     assert "gap to" not in capsys.readouterr().out
 
 
-def test_evaluate_command_skips_task_longer_than_model_length(
+def test_evaluate_command_skips_task_that_needs_more_tokens_than_the_model_reads(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -169,7 +169,7 @@ def test_default_suite_with_seq_len_256_skips_only_needle_task(
     )
 
 
-def test_accuracy_interval_of_clustered_examples_uses_number_of_clusters() -> None:
+def test_accuracy_interval_of_clustered_examples_uses_cluster_count_as_sample_size() -> None:
     facts = [{"rule": i // 4, "order": i % 4, "labels": "yes/no"} for i in range(20)]
     lines = [
         {"level": 0, "correct": i < 14, "generated": False, "candidates": 2, **fact}
@@ -323,7 +323,7 @@ def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_evaluation_limit_is_divided_between_task_levels(
+def test_limit_of_evaluate_command_is_divided_between_task_levels(
     run: Path, limit: int | None, asked: list[int]
 ) -> None:
     wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})

@@ -69,7 +69,7 @@ def test_last_attention_map_times_values_equals_attention_output(variant):
     torch.testing.assert_close(context, shown["context"], rtol=0, atol=1e-10)
 
 
-def test_attention_maps_are_causal_with_rows_that_sum_to_1(variant):
+def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
     layer = layer_maps(float64_model(variant), tokens(), layer=1)
     names = ["map 1", "map 2", "difference"] if variant.startswith("diff") else ["map"]
     assert list(layer.maps) == names
@@ -130,7 +130,7 @@ def test_layer_maps_equal_maps_computed_from_layer_input_recorded_in_forward_pas
 
 
 @torch.no_grad()
-def test_layer_maps_by_query_contains_lambda_gate_or_sink(variant):
+def test_layer_maps_returns_lambda_gate_or_sink_value_of_each_query(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
     model = float64_model(variant)

@@ -37,7 +37,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_checkpoint_suite_prints_and_stores_results_and_reuses_stored_results(
+def test_repeated_checkpoint_suite_prints_stored_results_without_new_evaluation(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = copied(run, tmp_path / "run")
@@ -92,7 +92,7 @@ def test_outliers_evaluation_equals_result_of_outliers_command(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_stored_evaluation_needs_no_corpus_and_changed_corpus_prints_error(
+def test_evaluate_needs_corpus_only_for_new_results_and_rejects_changed_corpus(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = data_words(tmp_path)

@@ -55,7 +55,7 @@ def test_outlier_statistics_of_values_added_in_parts_equal_statistics_of_all_val
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_spread_of_five_equal_values_returns_none_for_top_10_and_for_kurtosis():
+def test_top_10_and_kurtosis_of_five_equal_values_equal_none():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()

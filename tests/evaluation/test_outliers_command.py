@@ -83,7 +83,7 @@ def test_outliers_command_fails_without_checkpoint_or_with_changed_corpus(
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
     done = outliers(f"run={other}")
     assert (done.code, done.out) == (2, "")
-    assert "the corpus of" in done.err
-    assert "and was 000000000000" in done.err
+    assert "the corpus named in" in done.err
+    assert "hash was 000000000000" in done.err
     shutil.rmtree(other / "checkpoints")
     assert "has no complete checkpoint" in outliers(f"run={other}").err

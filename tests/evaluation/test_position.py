@@ -50,7 +50,7 @@ def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -
     return found
 
 
-def test_position_evaluation_sums_losses_by_position_distance_and_span() -> None:
+def test_position_evaluation_loss_sums_equal_sums_computed_token_by_token() -> None:
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -60,7 +60,7 @@ def test_position_evaluation_sums_losses_by_position_distance_and_span() -> None
             assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
 
 
-def test_position_evaluation_finds_repeated_spans_of_repeating_text() -> None:
+def test_position_evaluation_sums_losses_of_first_and_repeated_spans_separately() -> None:
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order

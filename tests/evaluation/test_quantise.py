@@ -52,7 +52,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_quantisation_of_tensor_equals_rounding_of_single_values(bits: int, by_row: bool) -> None:
+def test_quantised_tensor_equals_reference_that_rounds_each_value_separately(
+    bits: int, by_row: bool
+) -> None:
     x = torch.randn(7, 40) * 10.0 ** torch.arange(-3, 4).unsqueeze(1)
     x[0] = 0
     x[1, ::3] = 0
@@ -145,7 +147,7 @@ def test_quantised_context_rounds_inputs_of_every_block_matrix(by_row: bool) -> 
 
 
 @torch.no_grad()
-def test_quantised_context_rounds_inputs_of_experts_by_row() -> None:
+def test_quantised_context_rounds_expert_inputs_with_separate_scale_for_each_token() -> None:
     model = built("attention=standard", *MOE)
     experts: Experts = model.layers[0].ffn.experts
     x, weights, counts = torch.randn(6, model.cfg.dim), torch.rand(6), torch.tensor([2, 0, 3, 1])

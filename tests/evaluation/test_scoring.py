@@ -78,7 +78,7 @@ def test_answer_scores_in_batches_with_kv_cache_equal_scores_of_single_sequences
     assert greedy
 
 
-def test_by_length_groups_items_of_similar_length() -> None:
+def test_by_length_sorts_items_into_batches_of_limited_padded_size() -> None:
     batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 

@@ -157,7 +157,7 @@ def test_train_refuses_unusable_override(workspace, words, named):
         ("4", ["parallel=hsdp"], ["parallel.shard=8", "not 4"]),
     ],
 )
-def test_unsuitable_world_size_is_refused_before_process_group_starts(
+def test_train_refuses_incompatible_world_size_before_process_group_starts(
     workspace, size, words, named
 ):
     workspace.monkeypatch.setenv("WORLD_SIZE", size)
@@ -205,7 +205,9 @@ def test_train_refuses_corpus_shorter_than_a_sequence(workspace, finished_run):
     )
 
 
-def test_unsuitable_tokenizer_is_refused_before_preparation(workspace, code_corpus, finished_run):
+def test_tokenizer_with_wrong_vocab_size_or_format_is_refused_before_data_preparation(
+    workspace, code_corpus, finished_run
+):
     other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=1))
     words = [f"data.paths=[{other}]", f"data.tokenizer={finished_run / 'tokenizer.model'}"]
     workspace.rejects_data([*words, "model.vocab_size=300"], "512", "model.vocab_size=300")

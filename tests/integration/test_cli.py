@@ -58,7 +58,9 @@ def test_repeated_train_command_of_finished_run_changes_no_file(
     assert not changes(before, snapshot(workplace))
 
 
-def test_run_log_contains_output_of_every_start(tmp_path, tiny, environment, finished_run):
+def test_run_log_contains_output_of_first_launch_and_of_resume_but_not_of_refused_launch(
+    tmp_path, tiny, environment, finished_run
+):
     words = [*tiny, "run.name=logged", "run.report=false"]
     first = train(words, tmp_path, environment)
     log = tmp_path / "outputs" / "logged" / "run.log"

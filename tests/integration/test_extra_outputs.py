@@ -79,7 +79,7 @@ def test_unwritable_tensorboard_event_files_only_print_warning(tmp_path, capfd):
     assert capfd.readouterr().err.startswith("warning: TensorBoard event files stopped")
 
 
-def test_train_refuses_metrics_tensorboard_without_the_package(tmp_path, monkeypatch):
+def test_train_refuses_metrics_tensorboard_if_tensorboard_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cfg = load_config([*overrides_of(tmp_path, tmp_path / "run"), "metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r'pip install "diffllm\[tensorboard\]"'):

@@ -95,7 +95,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
         pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
     ],
 )
-def test_run_of_older_version_resumes_with_samples_and_losses_of_uninterrupted_run(
+def test_resumed_run_of_older_version_has_samples_and_losses_of_uninterrupted_run(
     place: Path, name: str, stopped: int, words: list[str], ranks: int
 ) -> None:
     run = place / "outputs" / name
@@ -118,7 +118,7 @@ def test_run_of_older_version_resumes_with_samples_and_losses_of_uninterrupted_r
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_command_finds_checkpoints_of_older_version_complete(diffllm: Any) -> None:
+def test_checkpoints_command_reports_checkpoints_of_older_version_as_good(diffllm: Any) -> None:
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -133,13 +133,15 @@ def test_checkpoints_command_finds_checkpoints_of_older_version_complete(diffllm
     }
 
 
-def test_consolidate_and_export_write_equal_parameters_of_older_run(diffllm: Any) -> None:
+def test_consolidate_of_older_run_writes_same_parameters_as_stored_export(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert contents("whole") == contents("exported")
 
 
 @pytest.mark.slow
-def test_export_of_older_run_is_unchanged_and_can_be_imported(diffllm: Any) -> None:
+def test_export_of_older_run_equals_stored_export_and_stored_export_can_be_imported(
+    diffllm: Any,
+) -> None:
     diffllm("export", "run=outputs/run", "out=again")
     assert contents("again") == contents("exported")
     before, after = (json.loads(Path(p, "config.json").read_text()) for p in ("exported", "again"))
@@ -155,7 +157,9 @@ def contents(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_generate_and_outliers_print_stored_output_for_older_run(place: Path, diffllm: Any) -> None:
+def test_generate_and_outliers_of_older_run_print_same_output_as_older_version(
+    place: Path, diffllm: Any
+) -> None:
     text = (EXPECTED / "generated.txt").read_text()
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
     assert close(expected("outliers.json")) == json.loads(
@@ -165,7 +169,9 @@ def test_generate_and_outliers_print_stored_output_for_older_run(place: Path, di
     assert (place / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluate_of_older_run_gives_its_recorded_scores(place: Path, diffllm: Any) -> None:
+def test_evaluate_scores_of_older_run_equal_scores_stored_by_older_version(
+    place: Path, diffllm: Any
+) -> None:
     run = place / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))

@@ -76,7 +76,7 @@ def test_error_names_missing_rank_with_step_and_collective(corpus, tmp_path, kin
         assert "planted_train.py" in (traces / f"rank-{rank:05d}.txt").read_text()
 
 
-def test_waiting_ranks_repeat_error_of_failed_rank(corpus, tmp_path):
+def test_waiting_rank_prints_error_of_failed_rank_without_second_traceback(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("raise", 1, 8)) as run:
         error = error_of(run)
     assert "rank 1 failed at step 8: ValueError: a planted error" in error
@@ -132,7 +132,9 @@ def test_rank_that_ends_after_rank_0_causes_no_error(corpus, tmp_path):
         ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
-def test_error_names_rank_with_different_config_code_or_corpus(corpus, tmp_path, kind, said):
+def test_error_names_rank_whose_config_or_code_or_corpus_differs_from_other_ranks(
+    corpus, tmp_path, kind, said
+):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
         error = error_of(run, code=2)
     assert said in error

@@ -22,7 +22,7 @@ def run_on_another_package(words: list[str]) -> int:
     return 0
 
 
-def test_training_on_source_of_python_packages_reports_packages_that_differ_from_reference(
+def test_train_with_data_packages_reports_packages_that_differ_from_reference_corpus(
     tmp_path, tiny, environment
 ):
     own = [w for w in tiny if not w.startswith(("data=", "data.paths", "data.heldout"))]

@@ -83,7 +83,7 @@ def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, mon
 
 
 @pytest.mark.slow
-def test_commands_that_read_run_of_plugin_succeed(trained, place, mine):
+def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
     cwd, env = place
     outputs = {}
     for command_words in (
@@ -243,7 +243,7 @@ def test_unknown_plugin_or_config_dir_gives_single_line_error(place, mine, tmp_p
 
 
 @pytest.mark.slow
-def test_sweep_passes_python_path_to_runs_of_plugin(place, words, mine):
+def test_runs_of_sweep_import_plugin_from_sys_path_of_sweep_process(place, words, mine):
     """Only sys.path of the sweep contains the plugin's directory, as with `python -m`."""
     cwd, env = place
     env = {key: value for key, value in env.items() if key != "PYTHONPATH"}

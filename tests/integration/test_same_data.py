@@ -141,7 +141,7 @@ def test_resume_with_half_batch_size_continues_sample_order(corpus, straight, tm
 
 
 @pytest.mark.slow
-def test_resume_with_refused_model_change_changes_no_file(corpus, tmp_path):
+def test_resume_with_model_change_is_refused_and_changes_no_file(corpus, tmp_path):
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()

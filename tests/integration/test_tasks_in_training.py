@@ -61,7 +61,9 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be a mapping"),
     ],
 )
-def test_training_with_impossible_task_setting_prints_one_error(place, environment, words, said):
+def test_invalid_task_setting_stops_training_at_start_with_single_error(
+    place, environment, words, said
+):
     run = place / "refused"
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)

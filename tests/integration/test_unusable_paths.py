@@ -75,7 +75,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_every_text_config_key_is_classified_as_path_or_no_path():
+def test_every_string_config_key_is_listed_either_as_path_or_as_non_path():
     for key in keys_of_text():
         assert bool(PATHS.fullmatch(key)) != (key in NO_PATHS), key
     assert set(KEYS) > {"run.dir", "data.paths", "data.cache_dir", "data.tokenizer", "resume"}
@@ -105,7 +105,7 @@ def test_config_error_names_unusable_path_of_mixture_source_or_of_cache_variable
         load_config(["model=tiny"])
 
 
-def test_config_of_run_with_unusable_tokenizer_path_is_readable(finished_run, tmp_path):
+def test_load_run_config_reads_config_with_unusable_tokenizer_path(finished_run, tmp_path):
     from diffllm.config.saved import load_run_config
 
     text = (finished_run / "config.yaml").read_text()
@@ -143,7 +143,7 @@ def assert_refused(words, start, tmp_path, environment):
 
 
 @pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
-def test_command_names_argument_with_unusable_path(
+def test_command_error_names_argument_with_unusable_path(
     finished_run, tmp_path, environment, command, name
 ):
     others = {"run": str(finished_run), **OTHERS}

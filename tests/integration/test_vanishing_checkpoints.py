@@ -58,7 +58,7 @@ PLACES = [(manifest, "verify"), (manifest, "read_state"), (reader, "read_index")
         ["generate", "consolidate", "checkpoints", "report"],
     ),
 )
-def test_commands_continue_with_next_checkpoint_if_one_is_deleted(
+def test_commands_skip_checkpoint_that_is_deleted_during_the_command(
     run, tmp_path, monkeypatch, capfd, command, module, name
 ):
     words = {

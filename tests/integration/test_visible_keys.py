@@ -101,7 +101,7 @@ def test_logged_visible_keys_of_uninterrupted_run_equal_counts_from_document_mas
     assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
-def test_run_without_document_masks_counts_flops_of_whole_sequences(corpus, tmp_path):
+def test_mfu_without_document_masks_uses_flops_of_whole_sequences(corpus, tmp_path):
     run = tmp_path / "run"
     started(corpus, run).finish()
     flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()

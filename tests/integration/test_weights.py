@@ -160,7 +160,7 @@ NO_FITS = {
 
 
 @pytest.mark.parametrize("what", slow_but(["a variant", "tokens", "nothing"], NO_FITS))
-def test_resume_with_unsuitable_weights_prints_single_line(
+def test_resume_from_missing_or_unsuitable_weights_prints_single_error_and_creates_no_run(
     environment, corpus, sources, tmp_path, what
 ):
     resume, words, said = NO_FITS[what]
@@ -181,7 +181,7 @@ def factors(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_model_init_match_key_gives_equal_scale_factors_on_two_ranks_and_after_resume(
+def test_init_match_scale_factors_are_equal_for_one_and_two_ranks_and_after_resume(
     corpus, tmp_path
 ):
     one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))

@@ -63,7 +63,7 @@ ODD = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size
 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), odd=ODD | st.just([[0]]))
-def test_config_json_with_random_value_is_read_or_raises_value_config_or_arithmetic_error(
+def test_config_json_with_one_random_value_gives_valid_model_config_or_raises_expected_error(
     data, kind, odd
 ):
     content = json.loads(json.dumps(config_of(LAYOUTS[kind])))
@@ -105,7 +105,7 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_damaged_model_directory_is_refused_or_loads_with_shapes_of_config(tmp_path, name):
+def test_damaged_model_directory_is_refused_or_has_tensor_shapes_that_match_config(tmp_path, name):
     directory = write(tmp_path / "hf", LAYOUTS["llama"])
     file = directory / name
     whole = file.read_bytes()
@@ -166,7 +166,7 @@ def test_model_directory_of_symbolic_links_is_read(tmp_path):
     ("kind", "change", "least"),
     [("llama", {"num_hidden_layers": 90}, 90), ("qwen3_moe", {"num_experts": 65536}, 131072)],
 )
-def test_config_with_more_layers_or_experts_than_stored_tensors_is_refused(
+def test_model_directory_with_fewer_tensors_than_config_needs_raises_checkpoint_error(
     tmp_path, kind, change, least
 ):
     """Without this check, the names of billions of tensors could be listed."""

@@ -49,7 +49,9 @@ def test_export_with_invalid_arguments_raises_error_with_reason(make_run, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_import_removes_partial_files_of_killed_import(make_run, tmp_path):
+def test_import_removes_partial_directory_and_lock_file_of_earlier_killed_import(
+    make_run, tmp_path
+):
     (tmp_path / "out" / ".i.partial" / "checkpoints").mkdir(parents=True)
     (tmp_path / "out" / ".i.lock").write_text("")
     run = make_run("run", "attention=diff_v2")

@@ -64,7 +64,9 @@ def test_slurm_script_requeues_job_only_after_signal_and_saved_checkpoint(
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_slurm_script_reads_requeue_file_from_run_directory(tmp_path):
+def test_slurm_script_requeues_job_if_requeue_file_exists_in_directory_of_run_dir_override(
+    tmp_path,
+):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
     _, srun, scontrol = job(tmp_path, *words, marker=True)
     assert srun[-3:] == words

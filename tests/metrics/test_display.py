@@ -42,7 +42,7 @@ def staying(screen: str) -> list[int]:
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
-def test_display_prints_about_one_screen_of_loss_lines_above_progress_bar():
+def test_display_prints_20_to_50_loss_lines_per_run_above_progress_bar():
     """The lines include the first and the last step, and more steps at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
@@ -86,7 +86,9 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_stage_name_replaces_previous_name_on_terminal_and_adds_line_otherwise(monkeypatch, capsys):
+def test_stage_names_go_to_progress_display_on_terminal_and_to_stderr_lines_otherwise(
+    monkeypatch, capsys
+):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)

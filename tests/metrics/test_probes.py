@@ -165,7 +165,7 @@ def test_statistics_probes_evaluations_and_checkpoints_are_due_at_their_configur
     assert [step for step, now in steps.items() if now.save] == [14]
 
 
-def test_probe_positions_are_one_per_segment_of_sequence_and_differ_between_steps():
+def test_probe_positions_contain_one_random_position_per_segment_and_depend_on_seed_and_step():
     cfg = DiagnosticsConfig()
     drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
     for positions in drawn:
@@ -179,7 +179,7 @@ def test_probe_positions_are_one_per_segment_of_sequence_and_differ_between_step
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 8, 9])
 @pytest.mark.parametrize("seed", [-5, 0, 2**63 - 1])
-def test_probe_positions_are_inside_short_sequences(seq_len, seed):
+def test_probe_positions_of_short_sequence_are_valid_indices(seq_len, seed):
     positions = probe_positions(DiagnosticsConfig(), seq_len, seed, 3)
     assert positions.min() >= 0
     assert positions.max() < seq_len

@@ -83,12 +83,12 @@ def test_event_counter_finds_same_loss_spikes_as_independent_implementation(seed
 
 @pytest.mark.parametrize("degrees", [16, 40, 256])
 @pytest.mark.parametrize("t", [0.5, 3.0, 6.0])
-def test_as_normal_approximates_tail_probability_of_students_t(degrees, t):
+def test_as_normal_converts_student_t_value_to_normal_quantile_of_same_tail_probability(degrees, t):
     assert as_normal(t, degrees) == pytest.approx(-ndtri(stdtr(degrees, -t)), rel=0.003)
     assert as_normal(-t, degrees) == -as_normal(t, degrees)
 
 
-def test_spikes_with_fewer_than_eight_steps_between_count_as_single_event():
+def test_spikes_separated_by_fewer_than_eight_normal_steps_count_as_single_event():
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 300)
     values[[100, 105, 113]] = 50  # one event: 4 and 7 quiet steps between spikes

@@ -84,7 +84,7 @@ def test_spike_counters_find_same_steps_as_independent_implementation(seed):
 
 
 @pytest.mark.parametrize(("definition", "window"), [("spikes", 128), ("spikes_olmo2", 1000)])
-def test_rolling_spike_total_covers_last_window_of_steps(definition, window):
+def test_rolling_spike_total_counts_only_spikes_in_last_128_or_1000_steps(definition, window):
     series = training_like()
     found = {"spikes": spikes_window128, "spikes_olmo2": spikes_olmo2}[definition](series)
     so_far = np.isin(np.arange(len(series)), found).cumsum()
@@ -128,7 +128,7 @@ def alternating(count):
         (-50.0, False, True),
     ],
 )
-def test_spike_is_6_sigma_above_mean_or_7_sigma_above_or_below_mean_in_olmo2_definition(
+def test_spike_is_more_than_6_sigma_above_mean_and_olmo2_spike_at_least_7_sigma_from_mean(
     value, window128, olmo2
 ):
     found = counted([*alternating(128), value])
@@ -176,7 +176,7 @@ def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_first_128_finite_losses_are_not_judged_but_count_in_divisor_of_spike_score():
+def test_judged_count_excludes_first_128_finite_losses_but_spike_score_divides_by_all_steps():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)
@@ -210,7 +210,7 @@ def test_spike_monitor_restored_from_json_state_continues_without_difference(cut
     assert second.longest_skip == whole.longest_skip
 
 
-def test_recent_loss_is_mean_of_last_finite_losses():
+def test_recent_loss_is_mean_of_last_n_finite_losses():
     monitor = SpikeMonitor()
     assert math.isnan(monitor.recent_loss(10))
     for value in [5.0, 1.0, NAN, 3.0]:

@@ -152,7 +152,7 @@ def only_line(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("broken", ["log", "define_metric", "finish", "update"])
-def test_failing_wandb_call_prints_single_line_and_never_raises(
+def test_failing_wandb_call_prints_single_warning_and_does_not_raise(
     tmp_path, monkeypatch, capfd, broken
 ):
     fake = Broken(broken)
@@ -166,7 +166,9 @@ def test_failing_wandb_call_prints_single_line_and_never_raises(
     assert fake.calls.count(broken) == 1
 
 
-def test_failing_wandb_import_prints_single_line_and_never_raises(tmp_path, monkeypatch, capfd):
+def test_failing_wandb_import_prints_single_warning_and_does_not_raise(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = a_run(tmp_path)
     run.log({"step": 1})
@@ -176,7 +178,9 @@ def test_failing_wandb_import_prints_single_line_and_never_raises(tmp_path, monk
     assert run.id
 
 
-def test_full_wandb_queue_prints_single_line_and_does_not_wait(tmp_path, monkeypatch, capfd):
+def test_full_wandb_queue_prints_single_warning_and_does_not_block_training(
+    tmp_path, monkeypatch, capfd
+):
     released = threading.Event()
     fake = Broken()
     fake.log = lambda values: released.wait()
@@ -216,7 +220,9 @@ print("finished")
         [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
     ),
 )
-def test_killed_or_stopped_wandb_service_prints_single_line(tmp_path, name, line):
+def test_killed_or_stopped_wandb_service_causes_single_warning_and_does_not_block_run(
+    tmp_path, name, line
+):
     """A stopped service accepts values until the socket is full, then blocks the sender forever."""
     # WANDB_SERVICE of an earlier test would make the child use that test's service.
     env = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}

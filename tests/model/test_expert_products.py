@@ -43,7 +43,7 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_grouped_product_leaves_unused_expert_gradients_unset_only_on_blackwell_and_rocm(
+def test_grouped_product_leaves_gradients_of_unused_experts_uninitialised_on_blackwell_and_rocm(
     monkeypatch, major, minor, garbage
 ):
     capability(monkeypatch, major, minor)
@@ -95,7 +95,7 @@ def test_uninitialised_weight_gradients_of_experts_without_tokens_are_set_to_zer
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_product_choice_depends_on_device_dtype_expert_count_and_widths(
+def test_grouped_product_is_chosen_only_for_supported_device_dtype_expert_count_and_widths(
     device, dtype, n_experts, widths, value
 ):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value

@@ -111,7 +111,7 @@ def test_batched_prompts_get_same_continuations_as_single_prompts(variant, tempe
     assert generate(model, texts, count, stop_token=stop, **settings) == stopped
 
 
-def test_generate_uses_next_seed_for_each_repetition_of_a_prompt(model):
+def test_generate_increases_seed_by_1_for_each_repetition_of_same_prompt_in_batch(model):
     one, other = prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]

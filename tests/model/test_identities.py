@@ -177,7 +177,9 @@ def test_diff_v2_with_identical_heads_per_pair_equals_standard_times_1_minus_lam
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_standard_with_2h_heads_and_lambda_in_wo_equals_diff_v2_with_constant_lambda(shape, lam):
+def test_diff_v2_with_constant_lambda_equals_standard_with_twice_the_heads_and_lambda_in_wo(
+    shape, lam
+):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
     wide = layer_of("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
@@ -190,7 +192,9 @@ def test_standard_with_2h_heads_and_lambda_in_wo_equals_diff_v2_with_constant_la
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_diff_v2_lambda_formulas_with_same_constant_value_give_equal_outputs(shape, lam):
+def test_diff_v2_output_depends_on_lambda_value_and_not_on_formula_and_is_linear_in_lambda(
+    shape, lam
+):
     """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
     x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
@@ -387,7 +391,9 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_standard_context_rms_with_n_values_of_rms_1_is_from_1_over_sqrt_n_to_1(shape, sharpness):
+def test_standard_context_rms_over_n_keys_with_unit_rms_values_is_between_1_over_sqrt_n_and_1(
+    shape, sharpness
+):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()

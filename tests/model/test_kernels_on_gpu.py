@@ -96,7 +96,7 @@ def test_attention_backends_at_head_width_128_agree_with_explicit_attention_maps
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex])
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_kernels_for_masked_documents_agree_with_explicit_attention_maps(
+def test_varlen_and_flex_kernels_with_masked_documents_agree_with_explicit_attention_maps(
     monkeypatch, variant, kernel
 ):
     """Kernels that backend=sdpa may choose without flash-attn-4."""

@@ -53,7 +53,7 @@ def test_n_dense_layers_makes_first_layers_of_moe_model_dense():
     assert out.stats["router_entropy"].shape == (1,)
 
 
-def test_moe_model_and_dense_model_share_initial_values_of_common_parameters():
+def test_moe_and_dense_models_have_equal_initial_values_of_parameters_that_both_contain():
     """The number of experts does not matter; experts of one layer have different values."""
     dense, four, six = (
         dict(build_model(small_config("diff_v2", extra=extra).model).named_parameters())

@@ -46,7 +46,7 @@ def test_split_of_float32_into_three_bf16_numbers_has_exact_sum(numbers):
     assert torch.equal(sum(part.double() for part in parts), x.double())
 
 
-def test_router_logits_with_weight_split_into_bf16_are_as_exact_as_float32(no_cuda):
+def test_router_logits_from_weight_split_into_bf16_parts_are_as_exact_as_float32_logits(no_cuda):
     """With a weight rounded to bf16, 1% of tokens would choose other experts."""
     x, weight = tokens_and_weight()
     exact = x.double() @ weight.double().T
@@ -85,7 +85,7 @@ def test_split_product_has_float32_gradient_of_weight_and_bf16_gradient_of_input
 
 
 @pytest.mark.slow
-def test_compiled_product_with_weight_split_into_bf16_is_as_exact_as_float32(no_cuda):
+def test_compiled_product_with_weight_split_into_bf16_parts_is_as_exact_as_float32_product(no_cuda):
     """Compilers drop a conversion to bf16 and back, which would make later parts zero."""
     torch._dynamo.reset()
     x, weight = tokens_and_weight()

@@ -41,7 +41,7 @@ def held(function, *shapes):
     return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 
-def test_simulated_compiled_graph_saves_inputs_of_matrix_products_but_no_fused_results():
+def test_simulated_compiled_gated_ffn_saves_inputs_of_matrix_products_and_gate_but_no_silu_result():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
     forward, kept, backward, found = held(gated, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])

@@ -53,7 +53,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("gpus", "overrides", "words"), slow_but(CHANGES[:1], CHANGES))
-def test_plan_beyond_gpu_memory_suggests_smallest_config_change_that_fits(gpus, overrides, words):
+def test_plan_that_exceeds_gpu_memory_suggests_smallest_config_change_that_fits_memory(
+    gpus, overrides, words
+):
     overrides = [*SMALL, *overrides]
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9
     made = limited(room, overrides, gpus=gpus)
@@ -74,7 +76,7 @@ def test_plan_distinguishes_invalid_change_from_change_that_does_not_fit_memory(
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_seconds_of_collective_follow_from_node_with_fewest_participating_ranks():
+def test_collective_seconds_are_computed_from_node_with_fewest_participating_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4
@@ -88,7 +90,7 @@ def test_seconds_of_collective_follow_from_node_with_fewest_participating_ranks(
 
 
 @pytest.mark.slow
-def test_mesh_places_expert_groups_inside_nodes_before_shard_and_replica_groups():
+def test_mesh_keeps_expert_groups_within_nodes_but_lets_shard_and_replica_groups_span_nodes():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
     made = made.simulated(made.cfg.activation_checkpointing, print)

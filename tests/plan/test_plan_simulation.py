@@ -138,7 +138,7 @@ def test_simulated_activation_bytes_and_collectives_equal_values_of_real_process
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCE)
-def test_calls_and_memory_extrapolated_from_two_micro_batches_equal_full_simulation(
+def test_simulation_extrapolated_from_two_micro_batches_equals_simulation_of_all_micro_batches(
     reduce, monkeypatch
 ):
     reduce = f"parallel.reduce={reduce}"

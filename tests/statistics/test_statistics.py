@@ -145,7 +145,7 @@ def test_confidence_interval_limited_to_possible_values_contains_mean(shares, ga
     assert found.all_equal or len({*values}) > 1
 
 
-def test_gap_that_favours_arm_with_more_diverged_runs_has_p_value_1():
+def test_p_value_is_1_if_arm_with_lower_loss_has_more_diverged_runs():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
     found = compare_arms(better, base)
@@ -166,7 +166,7 @@ def test_gap_that_favours_arm_with_more_diverged_runs_has_p_value_1():
     assert both.p == both.paired.p
 
 
-def test_arm_with_only_diverged_runs_has_p_value_of_divergence_and_no_gap():
+def test_comparison_with_arm_of_only_diverged_runs_has_divergence_p_value_but_no_gap():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
@@ -195,7 +195,7 @@ def test_pairs_returns_standard_deviation_of_paired_differences():
 # Documents and seeds
 
 
-def test_bootstrap_gap_is_unbiased_and_hidden_with_few_seeds_or_documents():
+def test_bootstrap_gap_equals_token_weighted_mean_and_is_withheld_for_few_seeds_or_documents():
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 100, 40)
     gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
@@ -283,7 +283,7 @@ def test_log_rank_p_value_agrees_with_scipy():
     assert log_rank(own, base) == pytest.approx(found.pvalue, abs=0.02)
 
 
-def test_permutation_tests_enumerate_few_or_draw_many_permutations():
+def test_permutation_tests_use_all_permutations_if_few_and_random_permutations_if_many():
     rng = np.random.default_rng(2)
     own, base = rng.normal(0.5, 1, 5), rng.normal(0, 1, 4)
     assert label(own, base) == pytest.approx(

@@ -119,7 +119,7 @@ def test_documented_tables_of_power_and_smallest_p_value_equal_code():
         assert f"| {unit} | {smallest} |" in text
 
 
-def test_least_seeds_returns_smallest_number_with_wanted_power():
+def test_least_seeds_returns_smallest_number_of_seeds_that_reaches_wanted_power():
     for gap in (0.005, 0.02, 0.1):
         n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
         assert welch_power(gap, SD, n) >= 0.8

@@ -48,7 +48,7 @@ def share_of_pilots_asking_for_less(power, upper, less):
         (lambda sd, n: paired_power(1.0, sd, n), 0.5, 0.16, 0.04),
     ],
 )
-def test_pilot_with_4_degrees_of_freedom_recommends_too_few_seeds_as_often_as_predicted(
+def test_chance_that_pilot_recommends_too_few_seeds_equals_simulation_with_4_degrees_of_freedom(
     power, less, by_sd, by_upper
 ):
     pilot = SeedSpread(1.0, 4)
@@ -61,7 +61,7 @@ def test_pilot_with_4_degrees_of_freedom_recommends_too_few_seeds_as_often_as_pr
 
 @pytest.mark.parametrize("df", [1, 4, 10])
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
-def test_upper_limit_of_sd_recommends_too_few_seeds_in_at_most_20_percent_of_pilots(df, unit):
+def test_seed_number_from_upper_limit_of_sd_is_too_small_in_at_most_20_percent_of_pilots(df, unit):
     """Small gaps have the largest share, because their numbers of seeds are nearly continuous."""
     shares = []
     for gap in (0.1, 0.7, 1.3, 2.0, 3.0):
@@ -103,7 +103,9 @@ def test_equivalence_of_equal_arms_is_shown_with_predicted_power(seeds, margin):
         ("paired", 1, 1, 2, 1.0), ("paired", 0, 0, 2, 1.0), ("welch", 1000, 1000, 1, 1 / 20_001),
     ],
 )  # fmt: skip
-def test_smallest_p_value_is_inverse_number_of_permutations(test, own, base, sides, expected):
+def test_smallest_p_value_is_number_of_sides_divided_by_number_of_permutations(
+    test, own, base, sides, expected
+):
     assert smallest_p(test, own, base, sides) == pytest.approx(expected)
 
 
@@ -115,7 +117,7 @@ def test_permutation_test_of_fully_separated_samples_gives_smallest_p_value():
     assert log_rank(own, base) == smallest_p("log_rank", 3, 4)
 
 
-def test_seeds_for_p_returns_fewest_seeds_with_smallest_p_value_below_alpha():
+def test_seeds_for_p_returns_fewest_seeds_for_which_p_value_below_alpha_is_possible():
     for test, tests, sides in itertools.product(("paired", "welch", "log_rank"), (1, 4), (1, 2)):
         n = seeds_for_p(test, 0.05, tests, sides)
         assert smallest_p(test, n, n, sides) * tests < 0.05

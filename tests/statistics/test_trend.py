@@ -71,7 +71,7 @@ def test_line_fit_raises_for_fewer_than_three_different_x_or_x_equal_to_zero(x):
         fit_line(np.array(x), np.zeros(len(x)))
 
 
-def test_common_points_are_finite_in_all_curves_and_after_a_tenth_of_training():
+def test_common_points_returns_x_after_first_tenth_of_training_where_all_curves_are_finite():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
     x, (first, second) = common_points([(every, hole), (every[::2], 2.0 * every[::2])], WINDOW)
@@ -96,7 +96,7 @@ def test_gap_slope_intervals_cover_95_percent_under_autocorrelated_noise(test, s
     assert 0.93 <= sum(hits) / DRAWS <= 0.97
 
 
-def test_one_sided_p_values_of_gap_slope_detect_sign_of_slope():
+def test_rising_gap_has_small_p_value_for_positive_slope_and_large_p_value_for_negative_slope():
     rising = gap_trend(TOKENS, *planted(5, 0.01, 0.005), paired).slope
     assert rising.p_above() < 0.01 < 0.99 < rising.p_below()
     assert rising.p == pytest.approx(2 * rising.p_above())

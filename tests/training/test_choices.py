@@ -55,7 +55,7 @@ def test_torch_compile_is_enabled_by_default_only_on_gpu():
         (1.0, True, "torch.compile fails: no g++", False),
     ],
 )
-def test_long_run_on_cpu_uses_torch_compile_and_resume_keeps_choice(
+def test_default_compile_on_cpu_follows_resumed_run_or_run_length_if_compiler_works(
     flops, kept, fault, expected, monkeypatch
 ):
     monkeypatch.setattr(building, "compiler_fault", lambda: fault)

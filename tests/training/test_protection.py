@@ -209,7 +209,9 @@ def train_with_less_protection():
     )
 
 
-def test_skip_step_nonfinite_applies_gradient_spike_and_off_applies_nan_gradient(tmp_path):
+def test_gradient_spike_is_applied_with_skip_step_nonfinite_and_nan_gradient_with_skip_step_off(
+    tmp_path,
+):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)
     assert set(flags) == {0.0}
     assert not same(spiked[BAD], spiked[BAD - 1])

@@ -144,7 +144,7 @@ def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, ove
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_ignores_former_value_of_setting_that_is_now_automatic(tmp_path, tokenizer):
+def test_resume_ignores_saved_value_of_setting_that_device_now_determines(tmp_path, tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)

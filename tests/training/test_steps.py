@@ -29,7 +29,7 @@ def corpus(tmp_path):
         ("data.tokenizer=a.model", "none"),
     ],
 )
-def test_quickstart_is_default_experiment_unless_overrides_change_training(word, experiment):
+def test_default_experiment_is_quickstart_only_if_no_override_affects_computation(word, experiment):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]

@@ -119,7 +119,7 @@ def test_every_parameter_gets_finite_nonzero_gradient(run):
             assert all((rows.norm(dim=1) > 0).all() for rows in rows_and_columns), name
 
 
-def test_training_changes_every_parameter_to_finite_values(run):
+def test_every_parameter_is_finite_and_changed_after_training(run):
     for name, value in copies(run.training.params).items():
         assert torch.isfinite(value).all(), name
         assert not torch.equal(value, run.initial[name]), name

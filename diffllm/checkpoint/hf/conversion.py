@@ -30,15 +30,16 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Return the config of the converted model, and one `Mapped` for each of its parameters.
+    """Return the config of the converted model, and one `Mapped` for each converted parameter.
 
     A `Mapped` computes a parameter of the converted model from parameters of the original model.
 
     Args:
         model: config of the original model.
         target: attention of the converted model, "diff_v2" or "standard" (softmax).
-        perturb: only for "diff_v2": standard deviation of noise on the query weights of the second
-            head of each pair, relative to the RMS of the original query weights; 0 adds no noise.
+        perturb: standard deviation of the noise that is added to the query weights of the second
+            head of each pair, relative to the RMS of the original query weights. Only target
+            "diff_v2" supports values other than 0.
         seed: seed of the noise.
 
     Raises ConfigError if the attention of `model` cannot be converted.
@@ -121,8 +122,9 @@ def split_output(
 
     `wo` is (dim, heads * head_dim), where `heads` is the number of head pairs. The result is (dim,
     2 * heads * head_dim); the columns for the second head of each pair are multiplied by -lambda.
-    `lambda_parameter` is the weight w_lambda or lambda_logit; None if lambda is a constant in
-    `attention`. Raises ConfigError if w_lambda is not zero: lambda then depends on the input.
+    `lambda_parameter` is the model parameter w_lambda or lambda_logit. If `attention` sets lambda
+    to a constant, `lambda_parameter` is not used. Raises ConfigError if w_lambda is not zero,
+    because lambda then depends on the input.
     """
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:

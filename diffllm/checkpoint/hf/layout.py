@@ -1,7 +1,7 @@
 """Convert diffllm parameters to and from the names and shapes of Hugging Face model classes.
 
 Supported classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the DiffLLM class in
-modeling_diffllm.py. A `Layout` describes one class. Most parameters differ only in the name.
+modeling_diffllm.py. A `Layout` describes one class. Most parameters only need a new name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
 
 @dataclass(frozen=True)
 class Mapped:
-    """How to compute tensor `name`: call `make` with the tensors named in `sources`."""
+    """Rule for one tensor: `make` computes tensor `name` from the tensors named in `sources`."""
 
     name: str
     sources: tuple[str, ...]
@@ -40,7 +40,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a transformers class stores a decoder: the content of config.json, and all tensors.
+    """Format in which a Hugging Face model class stores a decoder: config.json and tensors.
 
     Each `Mapped` in `exported` computes one tensor of the class from diffllm parameters. Each
     `Mapped` in `imported` computes one diffllm parameter from tensors of the class.
@@ -71,9 +71,9 @@ PARTS = {
 
 
 def llama_name(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Convert the name of a diffllm parameter to the name in the Llama class of transformers.
+    """Convert the diffllm parameter name `name` to the name in the Llama class of transformers.
 
-    In addition to the standard replacements, replace each key of `parts` in `name` by its value.
+    `parts` contains additional text replacements: each key is replaced by the value of the key.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -89,9 +89,9 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return `Layout.exported` and `Layout.imported` for parameters that differ only in the name.
+    """Return `Layout.exported` and `Layout.imported` for parameters that only need a new name.
 
-    `parts` contains additional replacements for `llama_name`.
+    `names` contains diffllm parameter names. `parts` is passed to `llama_name`.
     """
     there = {name: llama_name(name, parts) for name in names}
     return (
@@ -101,7 +101,7 @@ def renamed(
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
-    """Return Llama's config.json entries for sizes and RoPE, except the number of query heads."""
+    """Return the config.json entries that all model classes use, except num_attention_heads."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -155,7 +155,7 @@ OF_MACHINE = ("backend", "values")
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
-    """Return the `Layout` of modeling_diffllm.py; None for an unsupported attention variant."""
+    """Return the `Layout` of the DiffLLM class; None if the class does not support `model`."""
     variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
     if variant is None:
         return None
@@ -182,7 +182,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with enum members as names, without settings that only select a kernel."""
+    """Replace enum members in `values` by names, and drop settings that only select a kernel."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -247,8 +247,9 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     """Return the `Layout` of DiffLlamaForCausalLM; None if the class does not support the decoder.
 
     The decoder must have DIFF V1 attention with default settings, no experts and no QK norm.
-    `head_norm_eps` must equal `model.norm_eps`, because DiffLlama has one eps. Its head norm has no
-    weight, so the export multiplies the output projection by the weight of diffllm's head norm.
+    `head_norm_eps` must equal `model.norm_eps`, because DiffLlama uses one eps for all norms. The
+    head norm of DiffLlama has no weight. The export therefore multiplies the output projection by
+    the weight of the head norm in diffllm.
     """
     attention = model.attention
     fits = (
@@ -331,9 +332,10 @@ def times_head_norm(wo: Tensor, norm: Tensor) -> Tensor:
 
 
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Return the `Layout` of the transformers class that fits `model`, else of modeling_diffllm.py.
+    """Return the `Layout` of a Hugging Face model class that supports `model`.
 
-    If `own`, always use modeling_diffllm.py. Raises ConfigError if no class supports `model`.
+    Prefer a transformers class to the DiffLLM class in modeling_diffllm.py. If `own` is True, use
+    only the DiffLLM class. Raises ConfigError if no class supports `model`.
     """
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:

@@ -70,9 +70,10 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 class Config(dict[str, Any]):
-    """Settings of a config.json, without settings whose value is null.
+    """Settings of a config.json file, except settings with the value null.
 
-    Raises ValueError for a value of the wrong type, and for `config[key]` if `key` is missing.
+    The constructor raises ValueError if a value has the wrong type. `config[key]` raises ValueError
+    if `key` is missing.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -290,7 +291,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """Return the sentencepiece file if readable, else the file of the fast tokenizer.
+        """Return the path of the tokenizer file: tokenizer.model, or tokenizer.json as a fallback.
 
         Raises CheckpointError if neither file can be read, or if the tokenizer has more tokens than
         the vocabulary of the model.
@@ -312,7 +313,7 @@ class ModelDirectory:
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
-        """Open the safetensors files; return the open file of each tensor, by tensor name."""
+        """Open the safetensors files; return a dict from tensor name to open file."""
         names = [WEIGHTS]
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
@@ -339,10 +340,10 @@ class ModelDirectory:
         return places
 
     def _check(self, exported: Mapping[str, Mapped]) -> None:
-        """Raise CheckpointError unless the files contain exactly the tensors in `exported`.
+        """Raise CheckpointError if a tensor is missing, is unknown, or has a wrong shape or dtype.
 
-        Each tensor must have the shape that its `Mapped` in `exported` computes, and dtype float32,
-        bfloat16 or float16.
+        `exported` defines the name and the shape of each expected tensor. Allowed dtypes are
+        float32, bfloat16 and float16.
         """
         own = without_storage(self.model)
         ours = {**dict(own.named_parameters()), **own.router_state()}

@@ -1,4 +1,7 @@
-"""Write the parameters of a checkpoint as safetensors files, with at most one file in memory."""
+"""Write the parameters of a checkpoint as safetensors files.
+
+Only the tensors of one output file are in memory at a time.
+"""
 
 import json
 import re
@@ -37,19 +40,19 @@ def check_form(dtype: str, max_shard_size: str) -> None:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Convert write errors in a `with` block to a ConfigError whose message begins with `what`."""
+def writing(name: str) -> Iterator[None]:
+    """Convert write errors in a `with` block to ConfigError("<name> cannot be written: ...")."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
-        raise ConfigError(f"{what} cannot be written: {failure_reason(error)}") from error
+        raise ConfigError(f"{name} cannot be written: {failure_reason(error)}") from error
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a meta tensor for each parameter and router buffer of `model`, by diffllm name.
+    """Return a meta tensor for each parameter and MoE router buffer of `model`, by diffllm name.
 
-    Parameters have dtype `dtype`, except parameters that must stay in float32. Raises
-    CheckpointError if the parameter names or shapes in `checkpoint` differ from `model`.
+    Parameters have dtype `dtype`, but the parameters in `fp32_parameters` stay float32. Raises
+    CheckpointError if `checkpoint` and `model` have different parameter names or shapes.
     """
     empty = without_storage(model)
     params = dict(empty.named_parameters())
@@ -62,9 +65,9 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
 
 
 def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors with the names and shapes of `tensors` from a checkpoint to the CPU.
+    """Read the tensors named in `tensors` from a checkpoint; return CPU tensors by name.
 
-    Floating-point tensors become float32.
+    Floating-point tensors are converted to float32.
     """
     whole = {}
     for name, tensor in tensors.items():
@@ -82,15 +85,16 @@ def write_safetensors(
     max_shard_size: str,
     exported: Sequence[Mapped] | None = None,
 ) -> int:
-    """Write tensors of a checkpoint to `<stem>.safetensors`; return the tensors' size in bytes.
+    """Write model tensors of `checkpoint` as safetensors; return the total tensor size in bytes.
 
-    If the tensors exceed `max_shard_size`, such as 500MB, write several files and an index file.
+    Write `<stem>.safetensors`. If the total size exceeds `max_shard_size`, such as "500MB", write
+    several files and an index file instead.
 
     Args:
         directory: existing directory for the new files.
         ours: meta tensors from `tensors_of`, by diffllm name.
-        exported: one `Mapped` for each tensor to write, which computes this tensor from diffllm
-            tensors; None writes the diffllm tensors in `ours`.
+        exported: rules that compute the tensors to write from diffllm tensors; None writes the
+            tensors named in `ours` without changes of names or shapes.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]

@@ -6,15 +6,15 @@ from pathlib import Path
 def write_report(
     paths: list[Path], baseline: str | None = None, out: Path | None = None
 ) -> tuple[Path, Path]:
-    """Write report.html and report.csv, which compare runs, and return the paths of both files.
+    """Compare runs in report.html and report.csv; return the paths of both files in this order.
 
     Raises ConfigError if no run can be read, if no run has the attention variant `baseline`, or if
     `out` cannot be written.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: variant to compare others with; None selects `standard`, or else the first.
-        out: directory of both files; None selects the closest directory that contains all `paths`.
+        baseline: variant to compare others with; default: `standard` if present, else the first.
+        out: directory for both files; default: the closest directory that contains all runs.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import write
@@ -31,7 +31,7 @@ def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: variant to compare others with; None selects `standard`, or else the first.
+        baseline: variant to compare others with; default: `standard` if present, else the first.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import whole_text

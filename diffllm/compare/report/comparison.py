@@ -27,10 +27,12 @@ from diffllm.statistics.gap_tests import holm
 class Comparison:
     """Content of a report about several runs.
 
-    A row is a set of runs that differ only in the seed. A group is a set of rows whose losses can
-    be compared. `baseline` is the attention variant that other variants are compared with, or None
-    without a comparison. `differences` lists the keys that prevent a comparison between groups.
-    `score_notes` are those `notes` that also apply to the evaluation scores in `evaluated`.
+    Attributes:
+        rows: sets of runs that differ only in the seed.
+        baseline: attention variant that others are compared with; None without a comparison.
+        differences: config keys whose values prevent a comparison between groups.
+        groups: sets of rows whose losses can be compared.
+        score_notes: those `notes` that also apply to the evaluation scores in `evaluated`.
     """
 
     title: str
@@ -46,15 +48,15 @@ class Comparison:
 def read(
     paths: list[Path], baseline: str | None = None, step: int = 0
 ) -> tuple[Comparison, Path | None]:
-    """Compare all runs in `paths`; return the comparison and the default directory of its report.
+    """Compare all runs in `paths`; return (comparison, default directory of the report).
 
-    The directory is the closest directory that contains all runs, or None if this directory may
-    belong to other users. A run that cannot be read is skipped with a note. Raises ConfigError
-    if no run can be read, or if no run has the attention variant `baseline`.
+    The default directory is the closest directory that contains all runs, or None if other users
+    may own this directory. A run that cannot be read is skipped with a note. Raises
+    ConfigError if no run can be read, or if no run has the attention variant `baseline`.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: variant to compare others with; None selects `standard`, or else the first.
+        baseline: variant to compare others with; default: `standard` if present, else the first.
         step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
     found = find_runs(paths)
@@ -80,12 +82,12 @@ def read(
 def compare(
     runs: list[Run], baseline: str | None = None, title: str = "", step: int = 0
 ) -> Comparison:
-    """Group runs that differ only in the seed, and measure each group's loss gap to its baseline.
+    """Group runs that differ only in the seed, and measure loss gaps to the variant `baseline`.
 
     Raises ConfigError if no run has the attention variant `baseline`.
 
     Args:
-        baseline: variant to compare others with; None selects `standard`, or else the first.
+        baseline: variant to compare others with; default: `standard` if present, else the first.
         step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
@@ -132,10 +134,10 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     """Return the row of `rows` that `row` is compared with, or None if there is no such row.
 
-    The result has the attention variant `baseline`, and agrees with `row` in all config keys
-    outside of `model.attention`. If several rows qualify, return the row whose `model.attention`
-    keys have the defaults of the variant. The result can be `row` itself. If the config of `row`
-    changed during training, return None, because the loss then belongs to no single config.
+    The returned row has the attention variant `baseline`, a comparable model size, and the other
+    config keys of `row` except `model.attention`. If several rows qualify, return the row without
+    overrides of `model.attention`. The result can be `row` itself. Return None if the config of
+    `row` changed during training, because no single config then explains the loss.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -151,14 +153,12 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def sizes_comparable(row: Row, other: Row, match: str) -> bool:
-    """Return whether two report rows can be compared, given their values of the key `match`.
+    """Return whether the config key `match` allows a comparison of two report rows.
 
-    The key gives a model as many parameters or FLOPs as the variant that it names. Rows with equal
-    values of the key can be compared. A row whose value is its own variant can be compared with
-    every row, because its model keeps the default size.
-
-    Args:
-        match: "model.match_params_to" or "model.match_flops_to".
+    `match` is "model.match_params_to" or "model.match_flops_to". The value of this key is a
+    variant: the model gets as many parameters or FLOPs as that variant. Two rows with equal values
+    are comparable. A row whose value is the row's own variant is comparable with every row, because
+    its model keeps the default size.
     """
     own, theirs = row.keys[match], other.keys[match]
     return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
@@ -183,9 +183,9 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """Return the loss gap of `row` to `base` with a bootstrap interval over documents and seeds.
+    """Bootstrap the loss gap of `row` to `base` over documents and seeds.
 
-    If the interval cannot be computed, return None and the reason. Otherwise, the reason is "".
+    Return (gap with interval, ""). If no interval can be computed, return (None, reason for this).
     """
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())

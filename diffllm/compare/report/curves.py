@@ -23,9 +23,7 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 class Band:
     """Mean and range over seeds of a metric, as curves at common x values.
 
-    Arrays are (n,), with NaN where a seed has no value. `singles` are curves of single seeds, at
-    points where another seed has no value. `stops` are the last finite points (x, y) of seeds that
-    end before the last x.
+    All arrays have shape (n,). `mean`, `low` and `high` are NaN at each x that any seed lacks.
     """
 
     x: Array
@@ -33,7 +31,9 @@ class Band:
     low: Array
     high: Array
     singles: list[Array]
+    """Curves of single seeds around each x where another seed has no value, otherwise NaN."""
     stops: list[tuple[float, float]]
+    """Last finite point (x, y) of each seed whose curve ends before the last x."""
 
     @property
     def drawn(self) -> Array:
@@ -42,9 +42,9 @@ class Band:
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
-    """Combine the curves of several seeds into their mean and range; None without a finite value.
+    """Combine the curves of several seeds, interpolated linearly, into their mean and range.
 
-    The x values are those of all curves. Each curve is interpolated linearly between its points.
+    The result has the x values of all curves. Return None if no curve has a finite value.
     """
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
@@ -80,8 +80,8 @@ def smoothed(series: Series, points: int) -> Series:
 def at_end(row: Row, quantity: str) -> Band | None:
     """Return the mean and range over seeds of a metric that is logged per layer; x is the layer.
 
-    The values are from the last step at which all finished runs of the row logged the metric. If no
-    run has finished, all runs are used. Return None if there is no such step.
+    Use the finished runs of the row, or all of its runs if no run is finished. The values are from
+    the last step at which all these runs logged the metric. Return None if no such step exists.
 
     Args:
         quantity: name of the metric without the suffix "/layer_00".
@@ -99,10 +99,10 @@ def at_end(row: Row, quantity: str) -> Band | None:
 
 
 def envelope(band: Band) -> tuple[Array, Array, Array]:
-    """Divide a band into at most `POINTS` intervals of x, for drawing.
+    """Reduce a band to at most `POINTS` points for drawing.
 
-    Returns three arrays (intervals,), with the first x, the minimum of `band.low` and the maximum
-    of `band.high` in each interval.
+    Divide the points of the band into intervals. Return three arrays with one value per interval:
+    the first x, the minimum of `band.low` and the maximum of `band.high`.
     """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
@@ -111,9 +111,10 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return the held-out sample loss of a row minus its baseline's loss, as curves over tokens.
+    """Return the held-out sample loss of a row minus the loss of its baseline row.
 
-    Runs are paired by seed. Return None if the row has no baseline, or if no seed is common.
+    The x values are training tokens. Runs of the two rows are paired by seed. Return None if the
+    row has no baseline, or if the two rows have no common seed.
     """
     if row.baseline is None:
         return None
@@ -134,11 +135,11 @@ def rows_of_gaps(rows: list[Row]) -> list[Row]:
 def seed_noise(rows: list[Row]) -> Series | None:
     """Return half the width of the noise floor of loss gaps, as a curve over training tokens.
 
-    The noise floor is the interval around 0 with 95% of the gaps between variants of equal expected
-    loss. Half its width is t s sqrt(2 / n). Here s is the standard deviation between seeds, pooled
-    over rows with at least two seeds, and n is the smallest number of seeds of these rows. t is the
-    97.5% quantile of Student's distribution with the degrees of freedom of s. Return None if no row
-    has two seeds.
+    The noise floor is an interval around 0. It contains 95% of the gaps between two variants whose
+    expected losses are equal. Half the width is t s sqrt(2 / n), computed from rows with at least
+    two seeds. s is the pooled standard deviation of the loss between seeds, n is the smallest
+    number of seeds per row, and t is the 97.5% quantile of Student's t distribution with the
+    degrees of freedom of s. Return None if no row has two seeds.
     """
     curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
@@ -164,9 +165,10 @@ class Budget(NamedTuple):
 
 
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
-    """Return the training time in seconds at which a run reached each number of `tokens`, (n,).
+    """Return the training time in seconds after which a run had trained on `tokens` tokens.
 
-    Evaluations and checkpoints are excluded. Return None if the run did not log step times.
+    `tokens` and the result have shape (n,). The time of evaluations and checkpoints is excluded.
+    Return None if the run did not log step times.
     """
     if "perf/step_ms" not in run.metrics.columns:
         return None
@@ -208,9 +210,10 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def increasing(costs: Array, values: Array) -> Series | None:
-    """Return a curve of the finite values (n,) over costs (n,), such as training FLOPs.
+    """Return the curve of the finite `values` (n,) over `costs` (n,), such as training FLOPs.
 
-    Return None if no value is finite, or unless all costs are positive and in increasing order.
+    Return None if no value is finite. Also return None if a cost is not finite, not positive, or
+    smaller than the previous cost.
     """
     known = np.isfinite(values)
     costs, values = costs[known], values[known]
@@ -220,7 +223,7 @@ def increasing(costs: Array, values: Array) -> Series | None:
 
 
 def last_common(curves: Iterable[Series]) -> float | None:
-    """Return the largest x that is in the range of all curves; None without a common range."""
+    """Return the largest x in the x ranges of all curves, or None if they have no common x."""
     curves = [*curves]
     at = float(min((curve.tokens[-1] for curve in curves), default=0))
     return at if curves and at >= max(curve.tokens[0] for curve in curves) else None
@@ -229,8 +232,9 @@ def last_common(curves: Iterable[Series]) -> float | None:
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     """Return the loss gap of a row to its baseline after equal tokens, training FLOPs or seconds.
 
-    Return None if the row has no gap, or if a run did not record its FLOPs or step times. Also
-    return None for seconds on different machines, and if the runs have no common range of costs.
+    The gap is at the largest cost for which all runs have a loss. Return None if no such cost
+    exists, if the row has no gap, or if a run did not record the cost. Also return None if the
+    cost is in seconds and the runs used different machines.
     """
     if row.gap is None or row.baseline is None:
         return None
@@ -254,9 +258,10 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
     """Interpolate a loss curve at x = `at`, linearly in log x; return the loss and its error.
 
-    To estimate the error, interpolate the loss at each of the two neighbouring points without this
-    point, and take the larger difference from the true loss. This is not possible at the ends of
-    the curve: if both points are ends, the error is infinite. At a point of the curve, it is 0.
+    The error is 0 if `at` is a point of the curve. Otherwise, estimate the error at the two points
+    next to `at`: remove one point, interpolate its loss, and compare with its measured loss. The
+    error is the larger difference. The first and last points of the curve cannot be removed; if
+    both points next to `at` are such points, the error is infinite.
     """
     x, y = np.log(curve.tokens), curve.values
     place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))

@@ -56,7 +56,7 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
     """Return the scores of all evaluations of the runs in a report, and notes about skipped runs.
 
     Args:
-        step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
+        step: use the checkpoints at this step; 0 selects the newest checkpoint of each run.
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
@@ -70,13 +70,14 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
 def gathered(
     name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
 ) -> tuple[Evaluated | None, str]:
-    """Combine the scores of one evaluation over all runs; also return a note about skipped runs.
+    """Combine the scores of the evaluation `name` over all runs.
 
-    A run is skipped if its settings of the evaluation differ from the first evaluated run. The
-    scores are None if no run has a score, and the note is "" if no run is skipped.
+    Skip a run if its number of training tokens or its evaluation settings differ from those of the
+    first evaluated run. Return the scores, or None if no run has a score, and a note about skipped
+    runs, or "" if no run is skipped.
 
     Args:
-        by_run: results by run directory, step of the checkpoint, and name of the evaluation.
+        by_run: results by run directory, then by checkpoint step, then by evaluation name.
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -131,7 +132,8 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
 def by_name(result: Line) -> Lines:
     """Return the scores of an evaluation result, by name of the score.
 
-    If the scores are accuracies at several levels of a task, their mean is the first score.
+    If the result contains several accuracies, one per level of the task (such as a context
+    length), add the mean accuracy as the first score.
     """
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
@@ -151,8 +153,9 @@ def independent_examples(score: Line) -> float:
 def subgroup_scores(scores: Lines) -> Lines:
     """Return the scores of subgroups of an evaluation's examples, by name of the subgroup.
 
-    A score can have fields such as `by_depth`: the scores of examples by depth of the needle. The
-    name "512, depth 0.25" refers to the key 0.25 in the field `by_depth` of the score "512".
+    A score can have fields such as `by_depth`, a dict from the depth of a needle to the score of
+    the examples with this depth. For example, if the score "512" has a field `by_depth` with the
+    key 0.25, the name of this subgroup is "512, depth 0.25".
     """
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
@@ -166,18 +169,16 @@ def subgroup_scores(scores: Lines) -> Lines:
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
     """Return the lowest loss that every run reached at its evaluated checkpoints.
 
-    Return None if the lowest losses of all runs are equal, because scores can then be compared
-    without interpolation.
+    Return None if the lowest losses of all runs are equal: no interpolation is then necessary.
     """
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
     return max(lowest) if len({*lowest}) > 1 else None
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
-    """Interpolate a run's scores between its checkpoints, at the held-out sample loss `loss`.
+    """Interpolate a run's scores linearly between checkpoints, at the held-out sample loss `loss`.
 
-    The interpolation is linear in loss. Return {} if `loss` is outside of the range of the
-    checkpoints' losses.
+    Return {} if `loss` is outside of the range of the checkpoints' losses.
     """
     known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
     for at, scores in known:
@@ -201,12 +202,12 @@ def score_lines(
 ) -> list[ScoreLine]:
     """Return the mean of each score over seeds, and its gap to the baseline, with 95% t intervals.
 
-    Intervals are limited to possible values: [0, 1] for accuracies, and the score's field "range"
-    for other scores. Intervals of gaps are limited to possible differences.
+    Clip each interval to the possible values: [0, 1] for accuracies, or the score's field "range",
+    if present. Clip the interval of a gap to the possible differences.
 
     Args:
-        results: for each report row, the scores by seed and name.
-        bases: for each report row, the index of its baseline row, or None.
+        results: for each report row, the scores by seed, then by name.
+        bases: for each report row, the index of its baseline row; None if it has no baseline.
     """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
@@ -244,9 +245,9 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval of an accuracy that was measured on `examples` independent examples.
+    """Add Wilson's interval to an accuracy that was measured on `examples` independent examples.
 
-    An accuracy that varies between seeds is returned unchanged, as it has an interval over seeds.
+    Return `cell` unchanged if the accuracy varies between seeds: it has an interval over seeds.
     """
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal

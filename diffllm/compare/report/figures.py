@@ -157,17 +157,16 @@ def draw_curves(
 ) -> "Figure":
     """Draw the curves of all report rows over a common horizontal axis.
 
-    A line shows the mean over seeds, an area the range over seeds, and a thin line the points with
-    only one seed. A cross shows the last finite value of a seed that ends early.
+    A line shows the mean over seeds, and an area shows the range. If a seed has no value, thin
+    lines show the other seeds. A cross marks the last finite value of a curve that ends early.
 
     Args:
-        bands: the curves of each row, None for rows without values.
-        unit: label above the vertical axis.
-        across: label of the horizontal axis.
-        log: use a logarithmic scale, which omits values that are not positive.
-        top: upper end of a linear scale; None shows all values.
-        mark: value and label of a dotted horizontal line.
-        floor: half the width of the noise floor, drawn as an area around zero.
+        bands: the curves of each row; None for a row without values.
+        unit: label of the vertical axis; `across` is the label of the horizontal axis.
+        log: whether the vertical axis is logarithmic; values that are not positive are omitted.
+        top: upper end of the vertical axis if it is linear; None shows all values.
+        mark: value and label of an additional dotted horizontal line.
+        floor: curve of half the width of the noise floor, drawn as an area around zero.
     """
     drawn = [(band, style) for band, style in zip(bands, styles, strict=True) if band is not None]
     # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
@@ -248,13 +247,11 @@ def draw_gaps(
     sides: tuple[str, str] = ("better", "worse"),
     ends: str = "95% interval",
 ) -> "Figure":
-    """Draw gaps with their intervals from top to bottom; an arrow shows a gap beyond the scale.
+    """Draw gaps with their intervals; an arrow marks a gap or interval that leaves the axis.
 
     Args:
-        styles: style of each gap, with its label and colour.
-        across: label of the horizontal axis.
-        hollow: for each gap, whether its mean is drawn as a ring; empty draws no rings.
-        sides: labels of the sides below 0 and above 0.
+        hollow: gaps to draw as a ring (not significant after Holm's correction); empty for none.
+        sides: labels of the negative side and the positive side of the axis.
         ends: description of the intervals, for the legend.
     """
     figure = new_figure(width, max(MARGIN + GAP_LINE * len(gaps), HEIGHT))
@@ -294,10 +291,11 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return the limits of an axis that contains 0, all mean gaps, and intervals of gaps.
+    """Return the lower and upper end of an axis that contains 0, the mean gaps and intervals.
 
-    Only gaps with the most seeds contribute their intervals, because fewer seeds give wider ones.
-    Outliers above OUTLYING times the median absolute value of these gaps are outside of the axis.
+    Ignore the intervals of gaps that have fewer seeds than other gaps, because they are wider. Clip
+    the axis to OUTLYING times the median, over the gaps with the most seeds, of the largest
+    absolute value of a gap or of the ends of its interval.
     """
     most = max(gap.seeds for gap in gaps)
     bounds = [

@@ -66,25 +66,23 @@ SPEED = (
 
 @dataclass(frozen=True)
 class Keys:
-    """Config keys and entries of run.json that differ between runs.
-
-    `swept` lists the keys that distinguish the rows of a report. A difference in an `incomparable`
-    key prevents a comparison. `values` contains, for each run, the values by key; the value is None
-    for a key that the run's attention variant does not have.
-    """
+    """Keys (config keys or names of entries of run.json) that differ between runs."""
 
     swept: list[str]
+    """Keys that distinguish the rows of a report."""
     incomparable: list[str]
+    """Keys that must have equal values in two runs to compare the runs."""
     values: list[dict[str, Any]]
+    """Values of all these keys per run; None if the run's attention variant lacks the key."""
 
 
 def distinguish(runs: list[Run]) -> Keys:
     """Return the config keys and entries of run.json in which runs differ, with their values.
 
-    Seeds, keys that affect only speed or file locations, and keys that follow from another key are
-    omitted. Some entries of run.json, such as the hash of the corpus, replace config keys. A run
-    without such an entry is not comparable to a run that has this entry. If all runs lack the
-    entry, the config keys are compared.
+    Omit seeds, keys that affect only speed or file locations, and keys whose values follow from
+    another key. Some entries of run.json, such as the hash of the corpus, are compared instead of
+    the config keys that determine them. A run without such an entry is not comparable to a run with
+    the entry. If all runs lack the entry, compare the config keys.
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
@@ -134,10 +132,10 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Count the runs of a variant V as matched to V if runs of other variants are matched to V.
+    """Set model.match_params_to=V in runs of variant V if runs of other variants have this setting.
 
-    If another run has model.match_params_to=V, set this key to V in all runs of variant V. Do the
-    same for model.match_flops_to. If a run of V already has a value of the key, change no run of V.
+    Do the same for model.match_flops_to. If a run of variant V already has a value of the key,
+    change no run of variant V.
 
     Args:
         values: for each run, the config values by key; changed in place.
@@ -152,7 +150,7 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the `model.attention` keys and values that differ from the variant's defaults."""
+    """Return the `model.attention` keys, with values, that differ from the variant's defaults."""
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
@@ -175,10 +173,10 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 
 
 def determine(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Return whether `key` differs between runs, and `keys` determine its value.
+    """Return whether the values of `keys` determine the value of `key`, which must differ.
 
-    `values` contains the values of each run by key. `keys` determine the value of `key` if all runs
-    with equal values of `keys` also have equal values of `key`.
+    Return True if `key` has different values in the runs, but equal values in any two runs that
+    agree in all of `keys`. `values` contains one dict per run, from key to value.
     """
     seen: dict[str, set[str]] = {}
     for each in values:

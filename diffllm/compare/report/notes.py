@@ -71,7 +71,7 @@ def holm_sentence(rows: list[Row]) -> str:
 
 
 def thin_note(runs: Iterable[Run]) -> str:
-    """Return "", or a warning if runs have too little held-out text for a reliable loss."""
+    """Return a warning if a run has too little held-out text for a reliable loss, otherwise ""."""
     found = []
     for run in runs:
         summary, data = run.summary or {}, run.cfg.data
@@ -105,8 +105,8 @@ def divergence(row: Row, of: str = "", share: bool = True) -> str:
     """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
 
     Args:
-        of: text inserted after "seeds".
-        share: whether to add the share of diverged seeds and its interval in parentheses.
+        of: text inserted after "seeds", such as " of standard".
+        share: whether to add the percentage of diverged seeds with its confidence interval.
     """
     if not row.diverged:
         return ""
@@ -205,8 +205,8 @@ def speed_notes(runs: list[Run]) -> list[str]:
 def setting_of(run: Run, key: str) -> Any:
     """Return the value of `key` in run.json or, if run.json lacks the key, in the config.
 
-    The corpus of a model from `diffllm import` is not known. For such a run, return "unknown" for
-    the key "corpus", and None for config keys of the corpus, such as data.source.
+    The training corpus of a run that `diffllm import` created is not known. For such a run, return
+    "unknown" for the key "corpus", and None for config keys of the corpus, such as data.source.
     """
     if "imported" in run.facts and key in ("corpus", *CORPUS):
         return "unknown" if key == "corpus" else None

@@ -32,7 +32,7 @@ def in_digits(value: Any) -> str:
 
 
 def short(value: Any, digits: int = 3) -> str:
-    """Format a number with `digits` significant digits; a missing or infinite number as a dash."""
+    """Format a number with `digits` significant digits, or a missing or infinite one as a dash."""
     x = finite(value)
     if x is None:
         return MISSING
@@ -73,8 +73,9 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
 def digits_for(estimate: Estimate) -> int:
     """Return the number of decimals with which a mean and its interval are printed.
 
-    The number is 3, or 4 for a mean below SMALL (0.01). If mean and interval are below TINY
-    (0.001), the number gives two significant digits.
+    Return 3, or 4 if the absolute mean is below SMALL (0.01). If the absolute values of the mean
+    and of both interval ends are below TINY (0.001), return the number of decimals that shows the
+    largest of these values with two significant digits.
     """
     known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
     if known and (widest := max(map(abs, known))) < TINY:

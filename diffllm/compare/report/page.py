@@ -112,7 +112,8 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, A
     """Return the template fields of the page's summary, one dict per report row.
 
     The keys are "style" (line style), "sentence" (result of the row), "about" (description of the
-    variant) and "group" (description of the group). A description is "" after its first use.
+    variant, "" except in its first row) and "group" (description of the group, "" except in its
+    first row).
     """
     groups = comparison.groups if len(comparison.groups) > 1 else []
     heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
@@ -191,9 +192,9 @@ def row_cells(row: Row) -> list[str]:
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
     """Log the loss gap of each row to its baseline, over training tokens, to a new wandb run.
 
-    Metrics are `gap/<row>` (mean over seeds), `gap/<row>/low` and `gap/<row>/high` (range), and
-    `gap/noise_floor`. The wandb mode and project come from the first run. Return False if no row
-    has a gap, or if wandb is disabled.
+    `gap/<row>` is the mean over seeds, and `gap/<row>/low` and `gap/<row>/high` are the minimum and
+    maximum. `gap/noise_floor` is half the width of the noise floor. The wandb mode and project come
+    from the config of the first run. Return False if no row has a gap, or if wandb is disabled.
     """
     rows = [row for row in comparison.rows if row.gap]
     bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}

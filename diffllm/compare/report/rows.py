@@ -30,55 +30,53 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
 @dataclass(frozen=True)
 class EqualGap:
-    """Loss gap of a row to its baseline after equal tokens, training FLOPs or seconds.
-
-    `at` is the number of tokens, FLOPs or seconds. `error` is the possible error of interpolation
-    between evaluations, in nats per token.
-    """
+    """Loss gap of a row to its baseline after equal tokens, training FLOPs or seconds."""
 
     gap: Estimate
     at: float
+    """Number of tokens, FLOPs or seconds."""
     error: float
+    """Estimated error of `gap` due to interpolation between evaluations, in nats per token."""
 
 
 @dataclass
 class Row:
-    """Runs that differ only in the seed, and statistics over these runs.
-
-    `keys` contains the keys that distinguish rows, with this row's values. `incomparable` lists the
-    keys that prevent a comparison of rows. `differing` contains this row's values of both. `values`
-    contains the cells of report.csv by column.
-
-    `loss` is the final held-out loss. `gap` is `loss` minus the loss of the row `baseline` over
-    common seeds. Both are in nats per token. `against` is the baseline row even if no seed is
-    common; `gap` and `baseline` are then None. `outcome` contains the tests of the gap, and
-    `p_holm` its p-value after Holm's correction over all gaps. `documents` is the gap with an
-    interval over documents and seeds; if this is None, `no_documents` is the reason. `trend` is the
-    trend of the gap over training tokens. `equal` contains the gaps after equal tokens, FLOPs or
-    seconds. `diverged` is the number of diverged runs.
-    """
+    """Runs that differ only in the seed, and statistics over these runs."""
 
     label: str
     """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
     keys: dict[str, Any]
+    """Values of the keys that distinguish the rows of the report."""
     runs: list[Run]
     """Sorted by seed."""
     differing: dict[str, Any] = field(default_factory=dict)
+    """Values of the keys in `keys` and in `incomparable`."""
     loss: Estimate | None = None
+    """Final held-out loss, in nats per token."""
     gap: Estimate | None = None
+    """Loss of this row minus the loss of `baseline`, over seeds with a loss in both rows."""
     values: dict[str, Any] = field(default_factory=dict)
+    """Cells of report.csv, by column."""
     baseline: "Row | None" = None
+    """Baseline row; None if `gap` is None."""
     is_baseline: bool = False
     against: "Row | None" = None
+    """Baseline row, even if `gap` is None."""
     outcome: ArmComparison | None = None
+    """Tests of the gap."""
     documents: Estimate | None = None
+    """Gap with a confidence interval over documents and seeds."""
     no_documents: str = ""
+    """Explains why `documents` is None."""
     p_holm: float | None = None
+    """p-value of the gap after Holm's correction over the gaps of all rows."""
     diverged: int = 0
     group: str = ""
     trend: Trend | None = None
     equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps at equal cost, by the names "tokens", "flops" and "seconds"."""
     incomparable: list[str] = field(default_factory=list)
+    """Keys that must be equal in two rows to compare the rows."""
 
     @property
     def finished(self) -> list[Run]:
@@ -104,9 +102,9 @@ class Row:
         return float(np.mean(known)) if known else None
 
     def events(self, series: str) -> Rate | None:
-        """Return the numbers of spikes and of steps tested for spikes, over all ended runs.
+        """Count the spikes of "loss" or "grad", and the steps that were tested, in all ended runs.
 
-        Return None if no step was tested. The series is "loss" or "grad".
+        Return None if no step was tested.
         """
         count, judged = (
             sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
@@ -129,8 +127,8 @@ class Row:
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
     """Group the runs that differ only in the seed into rows, and sort the rows by variant and keys.
 
-    If several runs of a row have the same seed, use the newest finished run, or else the newest
-    run, and add a message to `notes`. Labels and gaps of the rows are still empty.
+    If several runs of a row have the same seed, use the newest finished run, and add a message to
+    `notes`. If none of these runs is finished, use the newest run. Do not set labels and gaps.
     """
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
@@ -184,9 +182,10 @@ def row_value(row: Row, metric: Metric) -> float | None:
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
-    """Return a run's value of a metric for report.csv; None without a finite value.
+    """Return a run's value of a metric for report.csv.
 
-    `metric.column` selects the last or all logged steps, and the reduction over these steps.
+    `metric.column.steps` selects the last step or all steps. `metric.column.of` is the reduction
+    over these steps and over layers. Return None if the run has no finite value.
     """
     column, layers = metric.column, metric.name.endswith("*")
     assert column
@@ -208,20 +207,19 @@ TELLING = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.
 
 @dataclass
 class Group:
-    """Rows of a report that can be compared with each other.
-
-    `values` contains the keys that differ between groups, and this group's values as text.
-    """
+    """Rows of a report that can be compared with each other."""
 
     letter: str
     rows: list[Row]
     values: dict[str, str] = field(default_factory=dict)
+    """This group's values, as text, of the keys that differ between groups."""
 
 
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     """Divide the rows of a report into groups of comparable rows, and set the label of each row.
 
-    The group with the most comparable rows is the first group.
+    Sort the groups by their number of rows with a loss, largest first. A group with only one
+    attention variant, or with config changes after the start of its runs, is counted as empty.
     """
     together: dict[str, list[Row]] = {}
     for row in rows:
@@ -257,7 +255,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
     """Return a label that distinguishes `row` from `rows`, such as "diff_v2 lr=0.001".
 
     Args:
-        shown_together: keys that the label replaces by `model=<choice>`.
+        shown_together: keys that the label omits because it contains `model=<choice>` instead.
         inside: whether to omit keys whose values are equal in all of `rows`.
     """
     own, parts = overrides(row.runs[0]), []
@@ -282,10 +280,10 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
 
 
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
-    """Return the differing keys that `model=<choice>` sets, such as model.dim for `model=mini`.
+    """Return the config keys that `model=<choice>` sets, such as model.dim for `model=mini`.
 
-    A label shows `model=<choice>` instead of these keys. Return an empty set for fewer than two
-    keys, or if all these keys have equal values for two choices.
+    Return only keys that differ between runs. Labels show `model=<choice>` instead of these keys.
+    Return an empty set if only one key is found, or if two choices agree in all found keys.
     """
     values = [
         {**each, "choice": run.cfg.run.choices["model"]}
@@ -299,13 +297,11 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
-    """Return the keys that distinguish the group of `row` from other groups, with values as text.
-
-    All rows of a group agree in such a key, and at least two groups differ.
+    """Return the keys that differ between groups but not within a group, with the values of `row`.
 
     Args:
-        shown_together: keys that `model=<choice>` sets. Unless empty, the result also contains the
-            key "model" with this choice.
+        shown_together: keys that `model=<choice>` sets. Unless empty, the result also contains
+            the key "model", with the choice of `row` as value.
     """
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):

@@ -49,7 +49,7 @@ class Metrics:
 
     Args:
         lines: one dict per line, such as {"step": 1, "tokens": 512, "train/loss": 2.1}; None for a
-            damaged line. The value None, from null in the file, is stored as NaN.
+            damaged line. A metric with the value None (null in the file) is stored as NaN.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
@@ -82,9 +82,9 @@ class Run:
     """Content of a run directory, as read for a report.
 
     `facts` is the content of run.json. `summary` is the content of summary.json; None until the run
-    has reached its last step. `changes` describes changes of the config during training, such as
-    "steps 40 to 80 after step 40". `gave_up` is True if training stopped because too many updates
-    in a row were skipped.
+    has reached its last step. `changes` describes changed config keys by old value, new value and
+    training step, such as "steps 40 to 80 after step 40". `gave_up` is True if training stopped
+    because too many consecutive updates were skipped.
     """
 
     path: Path
@@ -153,10 +153,10 @@ class Run:
     def by_layer(self, quantity: str) -> Series:
         """Return a metric that is logged per layer, at the steps with a value for every layer.
 
-        `values` has shape (steps, layers), or (0, 0) if there is no such step.
+        The field `values` has shape (steps, layers), or (0, 0) if there is no such step.
 
         Args:
-            quantity: name of the metric without the suffix "/layer_00".
+            quantity: name of the metric without the layer suffix, such as "/layer_00".
         """
         columns = [
             self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
@@ -174,7 +174,7 @@ class Run:
 
 
 def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
-    """Read the directory of a finished or unfinished run, with its config from `load`.
+    """Read the directory of a finished or unfinished run; `load` reads the config.
 
     Raises CheckpointError if a file is missing or damaged.
     """
@@ -194,10 +194,11 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Correct flops_per_token in `facts`, the content of run.json, for masked documents.
+    """Return `facts` (the content of run.json) with flops_per_token corrected for masking.
 
     With data.mask_documents, a token attends only to tokens of the same document. The correction
-    uses their mean number, which such runs log. For other runs, return `facts` unchanged.
+    uses the logged mean number of visible keys per token. Without mask_documents, return `facts`
+    unchanged.
     """
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
@@ -208,14 +209,14 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return training FLOPs per token and additional FLOPs per visible key; None if unknown."""
+    """Return flops_per_token and flops_per_visible_key of run.json; each is None if unknown."""
     return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
 
 
 def keys_seen(metrics: Metrics) -> Series:
-    """Return the cumulative number of keys that queries attended to, over training tokens.
+    """Return the number of attended keys, summed over all queries so far, over training tokens.
 
-    The result is empty unless the run used data.mask_documents.
+    The result is empty if the run did not use data.mask_documents.
     """
     places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
     tokens = metrics.tokens[places]
@@ -250,9 +251,9 @@ class Found(NamedTuple):
 
 
 def find_runs(named: list[Path]) -> Found:
-    """Find all runs and sweeps in run directories, in directories that contain runs, and in globs.
+    """Find all runs and sweeps in the directories `named` and below; paths can be globs.
 
-    Raises ConfigError if a path contains no run.
+    Raises ConfigError if there is no run in or below one of the paths.
     """
     if not named:
         raise ConfigError(
@@ -285,12 +286,12 @@ def shortlist(names: list[str], most: int) -> str:
 
 
 def home_of(directories: list[Path]) -> Path | None:
-    """Return the default directory of a report about runs in `directories`.
+    """Return the default output directory of a report about runs in `directories`.
 
-    The result is the closest directory that contains all `directories`, relative to the current
-    directory if possible. Return None for the root directory. Outside of the current directory,
-    also return None for a directory that is more than one level above all `directories`, because
-    it may belong to other users.
+    The default is the deepest directory that contains all `directories`. The path is relative if
+    this directory is inside the current directory. Otherwise, the directory must be one of
+    `directories` or the parent of one of them, because higher directories may belong to other
+    users. If it is not, or if it is the root directory, return None.
     """
     absolute = [Path(os.path.abspath(directory)) for directory in directories]
     home = Path(os.path.commonpath(absolute))

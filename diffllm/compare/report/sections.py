@@ -1,6 +1,6 @@
-"""Sections of a report page and their figures, in the order of the table of metrics.
+"""Sections of a report page. A section shows figures of metrics, in the order of `METRICS`.
 
-Sections without figures are omitted, and also figures whose values are all 0 or missing.
+A figure is omitted if all its values are 0 or missing. A section without figures is omitted too.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -196,10 +196,10 @@ class Figures:
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
     ) -> list[Card]:
-        """Return a list with a figure of the curves, or [] if all values are 0 or missing.
+        """Draw `bands` in one figure; return [figure], or [] if all values are 0 or missing.
 
         Args:
-            how: further arguments of `draw_curves`.
+            how: additional keyword arguments for `draw_curves`.
         """
         values = finite_values(bands)
         if not values.any():
@@ -222,10 +222,10 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Return the upper end of a linear axis for losses, or infinity without a finite loss.
+    """Return the upper end of a linear loss axis, or infinity if there is no finite loss.
 
-    The axis omits high values in the first 20% of training, and the highest 5% of later values,
-    such as spikes. Small differences between the other values are then visible.
+    The upper end is chosen without the first 20% of training and without the highest 5% of later
+    losses, such as spikes. Small differences between the other losses are then visible.
     """
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)

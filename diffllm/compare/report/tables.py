@@ -40,7 +40,7 @@ class PageColumn(NamedTuple):
 
 
 def row_values(row: Row) -> dict[str, Any]:
-    """Return the cells of a row in report.csv by name of the column; None for an empty cell."""
+    """Map each column name of report.csv to the value of `row`; None means an empty cell."""
     found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
     paired = found and found.paired
     events = {series: row.events(series) for series in ("loss", "grad")}
@@ -234,9 +234,9 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
-    """Remove columns in which all cells are equal, except the first column.
+    """Remove columns in which all cells are equal, but never the first column or those of KEPT.
 
-    Returns the table of the remaining columns, and sentences with the values of removed columns.
+    Returns the remaining table, and sentences that state the values of the removed columns.
     """
     kept, folded = [table.columns[0]], dict[str, list[str]]()
     for column in table.columns[1:]:

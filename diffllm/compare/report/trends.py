@@ -11,10 +11,11 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 
 
 def row_trend(row: Row, base: Row) -> Trend | None:
-    """Return the trend over training tokens of the loss of `row` minus the loss of `base`.
+    """Return the trend of the loss gap `row` minus `base` over training tokens.
 
-    Only runs of common seeds are used. Return None without a common seed, or if all these runs were
-    evaluated at fewer than FEWEST_POINTS common numbers of tokens.
+    Only seeds with a finite final loss in both rows are used. Return None without such a seed, or
+    if, after the first 10% of training, the runs share fewer than FEWEST_POINTS evaluations.
+    Evaluations are shared if they took place at the same number of tokens in all these runs.
     """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
@@ -29,7 +30,7 @@ def row_trend(row: Row, base: Row) -> Trend | None:
 
 
 def trend_sentence(own: str, base: str, trend: Trend) -> str:
-    """Return a sentence that begins "The gap of diff_v2 to standard shrinks: +0.012 nats"."""
+    """Describe a trend, for example "The gap of diff_v2 to standard shrinks: +0.012 nats ..."."""
     slope = trend.slope.estimate
     digits = digits_for(slope)
     interval = "no interval from one seed"
@@ -46,10 +47,10 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
 
 
 def direction(trend: Trend) -> str:
-    """Return a verb for the change of the absolute gap: "grows", "shrinks" or "crosses 0".
+    """Describe the trend of the absolute gap: "grows", "shrinks", or "crosses 0".
 
     If the confidence interval of the slope contains 0, return "shows no trend". If there is no
-    interval, because of a single seed, return "moves", or "stays" for a constant gap.
+    interval (a single seed, or equal slopes in all seeds), return "moves", or "stays" for slope 0.
     """
     slope = trend.slope.estimate
     if slope.low is None or slope.all_equal:
@@ -70,8 +71,9 @@ def seeds_text(slope: Gap) -> str:
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
     """Return one sentence per loss gap about its trend over training tokens.
 
-    For more than NAMED gaps, return one sentence about the trend with the largest absolute slope.
-    If trends survive Holm's correction over all trends, only these are considered.
+    If there are more than NAMED gaps, describe only the trend with the largest absolute slope.
+    This trend is chosen from the trends that are significant after Holm's correction, or from all
+    trends if none is significant.
     """
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:

@@ -1,1 +1,1 @@
-"""Studies: claims, the runs that decide them, and verdicts by registered rules."""
+"""Studies: plan the runs that test a claim, and compute a verdict by preregistered rules."""

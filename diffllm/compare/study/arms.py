@@ -40,11 +40,11 @@ NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a run that run.json records; None if unknown.
+    """Properties of a run from run.json; a property is None if run.json does not contain it.
 
-    `corpus`, `tokenizer` and `code` are the hashes of the corpus, the tokenizer and the diffllm
-    source files. `corpus_note` describes differences from the reference corpus. `heldout_tokens` is
-    the number of held-out tokens per evaluation, `ranks` the world size, `device` "CPU" or a GPU.
+    `corpus`, `tokenizer` and `code` (the diffllm source files) are hashes. `corpus_note` describes
+    differences from the reference corpus. `heldout_tokens` is the number of held-out tokens per
+    evaluation. `ranks` is the world size. `device` is "CPU" or the name of the GPU.
     """
 
     parameters: float | None = None
@@ -63,41 +63,39 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class StudyRun:
-    """Measured values of an ended run, from which a verdict is computed.
-
-    `loss` is the final held-out loss (nats per token), and `value` the final value of the study's
-    metric. Both are None if the run diverged. `curve` contains the logged metric over training
-    tokens. `variant` names the attention variant. `facts` and `settings` are selected entries of
-    run.json and of the config. `plugin_code` maps plugins to hashes of their code. `mark` is the
-    saved key `run.study`: the study's hash, the stage and the arm. `strayed` describes
-    differences from the planned config ("" without differences). `thin` warns of too little
-    held-out text ("" with enough text). `digest` is the `config_digest` of the saved config.
-    """
+    """Measured values of an ended run, from which a verdict is computed."""
 
     name: str
     seed: int
     lr: float
     loss: float | None
+    """Final held-out loss in nats per token; None if the run diverged."""
     value: float | None
-    """The loss if the metric is lr_sensitivity."""
+    """Final value of the study's metric (for lr_sensitivity, the loss); None if diverged."""
     planned_tokens: int
     vocab_size: int
     curve: Series = NONE
-    """Logged values of the metric, (n,) each; NaN if not finite, empty if not logged."""
+    """Logged metric over training tokens, arrays (n,); NaN if not finite, empty if not logged."""
     documents: DocumentLosses | None = None
     """None if the metric is not the held-out loss, or if the run has no losses of documents."""
     facts: dict[str, Any] = field(default_factory=dict)
+    """Entries of run.json, by the field names of `Facts`."""
     settings: dict[str, str] = field(default_factory=dict)
     variant: str = ""
     plugin_code: dict[str, str] = field(default_factory=dict)
+    """Hash of the code of each plugin."""
     mark: str = ""
+    """Saved config key run.study: the study's hash, the stage and the arm."""
     strayed: str = ""
+    """Differences from the planned config; empty without differences."""
     positions: PositionLosses | None = None
     """None unless a rule needs a trend over positions."""
     chance: float | None = None
     """Expected share of right answers by guessing; None for metrics other than tasks/*."""
     digest: str = ""
+    """The `config_digest` of the saved config."""
     thin: str = ""
+    """Warning if there is too little held-out text for a reliable loss; otherwise empty."""
 
     @property
     def diverged(self) -> bool:
@@ -105,7 +103,7 @@ class StudyRun:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Values that must be equal in all arms, such as {"seq_len": "2,048", "torch": "2.9.0"}."""
+        """Values to be compared between arms, such as {"seq_len": "2,048", "torch": "2.9.0"}."""
         found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
@@ -117,10 +115,10 @@ class StudyRun:
         return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
-        """Return the training tokens at which the metric first was `level` or higher, and True.
+        """Return the training tokens at which the metric first was at least `level`, and True.
 
-        If the metric stayed below `level`, return the tokens at the last logged value, and False.
-        A diverged run counts as below `level`: return its planned tokens, and False.
+        If the metric never was, return the training tokens at its last logged value, and False. For
+        a diverged run, return the planned training tokens, and False.
         """
         if self.diverged:
             return self.planned_tokens, False
@@ -132,8 +130,8 @@ class StudyRun:
 class StudyArm:
     """An arm of a study: its ended runs, and one value per seed.
 
-    `values` maps each seed to the study's metric (its logarithm with scale=log), or to None if the
-    seed diverged. `missing` contains the names of runs that have not ended.
+    `values` maps each seed to the result of `value_of`, which is None if the seed diverged.
+    `missing` contains the names of runs that have not ended.
     """
 
     name: str
@@ -160,7 +158,7 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
-        """Return `StudyRun.reached(level)` of all runs: tokens, and whether `level` was reached."""
+        """Return the results of `StudyRun.reached(level)` for all runs, ordered by seed."""
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.reached(level) for run in runs)
 
@@ -233,7 +231,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
 
 
 def facts_of(run_json: dict[str, Any]) -> dict[str, Any]:
-    """Select the properties of a run from the content of run.json; unknown properties are None."""
+    """Return the fields of `Facts` from the content of run.json; None for missing fields."""
     python = (run_json.get("environment") or {}).get("python")
     code = (run_json.get("diffllm") or {}).get("hash")
     return {
@@ -255,13 +253,13 @@ def chance_of(run: Run, metric: str) -> float | None:
 
 
 def text_hash(documents: DocumentLosses) -> str:
-    """Return a SHA-256 that is equal for runs measured on the same held-out documents."""
+    """Return a SHA-256 hash that identifies the held-out documents, independent of the losses."""
     content = [np.ascontiguousarray(each).tobytes() for each in (documents.texts, documents.tokens)]
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final value of a metric; NaN if not finite, None if the run did not log it."""
+    """Return the final value of metric `name`: NaN if not finite, None if it was not logged."""
     if run.summary and name in run.summary:
         number = finite(run.summary[name])
         return math.nan if number is None else number
@@ -275,11 +273,11 @@ def number_of(run: Run, name: str) -> float | None:
 
 
 def value_of(runs: list[StudyRun], study: Study) -> float | None:
-    """Return the value of one arm for one seed; None if the seed diverged.
+    """Return the metric of one arm and seed; None if every run in `runs` diverged.
 
-    The value is the study's metric, or its logarithm if the study has scale=log. Raises ConfigError
-    if the logarithm is not defined. `runs` is the run of this arm and seed, or with `lr_sweep` its
-    runs at all learning rates.
+    With scale=log, return the logarithm of the metric; raise ConfigError if the metric is not above
+    0. `runs` contains the single run of this arm and seed. In a study with `lr_sweep`, `runs`
+    contains one run per learning rate.
     """
     value = runs[0].value
     if study.lr_sweep:
@@ -288,7 +286,7 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
 
 
 def on_scale(value: float, run: str, study: Study) -> float:
-    """Return `value`, or its logarithm if scale=log; raises ConfigError if value <= 0."""
+    """Return `value`, or log(value) with scale=log, where value <= 0 raises ConfigError."""
     if study.scale == "linear":
         return value
     if value <= 0:
@@ -299,9 +297,9 @@ def on_scale(value: float, run: str, study: Study) -> float:
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
     """Return the learning rate sensitivity (Wortsman et al., arXiv:2309.14322), in nats per token.
 
-    This is the mean minus the minimum of the final losses over learning rates. Each loss is first
-    capped at log(vocab_size), the loss at initialization; a diverged run (None) counts as this cap.
-    Return None if all runs diverged.
+    The sensitivity is the mean minus the minimum of the final losses over all learning rates. Each
+    loss is first capped at log(vocab_size), the loss at initialization. A diverged run (None) gets
+    the loss log(vocab_size). Return None if all runs diverged.
     """
     initial = math.log(vocab_size)
     finite = [loss for loss in losses if loss is not None]

@@ -22,9 +22,9 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class AtFlops:
-    """Two arms whose metric is interpolated at `flops` training FLOPs per run.
+    """Two arms with metric values that are interpolated at `flops` training FLOPs per run.
 
-    `error` estimates the interpolation error of the gap `own` minus `base`; infinite if unknown.
+    `error` is the estimated interpolation error of the gap `own` minus `base`; inf if unknown.
     """
 
     own: StudyArm
@@ -35,12 +35,12 @@ class AtFlops:
 
 @dataclass(frozen=True)
 class EqualGaps:
-    """Held-out loss gaps `arm` minus `against` (nats per token), each at one equal budget.
+    """Held-out loss gaps `arm` minus `against`, in nats per token, at three equal budgets.
 
-    The fields `tokens`, `parameters` and `flops` contain the gaps at equal training tokens, equal
-    parameters and equal training FLOPs, or as text the reason why a gap was not measured. The gap
-    `flops` is interpolated at `at_flops` FLOPs per run, and `error` estimates the interpolation
-    error of this gap; `at_flops` and `error` are None if unknown.
+    `tokens`, `parameters` and `flops` are the gaps at equal training tokens, equal parameters and
+    equal training FLOPs. A string states why the gap was not measured. `at_flops` is the number of
+    FLOPs per run at which the losses for the gap `flops` were interpolated. `error` is the
+    estimated interpolation error of this gap. `at_flops` and `error` are None if unknown.
     """
 
     arm: str
@@ -66,10 +66,10 @@ class EqualGaps:
 def arms_at_budget(
     study: Study, rule: Rule, own: StudyArm, base: StudyArm
 ) -> tuple[StudyArm, StudyArm]:
-    """Return both arms, with values interpolated at equal training FLOPs if the rule has at=flops.
+    """Return both arms; if the rule has at=flops, interpolate values at equal training FLOPs.
 
-    If no seed has finite values to compare, return the arms unchanged: the numbers of diverged runs
-    may still decide the rule. Raises ConfigError if the values cannot be interpolated.
+    If no seed can be compared, return the arms unchanged, because the numbers of diverged runs may
+    still decide the rule. Raises ConfigError if interpolation is impossible.
     """
     if rule.at != "flops" or not seeds_compared(study, own, base):
         return own, base
@@ -80,10 +80,10 @@ def arms_at_budget(
 
 
 def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
-    """Return the seeds whose values the study's test compares.
+    """Return the seeds whose values are used by the study's test.
 
-    In a paired test, both arms need a finite value for the seed; in a Welch test, one arm suffices.
-    The set is empty if an arm has no finite value.
+    A paired test uses seeds with a finite value in both arms. A Welch test uses seeds with a finite
+    value in at least one arm. The set is empty if one of the arms has no finite value.
     """
     if study.test == "paired":
         return own.known.keys() & base.known.keys()
@@ -93,8 +93,8 @@ def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
 def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
     """Interpolate the metric at the largest number of training FLOPs that all runs reached.
 
-    Diverged runs are ignored, and their seeds keep the value None. If interpolation is impossible,
-    return the reason as text.
+    Diverged runs are ignored, and the values of their seeds remain None. If interpolation is
+    impossible, return a string that states why.
     """
     seeds = seeds_compared(study, own, base)
     if not seeds:
@@ -122,16 +122,16 @@ def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str
 
 
 def flops_curve(run: StudyRun) -> Series | None:
-    """Return the metric of a run over training FLOPs; None if values or FLOPs are unknown."""
+    """Return the metric over training FLOPs; None without finite values or known FLOPs."""
     each = run.flops_per_token
     return None if each is None else increasing(run.curve.tokens * each, run.curve.values)
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return a copy of an arm with the given values (by run name) instead of final values.
+    """Return a copy of `arm` with `values`, a dict by run name, instead of its final values.
 
-    Diverged seeds keep the value None. With scale=log, the logarithm of each value is stored.
-    Losses per document are removed, because they were measured at the end of training.
+    The values of diverged seeds remain None. With scale=log, store the logarithm of each value.
+    Remove the losses per document, because they were measured at the end of training.
     """
     found: dict[int, float | None] = {}
     for run in arm.runs:
@@ -143,7 +143,7 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """Return the loss gaps at equal tokens, parameters and FLOPs between the arms of each rule.
+    """For the two arms of each rule, return the loss gaps at equal tokens, parameters and FLOPs.
 
     The list is empty if the study's metric is not heldout_loss.
     """
@@ -202,7 +202,7 @@ def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
 
 
 def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
-    """Describe the units, confidence bounds and interpolation error of the loss gaps."""
+    """Describe the unit, the confidence level and the interpolation error of the loss gaps."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
     bounds = f"one-sided {100 * (1 - alpha):g}% bounds by the t test"

@@ -22,9 +22,9 @@ from diffllm.metrics.records import finite, read_summary
 class Cost:
     """Planned tokens, FLOPs and time of one arm in one stage of a study.
 
-    `tokens`, `flops` and `seconds` are for a single run; `seconds` is None if the speed is unknown.
-    `runs` is the number of runs, of which `ended` have ended. The stages are "rates" (the grid of
-    learning rates) and "deciding" (the runs that the rules compare).
+    `stage` is "rates" (grid of learning rates) or "deciding" (runs that the rules compare). `runs`
+    is the number of planned runs, and `ended` is the number of these that have ended. `tokens`,
+    `flops` and `seconds` refer to a single run. `seconds` is None if the speed is unknown.
     """
 
     stage: str
@@ -44,10 +44,10 @@ class Cost:
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     """Estimate the cost of each arm in each stage of a study.
 
-    Time is FLOPs divided by the median FLOPs per second of the study's ended runs in `out`. If none
-    has ended, the runs in `pilot` (run directories, parent directories or globs) are used instead.
-    With document masks, FLOPs depend on the mean number of keys that a query attends to. If the
-    config does not determine this number, the median over the same ended runs is used.
+    The time is the planned FLOPs divided by the median speed of the study's finished runs in `out`.
+    If no run in `out` is finished, use the finished runs in `pilot` (directories or globs). With
+    data.mask_documents, FLOPs depend on the mean number of keys per attention query. If the config
+    does not determine this number, use its median over the same finished runs.
     """
     stages = []
     for first in first_runs(study):
@@ -77,8 +77,8 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
 def speed_of(path: Path) -> tuple[float, float | None] | None:
     """Return a run's training FLOPs per second, and the mean number of keys per attention query.
 
-    The seconds include evaluations and checkpoints. The number of keys is None if not recorded.
-    Return None if the run has not finished.
+    The measured time includes evaluations and checkpoints. The number of keys is None if the run
+    did not record it. Return None instead of a tuple if the run has not finished.
     """
     summary = read_summary(path) or {}
     seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))

@@ -1,9 +1,9 @@
 """Verdicts on the rules of a study, with Holm's correction for several rules.
 
 Each rule has a test whose alternative is the claim, and a test whose alternative is the opposite
-claim. Holm's correction is applied to the first tests of all rules, and separately to the second
-tests. The probability of any false "shown" is therefore at most alpha, and the probability of any
-false "refuted" too. The tests of whether a gap is within its margin are a third family.
+claim. Holm's correction is applied to the tests of the claims, and separately to the tests of the
+opposite claims. The probability that a study has a false "shown" is therefore at most alpha. The
+same holds for a false "refuted". Tests whether a gap is within its margin form a third family.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
-    """Test and decide all rules of a study, in order; the first rule decides the study."""
+    """Return the tests and the verdict of each rule, in the order of the study's rules."""
     found = [measure(study, rule, *arms_of_rule(study, rule, arms)) for rule in study.rules]
     families = {"within": [each.within for each in found]}
     for side in ("showing", "refuting"):
@@ -54,10 +54,10 @@ def holm_of_known(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
-    """Return the verdict on a tested rule, such as "shown", and a text with the reason.
+    """Return the verdict on a tested rule, such as "shown", and the reason for the verdict.
 
     Args:
-        exact_tests: number of rules of the study that have an exact test.
+        exact_tests: number of the study's rules for which an exact p-value was computed.
     """
     rule = tested.rule
     if tested.chance:
@@ -93,11 +93,13 @@ def equivalent(tested: Tested) -> str:
 
 
 def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str:
-    """Return "", or a message if exact test or bootstrap do not confirm a significant t test.
+    """Return a message if the exact test or the bootstrap contradicts a significant t test.
+
+    Return "" otherwise.
 
     Args:
-        side: "showing" for the t test of the claim, "refuting" for that of the opposite claim.
-        exact_tests: number of rules of the study that have an exact test.
+        side: "showing" if the t test supports the claim, "refuting" if it supports the opposite.
+        exact_tests: number of the study's rules for which an exact p-value was computed.
     """
     alpha, decides = tested.rule.alpha, getattr(tested, side)
     if decides.diverged or tested.times is not None:
@@ -116,7 +118,7 @@ def exact_name(study: Study) -> str:
 
 
 def words(study: Study, tested: Tested, side: str = "") -> str:
-    """Describe the gap that a rule compares, with confidence bounds and number of seeds.
+    """Describe the measured gap between a rule's arms, its confidence bounds and its seeds.
 
     Args:
         side: "showing" to give only the confidence bound that supports the rule's claim,

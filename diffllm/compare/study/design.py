@@ -1,4 +1,4 @@
-"""Checks before the first run of a study: whether its rules can decide its claim."""
+"""Check before the first run of a study whether the study's rules can decide the claim."""
 
 import math
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ EXACT_TESTS = {
 
 
 def check_design(study: Study) -> None:
-    """Check the alpha, the smallest possible p and the margin of each rule before the first run.
+    """Raise ConfigError if a rule has an unsuitable alpha, margin or metric, or too few seeds.
 
-    Raises ConfigError; "Refused designs" in docs/studies.md gives the limits. Studies that already
-    have runs are not checked, because older versions of diffllm had no such limits.
+    docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
+    are not checked, because older versions of diffllm accepted more designs.
     """
     for where, rule in named_rules(study):
         if rule.alpha > MOST_ALPHA:
@@ -51,10 +51,10 @@ def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
 
 
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
-    """Raise ConfigError if the smallest possible p of a permutation test is not below alpha.
+    """Raise ConfigError if the smallest possible p of a rule's permutation test is not below alpha.
 
-    The p includes Holm's correction for all rules with a permutation test. Rules with a t test do
-    not count, because their p-values can be smaller.
+    Holm's correction multiplies this p by the number of rules with a permutation test. `where` is
+    the rule's key in the study file, such as "also[0]".
     """
     n, rules = len(study.seeds), sum(each.kind in PERMUTATION_KINDS for each in study.rules)
     least = smallest_p(rule.kind, n, n)
@@ -76,8 +76,8 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
 def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -> None:
     """Raise ConfigError if a rule's alpha or margin contradicts the key `power` of the study.
 
-    The alpha must equal the first rule's alpha. The margin must be at most power.gap, and the
-    probability to find equal arms equivalent at least LEAST_POWER. `where` is the rule's key.
+    The alpha must equal the first rule's alpha. The margin must be at most power.gap. With a true
+    gap of 0, the power of the equivalence test must be at least LEAST_POWER.
     """
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
@@ -122,7 +122,7 @@ def rounded_up_to_two_digits(number: float) -> float:
 
 
 def design_notes(study: Study) -> list[str]:
-    """Return a warning for each alpha that exact tests cannot reach with the study's seeds."""
+    """Return a warning for each alpha that is too small for exact tests with so few seeds."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
     notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
@@ -130,7 +130,7 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return "", or a warning if an exact test with `seeds` per arm cannot have a p below `alpha`.
+    """Return a warning if an exact test with `seeds` per arm cannot have a p below `alpha`, or "".
 
     Args:
         test: "paired" or "welch".

@@ -21,20 +21,19 @@ from diffllm.data.progress import track
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measured values of a study's ended runs, from run directories or values.json.
-
-    All dictionaries have run names as keys. `runs` contains the ended runs that the rules compare.
-    `rates` contains the final losses of ended runs in the grid of learning rates, infinite if
-    diverged. `rate_marks` contains the key `run.study` that runs of the grid saved: the study's
-    hash, the stage and the arm. `digests` contains the `config_digest` of each run that the rules
-    compare: from the saved config if the run has ended, otherwise from the planned config.
-    """
+    """Measured values of a study's ended runs; all dictionaries have run names as keys."""
 
     runs: dict[str, StudyRun]
+    """The ended runs that the rules compare."""
     rates: dict[str, float]
+    """Final losses of the ended runs in the learning rate grid; infinite for diverged runs."""
     rate_marks: dict[str, str]
+    """`run.study` in the saved configs of the learning rate grid: study hash, stage and arm."""
     digests: dict[str, str]
-    """In the order of the study."""
+    """`config_digest` of all runs that the rules compare, in the order of the study.
+
+    The planned config is used for runs that have not ended, the saved config for ended runs.
+    """
 
     def hash_of(self, study: Study) -> str:
         return study_hash(study, self.digests)
@@ -59,7 +58,7 @@ class Evidence:
 def read_evidence(study: Study, out: Path) -> Evidence:
     """Read the ended runs of a study from the directory `out`.
 
-    Raises CheckpointError for a damaged run, and ConfigError for a run without the study's metric.
+    Raises CheckpointError if a run is damaged, and ConfigError if a run lacks the study's metric.
     """
     rates = rate_losses(out) if study.lr else {}
     places = sorted(filter(Path.is_dir, (out / RATES).glob("*"))) if study.lr else []

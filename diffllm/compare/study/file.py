@@ -85,9 +85,9 @@ class Rule:
 class Rates:
     """The key `lr` of a study file: each arm uses the learning rate with the lowest loss in `grid`.
 
-    The runs of the grid use `seeds`, which differ from the seeds of the compared runs, and `steps`
-    steps (by default as many as the compared runs). If the best rate is the first or last one, up
-    to `extend` further rates are tried at this end of the grid.
+    Runs of the grid have other seeds than the compared runs. `steps` is the length of these runs;
+    None means the length of the compared runs. If the best rate is the first or last of `grid`, up
+    to `extend` further rates are tried at this end.
     """
 
     grid: list[float]
@@ -148,7 +148,7 @@ class Study:
 
     @property
     def unit(self) -> str:
-        """Unit of gaps; "" for logarithms and for metrics without a unit."""
+        """Unit of gaps; "" if the scale is "log" or the metric has no unit."""
         if self.scale == "log":
             return ""
         if self.metric == LR_SENSITIVITY:

@@ -37,7 +37,7 @@ TESTS: dict[str, tuple[str, Callable[..., float]]] = {
 class Goal:
     """The gap that a planned study must find, and the settings of its test.
 
-    `sides` is 1 or 2. `comparisons` is the number of tests for which alpha is corrected.
+    `sides` is 1 or 2. `comparisons` is the number of tests; alpha is divided by this number.
     """
 
     gap: float
@@ -55,8 +55,8 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
     has two seeds with a finite loss, or if all losses are equal.
 
     Returns:
-        The JSON object, and the standard deviation of loss differences between arms at equal seeds
-        (None with fewer than two arms or fewer than two seeds that all arms have).
+        The JSON object, and statistics of the loss differences between arms at equal seeds. These
+        are None with fewer than two arms, or with fewer than two seeds that all arms have.
     """
     comparison, _ = read(paths)
     first, *others = sorted(
@@ -122,12 +122,12 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 
 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
-    """Return entries of `diffllm power --json`: the seeds per arm that find goal.gap.
+    """Return how many seeds per arm a study needs, as entries of `diffllm power --json`.
 
-    Keys that begin with `seeds` give this number for the estimated standard deviation and for its
-    confidence limits. Keys with `too_few` give the probability that a pilot with as many seeds as
-    this pilot recommends too few seeds for goal.power. `design` is "paired" or "unpaired", and
-    `spread` the standard deviation between the seeds of the pilot.
+    Keys that begin with `seeds` contain the number for the estimated standard deviation and for
+    confidence limits of the standard deviation. `too_few` is the probability that a pilot of this
+    size recommends too few seeds for goal.power. `design` is "paired" or "unpaired". `spread` is
+    the standard deviation between the seeds of the pilot.
     """
     name, test = TESTS[design]
 

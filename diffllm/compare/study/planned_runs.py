@@ -112,9 +112,9 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
 
 @cache
 def only_init_seed_uses_seed(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
-    """Return whether no config key except model.init_seed interpolates the key `seed`.
+    """Return whether no config key except `model.init_seed` depends on the key `seed`.
 
-    The config of another seed is then a copy in which at most these two keys differ.
+    The configs of two seeds then differ at most in `seed` and `model.init_seed`.
     """
     plain = OmegaConf.to_container(
         config_of_arm(overrides, study_sets_lr), resolve=False, enum_to_str=True
@@ -130,9 +130,9 @@ def config_of_arm(overrides: tuple[str, ...], study_sets_lr: bool) -> DictConfig
 
 
 def read_mark(path: Path) -> str | None:
-    """Return `run.study` from the saved config of a run; None if the run has not started.
+    """Return `run.study` from the saved config of a run: the study's hash, the stage and the arm.
 
-    Raises CheckpointError if the saved config is damaged.
+    Return None if the run has not started. Raises CheckpointError if the config is damaged.
     """
     if not (path / "config.yaml").is_file():
         return None
@@ -166,9 +166,9 @@ def ended_loss(path: Path) -> float | None:
 def strayed(
     run_path: Path, saved: TrainConfig, planned: TrainConfig, ignored_keys: tuple[str, ...] = FREE
 ) -> str:
-    """Describe the differences between the saved and the planned config, outside `ignored_keys`.
+    """Describe the differences between the saved and the planned config, except `ignored_keys`.
 
-    Without differences, say that the config changed when the run was resumed; "" if it did not.
+    Without differences, return a note if the config changed during the run, otherwise "".
     """
     found = changes_to(saved, planned, ignored_keys)
     changes = {key: values for key, values in found.items() if key != "run.study"}
@@ -199,7 +199,7 @@ class ChosenRate:
 
 
 def rate_losses(out: Path) -> dict[str, float]:
-    """Return final losses of ended learning rate runs in `out` by name; infinite if diverged."""
+    """Return final losses of ended runs in the learning rate grid; infinite for diverged runs."""
     paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
     losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
     return {name: loss for name, loss in losses.items() if loss is not None}

@@ -1,4 +1,4 @@
-"""Read and write values.json: all values of a study's runs that its verdict uses.
+"""Read and write values.json: all measured values from which a study's verdict is computed.
 
 A verdict computed from values.json equals the verdict computed from the run directories.
 benchmarks/results/recompute.py also reads this file. The class `Values` describes the format.
@@ -49,13 +49,10 @@ class Texts:
 
 @dataclass(frozen=True)
 class RunValues:
-    """Values in values.json of a run that the rules of a study compare.
+    """A run in values.json that the rules of a study compare.
 
-    `facts`, `settings` and `texts` are indices into the lists of the same names in `Values`.
-    `tokens` and `values` are the metric's curve over training tokens. `nats` contains the summed
-    loss of each document. `reached` maps each target value of a log-rank rule to [tokens, 1], or to
-    [tokens, 0] if the run ended before the target. `positions`, `position_losses` and
-    `position_settings` are the fields of `PositionLosses`. Other fields are those of `StudyRun`.
+    Fields without an own docstring have the same meaning as in `StudyRun`. `facts`, `settings` and
+    `texts` are indices into the lists with the same names in `Values`.
     """
 
     name: str
@@ -72,9 +69,12 @@ class RunValues:
     settings: int
     tokens: list[int]
     values: list[float | None]
+    """The metric after each number of training tokens in `tokens`."""
     texts: int | None = None
     nats: list[float | None] | None = None
+    """Summed loss of each document."""
     reached: dict[str, list[float]] = field(default_factory=dict)
+    """[tokens, 1] for each target value of a log-rank rule; [tokens, 0] if it was not reached."""
     plugin_code: dict[str, str] = field(default_factory=dict)
     strayed: str = ""
     thin: str = ""
@@ -82,6 +82,7 @@ class RunValues:
     positions: list[float] | None = None
     position_losses: list[float | None] = field(default_factory=list)
     position_settings: str = ""
+    """`positions`, `position_losses` and `position_settings` are the fields of `PositionLosses`."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,16 @@ class RateValues:
 class Values:
     """Content of values.json: all measured values from which the verdict of a study is computed.
 
-    `format` is the version of the file format. `study` is the name of the study file, `sha256` the
-    hash of the study file, and `study_hash` the common hash of `sha256` and `digests`. `runs`
-    contains the runs that the rules compare. `facts`, `settings` and `texts` contain each distinct
-    value once; `runs` refers to them by index. `rates` contains the runs of the grid of learning
-    rates. `marks` and `digests` are the fields `rate_marks` and `digests` of `Evidence`.
+    `facts`, `settings` and `texts` contain each distinct value once; `runs` contains their indices.
     """
 
     format: int
     study: str
+    """Name of the study file."""
     sha256: str
+    """Hash of the study file."""
     study_hash: str
+    """Hash of `sha256` and `digests` together."""
     metric: str
     facts: list[Facts]
     settings: list[dict[str, str]]
@@ -114,8 +114,9 @@ class Values:
     runs: list[RunValues]
     rates: list[RateValues]
     marks: dict[str, str]
+    """The field `rate_marks` of `Evidence`."""
     digests: dict[str, str]
-    """In the order of the study."""
+    """The field `digests` of `Evidence`."""
 
 
 def values_text(study: Study, evidence: Evidence) -> str:
@@ -172,7 +173,7 @@ def plain(values: np.ndarray) -> list[float | None]:
 
 
 def as_lines(content: dict[str, Any]) -> str:
-    """Return `content` as JSON with one line per key, or per item if the value is a list."""
+    """Return `content` as JSON with one line per key and, in lists, one line per item."""
 
     def compact(value: Any) -> str:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""Statistical tests of the rules of a study: t tests, permutation tests and tests of divergence.
+"""Statistical tests of a study's rules: t tests, permutation tests and tests of diverged runs.
 
-Each rule has two sides. The side `showing` tests the rule's claim, and the side `refuting` tests
-the opposite claim.
+Each rule has two sets of p-values: `showing` for the rule's claim, and `refuting` for the opposite
+claim.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,18 +28,18 @@ BELOW, ABOVE = -1, 1
 
 @dataclass(frozen=True)
 class Side:
-    """P-values for the claim of a rule, or for the opposite claim; None without a test.
-
-    `p` belongs to the deciding test. If that is a t test, `exact` belongs to the exact permutation
-    test and `documents` to the bootstrap over documents and seeds. `diverged` is true if `p`
-    compares shares of diverged runs. Each p-value is already corrected for `tests` tests.
-    """
+    """P-values for the claim of a rule, or for the opposite claim; None for a missing test."""
 
     p: float | None = None
+    """P-value of the test that decides the rule."""
     exact: float | None = None
+    """P-value of the exact permutation test that accompanies a t test."""
     documents: float | None = None
+    """P-value of the bootstrap over documents and seeds."""
     diverged: bool = False
+    """Whether `p` compares shares of diverged runs."""
     tests: int = 1
+    """Number of tests for which all p-values are already corrected."""
 
 
 NEVER = Side(1.0, 1.0, 1.0)
@@ -49,30 +49,29 @@ NEVER = Side(1.0, 1.0, 1.0)
 class Tested:
     """A rule with its test results and, after `decide`, its verdict.
 
-    `outcome` compares the values of both arms over seeds. `gap` is None for log-rank rules, `times`
-    for other rules. `showing` and `refuting` contain the p-values of the tests for the claim and
-    for the opposite claim. `within` is the p-value of the
-    test that the gap is within the rule's margin. `documents` contains the lower and the upper
-    bound of the gap from the bootstrap over documents and seeds. `undocumented` names the runs
-    without losses of documents, if other runs have them: then there is no bootstrap. `chance` says
-    why accuracies near chance or near 1 cannot decide the rule, "" otherwise. `smallest` is the
-    smallest one-sided p that a permutation test can have with these seeds. `adjusted` contains the
-    p-values after Holm's correction, such as {"showing": 0.03}.
+    `showing` contains p-values for the claim, and `refuting` p-values for the opposite claim.
     """
 
     rule: Rule
     outcome: ArmComparison
     gap: Gap | None = None
+    """None for log-rank rules."""
     times: tuple[Times, Times] | None = None
+    """None except for log-rank rules."""
     showing: Side = Side()
     refuting: Side = Side()
     within: float | None = None
-    """For differences, the larger p of the t tests and the bootstrap."""
+    """P-value for a gap within the margin; for differences, the larger of t test and bootstrap."""
     documents: tuple[float, float] | None = None
+    """Lower and upper bound of the gap from the bootstrap over documents and seeds."""
     undocumented: Sequence[str] = ()
+    """Names of runs without losses per document; empty if no run has losses per document."""
     chance: str = ""
+    """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
     smallest: float = 1.0
+    """Smallest one-sided p that a permutation test can have with these seeds."""
     adjusted: dict[str, float | None] = field(default_factory=dict)
+    """P-values after Holm's correction, such as {"showing": 0.03}."""
     verdict: str = ""
     reason: str = ""
 
@@ -88,8 +87,8 @@ class Tested:
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        The bounds come from the t test. If the bootstrap over documents and seeds gives a wider
-        pair of bounds, return that pair. None if the gap has no standard error.
+        The bounds come from the t test, or from the bootstrap over documents and seeds if the
+        bootstrap interval is wider. None if the gap has no standard error.
         """
         if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
             return None
@@ -136,12 +135,12 @@ def t_tests(
     gap: Gap,
     drawn: DrawnGaps | None,
 ) -> dict[str, Any]:
-    """Return p-values of the claim and of the opposite claim, as keyword arguments of `Tested`.
+    """Return the fields `showing`, `refuting` and `within` of `Tested`.
 
     The tests are t tests, exact permutation tests and, if `drawn` is not None, the bootstrap.
 
     Args:
-        samples: values of both arms, (seeds,) each.
+        samples: values of the first and the second arm, each with shape (seeds,).
         drawn: gaps of the bootstrap over documents and seeds.
     """
 
@@ -169,8 +168,8 @@ def t_tests(
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
     """Combine two tests: each p-value is `factor` * choose(p of `first`, p of `second`), at most 1.
 
-    With max and factor 1, both alternatives must hold; with min and factor 2, at least one of them.
-    A p-value is None if it is None in `first` or `second`.
+    The alternative hypothesis becomes "both alternatives hold" with max and factor 1, and "at least
+    one holds" with min and factor 2. A p-value is None if it is None in `first` or `second`.
     """
 
     def of(a: float | None, b: float | None) -> float | None:
@@ -185,14 +184,14 @@ def combined(first: Side, second: Side, choose: Callable[..., float], factor: in
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
-    """Return whether the rule claims a gap BELOW or ABOVE its bound, and the bound."""
+    """Return BELOW or ABOVE, and the bound: the rule claims a gap on this side of the bound."""
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
 def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of each arm without diverged seeds, (seeds,) each.
+    """Return the finite values of each arm, with shape (seeds,), in the order of the seeds.
 
-    For a paired test, include only seeds that both arms have.
+    For a paired test, include only seeds for which both arms have finite values.
     """
     first, second = own.known, base.known
     if study.test == "paired":
@@ -235,9 +234,9 @@ def undocumented(*arms: StudyArm) -> list[str]:
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
-    """Return a reason if the accuracies of both arms are near 1 or not above chance, otherwise "".
+    """Describe a ceiling effect (both accuracies near 1) or floor effect (both at chance level).
 
-    The result is also "" for other metrics, and if all runs of an arm diverged.
+    Return "" without such an effect, for other metrics, and if all runs of an arm diverged.
     """
     chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
     if not chances or study.scale != "linear" or not (own.finite and base.finite):
@@ -256,12 +255,12 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 
 
 def with_divergence(tested: Tested, upwards: int) -> Tested:
-    """Change the p-values of a rule for diverged runs, which t tests ignore.
+    """Adjust the p-values of a rule for diverged runs, which t tests ignore.
 
-    An arm with a larger share of diverged runs is never shown to be better. If this share is
-    significantly larger (Fisher's test), the claim that this arm is better can be refuted. If all
-    runs of this arm and no run of the other arm diverged, the other arm can be shown to be better.
-    `upwards` is ABOVE if larger values of the metric are better, BELOW if smaller ones are, else 0.
+    An arm with a larger share of diverged runs is never shown to be better. If a test finds this
+    share significantly larger, the claim that this arm is better can be refuted. This test can
+    show that the other arm is better if all runs of one arm and no run of the other arm diverged.
+    `upwards` is ABOVE if larger metric values are better, BELOW if smaller are better, otherwise 0.
     """
     own, base = tested.outcome.own, tested.outcome.base
     if not own.diverged + base.diverged:
@@ -287,7 +286,7 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
 
 
 def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
-    """Adjust the tests of a rule about learning rate sensitivity for diverged runs of both arms.
+    """Adjust the p-values of a rule about learning rate sensitivity for diverged runs of both arms.
 
     An arm with a larger share of diverged runs is never shown to be less sensitive, because an arm
     that learns at no learning rate has a small sensitivity. The shares themselves are not tested,
@@ -304,10 +303,10 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
 
 
 def either(side: Side, divergence_p: float) -> Side:
-    """Choose between `side` and a test of diverged runs with the p-value `divergence_p`.
+    """Combine `side` with a test of diverged runs, whose p-value is `divergence_p`.
 
-    Return the test with the smaller p, with doubled p-values (Bonferroni for two tests), at most 1.
-    If side.p is None, return the test of diverged runs with the unchanged `divergence_p`.
+    Return the p-values of the test with the smaller p, doubled (Bonferroni) and at most 1. If
+    side.p is None, return `divergence_p` unchanged.
     """
     if side.p is None:
         return Side(divergence_p, divergence_p, divergence_p, diverged=True)

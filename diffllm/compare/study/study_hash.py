@@ -1,4 +1,4 @@
-"""The hash of a study: of its file, and of the configs of the runs that its rules compare.
+"""The hash of a study covers the study file and the configs of the runs that the rules compare.
 
 Each run saves the hash before its first step. A verdict recomputes the hash from the configs that
 the runs saved. A difference reveals mistakes, such as an edited study file, but not forgery.
@@ -56,6 +56,6 @@ def planned_digests(study: Study) -> dict[str, str]:
 
 
 def study_hash(study: Study, digests: Mapping[str, str]) -> str:
-    """Return the hash of a study file and of the config SHA-256 of each run, in study order."""
+    """Return a common hash of the study file and of `digests`, the config SHA-256 of each run."""
     lines = [study.hash, *(f"{digest} {name}" for name, digest in digests.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

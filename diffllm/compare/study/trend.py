@@ -1,4 +1,4 @@
-"""Trend rules: slopes of two arms' metric over tokens, positions or parameters."""
+"""Trend rules compare slopes of two arms: of the metric over tokens, positions or parameters."""
 
 import math
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ Curves = dict[int, np.ndarray | None]
 
 
 class Sides(NamedTuple):
-    """Values of two arms at the same points `x`, (n,): tokens, positions or parameters.
+    """Metric values of two arms at the same n token counts, positions or parameter counts `x`.
 
-    `own` and `base` map each seed to its values, (n,), or to None if the seed diverged.
+    `own` and `base` map each seed to an array of n values, or to None if the seed diverged.
     """
 
     x: np.ndarray
@@ -42,8 +42,8 @@ def arms_of_rule(
 ) -> tuple[StudyArm, StudyArm]:
     """Return the two arms that a rule compares.
 
-    For a trend rule, the value of each seed is replaced by a slope: the slope of the metric over
-    tokens, positions or parameters. Raises ConfigError if the runs have too few common points.
+    For a trend rule, the value of each seed is the slope of the metric over tokens, positions or
+    parameters. Raises ConfigError if the runs have fewer than FEWEST_POINTS common points.
     """
     own, base = arms[rule.arm], arms[rule.against]
     if rule.kind != "trend":
@@ -74,10 +74,10 @@ def sides(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 
 
 def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
-    """Return the final metric of two arms at several model sizes.
+    """Return the metric of two arms at several model sizes.
 
-    At each size, `x` is the geometric mean of both arms' parameters. Only seeds that ended at every
-    size are included.
+    For each size, `x` contains the geometric mean of both arms' parameter counts. A seed is
+    included only if its runs ended at every size.
     """
     named = {name: arms[name] for pair in rule.pairs for name in pair}
     parameters = {name: parameters_of(arm) for name, arm in named.items() if arm.runs}

@@ -1,4 +1,4 @@
-"""Data of trend rules: losses by position, and checks before the first run."""
+"""Read the losses by position for trend rules, and check trend rules before the first run."""
 
 import json
 import shlex
@@ -19,18 +19,17 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 
 
 class PositionLosses(NamedTuple):
-    """Losses by position in the document, from `diffllm evaluate tasks=[position]`.
+    """Mean losses of token positions, measured by `diffllm evaluate tasks=[position]`.
 
-    `positions` contains the first position of each octave (1, 2, 4, ...), (n,), and `losses` the
-    mean loss of each octave in nats per token, (n,). `settings` is JSON that identifies the
-    evaluated documents, the corpus and the tokenizer; `settings` must be equal across runs.
+    The positions in the document are grouped into n octaves, which start at 1, 2, 4, ...
     """
 
     positions: np.ndarray
-    """From 1 on: position 0 has no logarithm."""
+    """First position of each octave, shape (n,). Position 0 is omitted: it has no logarithm."""
     losses: np.ndarray
-    """NaN if not finite."""
+    """Mean loss of each octave in nats per token, shape (n,); NaN if the loss is not finite."""
     settings: str
+    """JSON that identifies the documents, corpus and tokenizer. It must be equal for all runs."""
 
 
 def needs_positions(study: Study, arm: str) -> bool:
@@ -40,7 +39,7 @@ def needs_positions(study: Study, arm: str) -> bool:
 def position_losses(run: Run) -> PositionLosses:
     """Read the losses by position that `diffllm evaluate` measured at the last step of a run.
 
-    Raises ConfigError if the evaluation `position` of this step is missing or damaged.
+    Raises ConfigError if the results of the task `position` at this step are missing or damaged.
     """
     problems: dict[str, list[str]] = {}
     results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
@@ -62,7 +61,7 @@ def position_losses(run: Run) -> PositionLosses:
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if a trend rule will have too few evaluations or invalid model sizes."""
+    """Raise ConfigError if a trend over tokens has too few evaluations or `check_sizes` fails."""
     for rule in study.rules:
         if rule.over == PARAMETERS:
             check_sizes(rule, {arm: totals(configs[arm].model)["params"] for arm in configs})
@@ -84,10 +83,10 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError if the model sizes of a trend rule over parameters are invalid.
+    """Raise ConfigError unless `rule.arm` and its smaller versions all differ in size.
 
-    The rule's arm `arm` must be larger than its smaller versions, which must differ in size. The
-    same holds for `against`. `parameters` maps each arm to its number of parameters.
+    `rule.arm` must be the largest. `rule.against` and its smaller versions must satisfy the same
+    conditions. `parameters` maps each arm to its number of parameters.
     """
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]

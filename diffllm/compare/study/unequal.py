@@ -14,10 +14,11 @@ Values = Mapping[str, Any]
 
 
 class Condition(NamedTuple):
-    """Keys whose values must be equal in all arms, up to a relative tolerance."""
+    """The requirement that each key in `keys` has the same value in all arms of a study."""
 
     keys: tuple[str, ...]
     tolerance: float = 0.0
+    """Largest allowed relative difference between numbers."""
 
 
 CONDITIONS = {
@@ -47,9 +48,9 @@ UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
 def settings_of(config: Values) -> dict[str, str]:
-    """Return the settings that must be equal in all arms, as a map from config key to text.
+    """Return {config key: formatted value} for the settings that must be equal in all arms.
 
-    The result also contains the number of training tokens, with the key "tokens".
+    The result also contains the key "tokens" for the number of training tokens.
     """
     keys = [key for condition in CONDITIONS.values() for key in condition.keys]
     tokens = config["steps"] * config["global_batch_size"] * config["seq_len"]
@@ -62,11 +63,11 @@ def settings_of(config: Values) -> dict[str, str]:
 
 
 def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) -> list[str]:
-    """Return one message for each condition that differs between arms although not declared.
+    """Return one message for each condition that the arms violate and that is not in `declared`.
 
     Args:
-        arms: settings and run.json entries of each run, by name of the arm.
-        declared: conditions that may differ (key `unequal` of the study file), such as "batch".
+        arms: for each arm, the settings and run.json entries of each of its runs.
+        declared: conditions that the study file lists under `unequal`, such as "batch".
     """
     placed = [(arm, values) for arm, runs in arms.items() for values in runs]
     settled = {
@@ -88,11 +89,10 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
 
 
 def differing(key: str, runs: list[tuple[str, Values]], tolerance: float) -> str:
-    """Describe how a setting differs between arms; "" if all known values are equal.
+    """Describe how the values of `key` differ between arms, or return "" if they are equal.
 
-    Example: "optim.beta2: 0.95 in arm_a; 0.99 in arm_b". `runs` contains the arm and the settings
-    of each run. Numbers count as equal if the largest exceeds the smallest by at most the fraction
-    `tolerance`.
+    Example: "optim.beta2: 0.95 in arm_a; 0.99 in arm_b". `runs` contains (arm, settings) of each
+    run; runs without `key` are ignored. Numbers are equal if max / min - 1 <= `tolerance`.
     """
     known = [(arm, values[key]) for arm, values in runs if key in values]
     numbers = [value for _, value in known if isinstance(value, int | float)]

@@ -1,4 +1,4 @@
-"""The verdict of a study: the result of its rules for its ended runs."""
+"""Compute the verdict of a study: apply the rules of the study to its ended runs."""
 
 import shlex
 from dataclasses import dataclass
@@ -22,22 +22,20 @@ FACTS = ("corpus", "python", "torch", "device", "ranks", "code", "compute_dtype"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a study, its reasons, and the results from which it was computed.
-
-    If `verdict` is "exploratory", `would_be` is the verdict without this restriction; otherwise
-    both are equal. `tested` has one entry per rule. `choices` contains the chosen learning rate of
-    each arm, and is empty unless the study has the key `lr`. `equal` contains the loss gaps at
-    equal tokens, parameters and FLOPs.
-    """
+    """The verdict of a study, the reasons for the verdict, and the underlying results."""
 
     study: Study
     verdict: str
     would_be: str
+    """The verdict if the study were not exploratory; equal to `verdict` for other studies."""
     reasons: list[str]
     tested: list[Tested]
+    """One test result per rule."""
     arms: list[StudyArm]
     choices: list[ChosenRate]
+    """The chosen learning rate of each arm; empty unless the study has the key `lr`."""
     equal: list[EqualGaps]
+    """Loss gaps between arms at equal tokens, parameters and FLOPs."""
     evidence: Evidence
 
     def numbers(self) -> dict[str, Any]:
@@ -69,7 +67,7 @@ class Verdict:
 
 
 def judge(study: Study, out: Path) -> Verdict:
-    """Return the verdict of a study from the ended runs in `out`.
+    """Return the verdict of a study from the ended runs in the directory `out`.
 
     Raises ConfigError if no run has ended.
     """
@@ -81,7 +79,7 @@ def judge(study: Study, out: Path) -> Verdict:
 
 
 def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
-    """Return the verdict of a study from the values of at least one ended run."""
+    """Return the verdict of a study; `evidence` must contain at least one ended run."""
     choices = evidence.choices(study)
     arms = evidence.arms(study, choices)
     by_name = {arm.name: arm for arm in arms}

@@ -64,7 +64,7 @@ def verdict_headline(found: Verdict) -> str:
 
 
 def verdict_sentence(found: Verdict) -> str:
-    """Return a sentence with the result of the first rule and the model sizes of its arms."""
+    """Return text with the result of the first rule and the sizes of the two compared models."""
     tested, arms = found.tested[0], found.numbers()["arms"]
     own, base = (
         [compact(arms[name][fact]) for fact in ("parameters", "flops_per_token")]
@@ -126,9 +126,9 @@ def arms_table(found: Verdict) -> Table:
 
 
 def power_words(study: Study) -> str:
-    """Return a sentence about the probability that the study finds the gap stated in its file.
+    """Return a sentence with the statistical power of a study for the gap in the study file.
 
-    If the probability is unknown, the sentence says why.
+    If the power cannot be computed, the sentence says why.
     """
     if study.power is None:
         return "The study file states no power."
@@ -255,7 +255,7 @@ def origin(numbers: dict[str, Any]) -> str:
 
 
 def equal_lines(found: Verdict) -> list[str]:
-    """Return the Markdown lines of the table of loss gaps; empty if there are no loss gaps."""
+    """Return a Markdown table of `found.equal` with notes; [] if `found.equal` is empty."""
     if not found.equal:
         return []
     return [

@@ -1,7 +1,7 @@
 """Run the jobs of a sweep with submitit: as SLURM jobs, or in parallel on this machine.
 
-`hydra/launcher=submitit_slurm` and `hydra.launcher.*` have the same meaning as in Hydra. Hydra's
-launcher is not used, because it abandons all runs after one killed job and restarts finished runs.
+The options hydra/launcher=submitit_slurm and hydra.launcher.* have the same meaning as in Hydra.
+Hydra's own launcher is not used: it restarts finished runs, and one killed job ends the sweep.
 """
 
 import importlib.util
@@ -31,25 +31,24 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 @dataclass
 class ClusterLauncher:
-    """Submits the jobs of a sweep with submitit, to SLURM or as processes on this machine.
-
-    `kind` is "slurm" or "local". `words` contains the overrides of hydra/launcher and
-    hydra.launcher.*, and `settings` the launcher's config with these overrides.
-    """
+    """Submits the jobs of a sweep with submitit, to SLURM or as processes on this machine."""
 
     kind: str
+    """"slurm" or "local"."""
     words: list[str]
+    """Overrides of hydra/launcher and hydra.launcher.*."""
     settings: dict[str, Any]
+    """Values of hydra.launcher.* after these overrides."""
 
     @classmethod
     def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
-        """Return the launcher that hydra/launcher selects; None for hydra/launcher=basic.
+        """Return the launcher that the override hydra/launcher selects.
 
-        Raises ConfigError for invalid settings.
+        Return None for hydra/launcher=basic, the default. Raises ConfigError for invalid settings.
 
         Args:
             words: overrides of hydra/launcher and hydra.launcher.*.
-            ranks: world size of this process, which must be 1 unless the launcher is basic.
+            ranks: current world size; a submitit launcher requires 1.
             sweep: the override run.sweep=<name>.
         """
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
@@ -87,7 +86,7 @@ class ClusterLauncher:
         SIGINT or SIGTERM stops the jobs on this machine; SLURM jobs remain in the queue.
 
         Returns:
-            The number of the received signal (0 for none), and how each job ended, by job name.
+            The number of the received signal (0 for none), and {job name: how the job ended}.
         """
         stay = "the jobs stay in the queue; the same command waits for them"
         with Stops(stay if self.kind == "slurm" else "stopping") as stops:
@@ -168,7 +167,8 @@ class ClusterLauncher:
 def first_failed(endings: list[Ending]) -> Ending:
     """Choose the result of a job from the results of its ranks.
 
-    Prefer the earliest failure with a message, then the earliest other failure, then rank 0.
+    Return the earliest failure with a message, or else the earliest failure without a message. If
+    no rank failed, return the result of rank 0.
     """
     failed = [ending for ending in endings if ending.state == "failed"]
     return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
@@ -184,9 +184,9 @@ def why(error: Exception) -> str:
 
 
 def in_queue(job_id: str) -> bool:
-    """Return whether squeue lists a job.
+    """Return whether a job is in SLURM's queue.
 
-    Raises ConfigError if squeue fails, because submitting the job again could start a run twice.
+    Raises ConfigError if squeue fails. Returning False could then start the same run twice.
     """
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:

@@ -1,4 +1,4 @@
-"""The command of a sweep: plan all runs, start them, and compare the results."""
+"""The command `train.py -m`: plan the runs of a sweep, start them, and compare the results."""
 
 import math
 import os
@@ -20,14 +20,14 @@ Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
 def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
-    """Run every combination of swept values that has not ended, and print the result of every run.
+    """Execute all unfinished runs of the sweep with the overrides `words`, and print the results.
 
-    All configs are checked first. A failed run does not stop the remaining runs. The override
-    run.sweep=<name> resumes an earlier sweep.
-    If a config is invalid, raise ConfigError without starting runs or changing files.
+    A sweep has one run per combination of swept values. The override run.sweep=<name> resumes an
+    earlier sweep. A failed run does not stop the remaining runs. Raises ConfigError before any run
+    starts if a config is invalid.
 
     Returns:
-        0 if every run has ended, 128 + n after signal n, else 1.
+        The exit status: 0 if all runs are finished, 128 + n after signal n, else 1.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -66,9 +66,9 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
 
 
 def join_ranks() -> World:
-    """Connect to the other processes of torchrun, if any, and return rank and world size.
+    """Join the process group of torchrun, if any, and return the rank and world size.
 
-    Also set environment variables that the processes of all runs inherit, such as PYTHONPATH.
+    Also set environment variables for the child processes of all runs, such as PYTHONPATH.
     """
     os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
@@ -140,7 +140,7 @@ def loss_words(summary: dict[str, Any]) -> str:
 
 
 def write_comparison(directory: Path) -> None:
-    """Print the comparison of a sweep's runs and write its report; errors are only printed."""
+    """Print a comparison of a sweep's runs and write it to files; print errors, never raise."""
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read

@@ -1,6 +1,6 @@
 """Runs of a sweep as child processes.
 
-This module has few imports, because each task of a cluster loads it.
+This module has few imports, because every rank of a cluster job loads it.
 """
 
 import contextlib
@@ -32,34 +32,33 @@ ERROR = re.compile(
 
 
 class Ending(NamedTuple):
-    """How a run of a sweep ended.
-
-    `state` is "finished", "stopped" (with a checkpoint), "failed", "stays" (in SLURM's queue) or
-    "not started". `at` is the time in seconds since the epoch. `silent` is true if the run failed
-    without a message.
-    """
+    """How a run of a sweep ended."""
 
     state: str
+    """"finished", "stopped", "failed", "stays" (the job is in SLURM's queue) or "not started"."""
     reason: str = ""
+
     at: float = 0.0
+    """Time of the end in seconds since the Unix epoch."""
     silent: bool = False
+    """Whether the run failed without an error message."""
 
 
 @dataclass
 class Job:
-    """A run of a sweep: run `number` (from 1 on) of `total` runs.
-
-    `path` is the run directory, `steps` the planned number of steps, and `words` are the arguments
-    of `diffllm train`. `finished` is true if the run had ended before the sweep started.
-    """
+    """A planned run of a sweep that has `total` runs."""
 
     number: int
+    """Number of the run in the sweep, from 1 to `total`."""
     total: int
     name: str
     path: str
+
     steps: int
     words: list[str]
+    """Arguments of `diffllm train`."""
     finished: bool
+    """Whether the run had ended before this start of the sweep."""
 
     @property
     def log(self) -> Path:
@@ -111,9 +110,9 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Send the signal `number` to the run.
+        """Send the signal `number` to the child process.
 
-        The first signal makes the run save a checkpoint and stop; a second SIGINT stops it at once.
+        The first signal makes the run save a checkpoint and stop. A second SIGINT aborts the run.
         """
         self.child.send_signal(number)
         self.signalled = True
@@ -144,7 +143,7 @@ class JobProcess:
 
 
 class ClusterTask:
-    """Callable that submitit executes on each rank of a job."""
+    """Callable that executes a run; submitit calls it on each rank of a cluster job."""
 
     process: JobProcess | None = None
 
@@ -160,9 +159,9 @@ class ClusterTask:
         return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
-        """Stop the run, which saves a checkpoint, and return the submission that resumes the run.
+        """Let the run save a checkpoint and stop; return a submitit job that resumes the run.
 
-        submitit calls this method before preemption or a timeout, and queues the submission.
+        submitit calls this method before preemption or a timeout, and queues the returned job.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -174,9 +173,9 @@ class ClusterTask:
 
 
 class Stops:
-    """Context manager that records SIGINT and SIGTERM, and forwards them to the active run.
+    """Context manager that records SIGINT and SIGTERM and forwards them to the child process.
 
-    If no run is active, SIGINT prints the constructor argument `message`.
+    `Stops.run` starts the child process. While no child process runs, SIGINT prints `message`.
     """
 
     def __init__(self, message: str = "stopping") -> None:
@@ -211,9 +210,10 @@ class Stops:
 
 
 def path_for_jobs() -> str:
-    """Return a PYTHONPATH with which child processes import the same modules as this process.
+    """Return the PYTHONPATH that lets child processes import the same modules as this process.
 
-    The entries are the directory that contains diffllm/, sys.path[0], and the inherited entries.
+    It contains the parent directory of the package diffllm unless that directory is site-packages,
+    then sys.path[0], then the current entries of PYTHONPATH.
     """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
@@ -223,9 +223,9 @@ def path_for_jobs() -> str:
 
 
 def tie_to_parent() -> None:
-    """Make this process receive SIGTERM when its parent dies, and ignore SIGUSR2.
+    """Make this process ignore SIGUSR2 and, on Linux, receive SIGTERM when its parent dies.
 
-    A scheduler may send SIGUSR2 to all processes of a job.
+    SIGUSR2 is ignored because a scheduler may send this signal to all processes of a job.
     """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:

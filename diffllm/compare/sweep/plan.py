@@ -1,4 +1,4 @@
-"""Plan the runs of a sweep, and check them against the existing runs of its directory."""
+"""Plan the runs of a sweep, and compare their configs with existing runs of the same sweep."""
 
 import hashlib
 import itertools
@@ -32,7 +32,7 @@ LONGEST = 40
 
 
 def experiment_words(words: list[str]) -> list[str]:
-    """Return the swept values of the chosen experiment (hydra.sweeper.params) as overrides."""
+    """Return the hydra.sweeper.params of the chosen experiment's YAML file, as overrides."""
     chosen = [word for word in words if word.startswith("experiment=")]
     with hydra():
         try:
@@ -48,12 +48,12 @@ def experiment_words(words: list[str]) -> list[str]:
 
 
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
-    """Separate overrides of runs from overrides of the launcher.
+    """Separate the overrides of the runs from the overrides of the Hydra launcher.
 
-    Raises ConfigError for an invalid override, and for a key that a sweep sets itself.
+    Raises ConfigError for invalid overrides and for keys that a sweep forbids, such as run.name.
 
     Returns:
-        The parsed overrides of runs, the last one of each key, and the launcher's overrides.
+        The parsed run overrides (the last override per key), and the launcher overrides as text.
     """
     with hydra() as loader:  # glob(...) reads the loader.
         try:
@@ -100,9 +100,9 @@ def split_values(override: Override) -> list[str]:
 
 
 def name_run(cfg: TrainConfig, keys: list[str]) -> str:
-    """Return the name of a run, made from the config values of `keys`: "diff_v1-lr0.001-seed0".
+    """Return a run name composed of the values of `keys`, such as "diff_v1-lr0.001-seed0".
 
-    Different values give different names. Two spellings of a value (0.1, 1e-1) give the same name.
+    Different values give different names. The values 0.1 and 1e-1 give the same name.
     """
     labels, parts = short_labels(keys), []
     for key in keys:
@@ -114,7 +114,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the value of a config key, for an enum member its name; None if the key is missing."""
+    """Return the value of a config key (enum members as names), or None if the key is missing."""
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -145,10 +145,10 @@ def label_value(label: str, value: Any) -> str:
 
 
 class SweepDirectory:
-    """The locked directory of a sweep or study, and its record sweep.json.
+    """The directory of a sweep or study, and the contents of the file sweep.json as `record`.
 
-    sweep.json contains the keys that name the runs, the values of these keys for each run as
-    overrides, and the ids of SLURM jobs.
+    record["keys"] contains the keys whose values form the run names. By run name, record["runs"]
+    contains the overrides of these keys, and record["jobs"] the SLURM job ids.
     """
 
     def __init__(self, path: Path, kind: str = "sweep"):
@@ -174,12 +174,12 @@ class SweepDirectory:
 def plan_sweep(
     overrides: list[Override], world_size: int
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
-    """Check the configs of all runs and lock the sweep's directory.
+    """Check the configs of all runs, lock the directory of the sweep and update sweep.json.
 
-    Raises ConfigError if a config is invalid, or if existing runs do not match.
+    Raises ConfigError if a config is invalid or contradicts the config of an existing run.
 
     Returns:
-        The directory, and the keyword arguments of `Job` for each run.
+        The locked directory, and for each run the keyword arguments of `Job`.
     """
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}
@@ -224,9 +224,9 @@ def plan_sweep(
 
 
 def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list[str]) -> list[str]:
-    """Return the keys that name the runs: the keys in sweep.json, then all other swept keys.
+    """Return the keys whose values form the run names: those in sweep.json, then new swept keys.
 
-    Raises ConfigError if a key in sweep.json has no override.
+    Raises ConfigError if `all_keys`, the keys of all overrides, lacks a key in sweep.json.
     """
     keys = directory.record["keys"] or []
     if not {*keys} <= {*all_keys}:
@@ -235,7 +235,7 @@ def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list
 
 
 def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return the saved config of each started run, by run name; damaged runs are omitted."""
+    """Return {run name: saved config} for the started runs, without damaged runs."""
     begun = {}
     for name in directory.record["runs"]:
         with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
@@ -244,9 +244,9 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
 
 
 def check_queue(job_ids: dict[str, str]) -> None:
-    """Raise ConfigError if a run that a new swept key renames is in SLURM's queue.
+    """Raise ConfigError if a job in `job_ids` is in SLURM's queue, so its run cannot be renamed.
 
-    `job_ids` maps the names of these runs to the ids of their SLURM jobs.
+    `job_ids` maps the names of the runs to the ids of their SLURM jobs.
     """
     from diffllm.compare.sweep.cluster import in_queue
 
@@ -257,7 +257,7 @@ def check_queue(job_ids: dict[str, str]) -> None:
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
-    """Return overrides that set `keys` to their values in `cfg`; omit keys that are None."""
+    """Return overrides that set `keys` to their values in `cfg`; omit keys with value None."""
     values = {key: value for key in keys if (value := value_of(cfg, key)) is not None}
     return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
 

@@ -65,10 +65,10 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encodes parts of a corpus to token shards in the directory `partial`.
+    """Encodes parts of a corpus to token shards in the subdirectory "tokens" of `partial`.
 
-    If `cut` is true, the corpus is a single document, cut into pieces, and its last part contains
-    all held-out pieces. Otherwise, documents whose hash is below `heldout_below` are held out.
+    Documents whose hash is below `heldout_below` are held out. If `cut` is true, the parts contain
+    pieces of a single document instead, and all pieces of the last part are held out.
     """
 
     corpus: Corpus
@@ -84,8 +84,8 @@ class Encoding:
     def is_done(self, number: int) -> bool:
         """Return whether corpus part `number` is already encoded.
 
-        Returns False if a file of the part is missing or incomplete, or if `heldout_below` has
-        changed since then and now holds out other documents of the part.
+        Returns False if a file of the part is missing or incomplete. Also returns False if the part
+        was encoded with another `heldout_below` and may now have other held-out documents.
         """
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
@@ -109,10 +109,10 @@ class Encoding:
         counts.state[number] = DONE
 
     def encode(self, number: int, counts: Counts, threads: int) -> None:
-        """Encode corpus part `number` to token shards, then write its record.
+        """Encode corpus part `number` to token shards, then write the JSON record of this part.
 
         Shards of earlier attempts are overwritten. The tokenizer uses `threads` threads. Progress
-        is added to `counts`.
+        of this part is added to `counts`.
         """
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of tokenizers per process
         # Never "true": a process that is forked later would inherit this setting and wait forever
@@ -165,9 +165,9 @@ class Encoding:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Encode documents to token ids, and append an EOS to each document.
 
-        Returns the token ids of each document, and the lengths of the document's sections in
-        tokens. Sections are alternately context and predicted text, and are encoded separately.
-        The second list is empty if the corpus has no prompts.
+        Returns two lists with one entry per document: the token ids, and the token counts of the
+        document's sections. Sections are alternately context and predicted text, and are
+        encoded separately. The second list is empty if the corpus has no prompts.
         """
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
@@ -189,10 +189,9 @@ def record_path(partial: Path, number: int) -> Path:
 
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents of a corpus part in batches of limited size.
+    """Yield pairs (batch of documents, number of blank documents skipped since the previous batch).
 
-    Yields pairs (documents, number of blank documents that were skipped since the last batch).
-    Raises DataError for an unreadable part or a text that UTF-8 cannot encode.
+    Raises DataError if the part is unreadable, or if UTF-8 cannot encode a document.
     """
     batch: list[Document] = []
     empty = size = 0
@@ -216,7 +215,7 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
     """Return a hash of each document, (n,) int64: the first 8 bytes of the SHA-256, minus 2**63.
 
-    Prompt and text of a document are joined by zero bytes before hashing.
+    The hashed content is all prompt pieces and the text of the document, joined by zero bytes.
     """
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
@@ -224,14 +223,14 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 
 
 def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Choose training documents to hold out, until the held-out split has its minimum size.
+    """Choose training documents to hold out, so that the held-out split reaches its minimum size.
 
-    The minimum is LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Returns the chosen rows of
-    `training`, (k, 3), which have the lowest hashes, in ascending order; rows with equal hashes are
-    merged. Returns all rows if they do not reach the minimum.
+    The minimum is LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Documents with the lowest
+    hashes are chosen first; if all documents are too few, all are chosen. Returns an array like
+    `training`, (k, 3), with one row per chosen hash, in ascending order.
 
     Args:
-        training: (n, 3) int64, columns: document hash, and its numbers of documents and tokens.
+        training: (n, 3) int64, columns: hash, number of documents with this hash, their tokens.
         held: (2,) int64, numbers of documents and tokens that are already held out.
     """
     hashes, places = np.unique(training[:, 0], return_inverse=True)
@@ -243,10 +242,10 @@ def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the loss mask of concatenated documents, (tokens,) bool: True for predicted tokens.
+    """Return the loss mask of concatenated documents: (tokens,) bool, True for predicted tokens.
 
-    `sizes[i]` contains the lengths in tokens of the sections of document i, which are alternately
-    context and predicted text.
+    `sizes[i]` contains the lengths in tokens of the sections of document i. The first section is
+    context, the second is predicted text, and so on alternately.
     """
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)

@@ -54,12 +54,12 @@ TRAINING: dict[str, Any] = {
 
 
 def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
-    """Return the token shards of a corpus; prepare the shards first if the cache lacks them.
+    """Return the token shards that `cfg` describes; create missing shards first.
 
-    Several processes may call this function at once: one prepares, the others wait. Call this
-    function before process groups exist, because preparation can exceed their timeout. Raises
-    ConfigError for an invalid config, DataError for an unusable corpus, tokenizer or cache
-    directory.
+    Several processes may call this function at once: one process creates the shards, the others
+    wait. Call this function before process groups exist, because preparation can exceed the timeout
+    of a group. Raises ConfigError for an invalid config, and DataError for an unusable corpus,
+    tokenizer or cache directory.
     """
     cfg.validate()
     how = how or PrepareConfig()
@@ -78,8 +78,8 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
 def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
     """Prepare all sources of a mixture with one tokenizer.
 
-    If data.tokenizer is null, a tokenizer is trained on an equal number of bytes from each text
-    source, independent of the weights.
+    If data.tokenizer is null, a tokenizer is trained on the same number of bytes from each text
+    source. The mixture weights do not affect this training.
     """
     each = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
     texts = {
@@ -136,12 +136,12 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Cut the document of a one-document corpus into training pieces and held-out pieces.
+    """Cut the text of a one-document corpus into training pieces and held-out pieces.
 
     Returns a corpus with these pieces, or None if `corpus` has prompts or several distinct
-    documents. The held-out pieces are spread evenly over the text and have about `fraction` of its
-    length, or more to reach the minimum size of the held-out split. Raises DataError if the corpus
-    has no text, if it has several documents that are all equal, or if no text is left for training.
+    documents. The held-out pieces are spread evenly over the text. Together they contain about
+    `fraction` of the text, or more if the held-out split needs more for its minimum size. Raises
+    DataError for a corpus without text, with several equal documents only, or too short to cut.
     """
     too_few = DataError(
         "the corpus has fewer than two distinct documents, so none can be held out; "
@@ -170,11 +170,11 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
 
 
 def held_out_borders(text: str, fraction: float) -> list[int]:
-    """Return the start and the end of each held-out piece of a text, as character positions.
+    """Return the borders of the held-out pieces of a text, as ascending character positions.
 
-    The positions ascend: start, end, start, end, ..., start. The last piece extends to the end of
-    the text, so its end is omitted. At most LEAST_DOCUMENTS pieces, whose ends are spread evenly
-    over the text, have about `fraction` of the characters.
+    The list contains start and end of each piece: start, end, start, end, ..., start. The last end
+    is omitted, because the last piece extends to the end of the text. At most LEAST_DOCUMENTS
+    pieces end at even distances in the text. Together they contain about `fraction` of the text.
     """
     end = len(text.rstrip())
     number = min(LEAST_DOCUMENTS, max(1, int(fraction * end) // PIECE))
@@ -194,7 +194,8 @@ def held_out_borders(text: str, fraction: float) -> list[int]:
 def beginning_of_line(text: str, earliest: int, latest: int) -> int:
     """Return the last position in (earliest, latest] at which a line of `text` starts.
 
-    If the range has no start of a line, return the last start of a word, or else `latest`.
+    If no line starts in this range, return the last position in the range at which a word starts.
+    If no word starts there either, return `latest`.
     """
     cuts = (text.rfind(mark, max(0, earliest), latest) + 1 for mark in "\n ")
     return next((cut for cut in cuts if cut), latest)
@@ -207,10 +208,10 @@ def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:
 def build_tokenizer(
     cfg: DataConfig, sample: Iterator[str], path: Path, corpora: Sequence[Corpus]
 ) -> None:
-    """Train a tokenizer on the texts `sample` and save the model to `path`, unless `path` exists.
+    """Train a tokenizer on the texts `sample` and save the model to `path`.
 
-    `corpora` are the corpora that contain these texts. Raises DataError if the content of one of
-    these corpora changes during training.
+    An existing tokenizer is not trained again. `corpora` are the corpora that contain the texts.
+    Raises DataError if the content of one of these corpora changes during training.
     """
     say = partial(to_stderr, f"training the tokenizer {path}")
 
@@ -257,8 +258,8 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
 def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
     """Yield short texts from a corpus, about `sample_bytes` in total, to train a tokenizer.
 
-    The texts are spread evenly over the corpus. At most MOST_SAMPLED parts are read, and of a large
-    part only the beginning.
+    The texts are spread evenly over the corpus. At most MOST_SAMPLED parts of the corpus are read.
+    Only the beginning of a large part is read.
     """
     number = min(len(corpus.parts), MOST_SAMPLED)
     parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]

@@ -1,7 +1,7 @@
 """Encode all parts of a corpus into one directory of token shards.
 
-Until all parts are finished, their shards are in a ".partial-" directory with one record per
-finished part. A later start skips the parts that have a record.
+Until all parts are encoded, the shards are in a directory with ".partial-" in its name, next to
+one record per encoded part. A restarted preparation skips the parts that have a record.
 """
 
 import math
@@ -40,8 +40,8 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 class TokensJob:
     """Encodes a corpus to token shards in the new directory `final`.
 
-    If `cut` is true, the corpus is a single document, cut into pieces, and its last part contains
-    all held-out pieces. Otherwise, about `heldout_fraction` of the documents are held out.
+    About `heldout_fraction` of the documents are held out. If `cut` is true, the corpus parts
+    contain pieces of a single document instead, and all pieces of the last part are held out.
     """
 
     corpus: Corpus
@@ -156,12 +156,13 @@ class TokensJob:
 
 
 def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
-    """Return the limit of the held-out split: documents with a hash below the limit are held out.
+    """Return the hash limit of the held-out split: documents with a lower hash are held out.
 
-    `records` are the records of all parts, encoded with the limit `below`. If this limit leaves a
-    split empty, the limit moves until one distinct document is in this split. If the held-out split
-    is below its minimum size, the limit rises until the minimum or LARGEST_SHARE of the corpus is
-    reached. Otherwise, return `below`. Raises DataError for fewer than two distinct documents.
+    `records` are the records of all parts, which were encoded with the limit `below`. If `below`
+    leaves the training or the held-out split empty, the new limit puts one distinct document there.
+    If the held-out split is below its minimum size, the limit rises until the split has this size;
+    at most LARGEST_SHARE of the corpus is held out for this purpose. Otherwise, returns `below`.
+    Raises DataError if the corpus has fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)

@@ -38,7 +38,7 @@ class PrepareConfig:
 
 
 class Counts:
-    """Text bytes, tokens and state (0: waiting, READING, DONE) of each part, in shared memory."""
+    """Shared-memory arrays per part: text bytes, tokens, state (0: waiting, READING or DONE)."""
 
     def __init__(self, parts: int) -> None:
         self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
@@ -53,9 +53,9 @@ def work_through(
 ) -> None:
     """Call `do(number)` for all `numbers` in worker processes, and `tick()` once per minute.
 
-    Workers are forked, and all workers have ended when this function returns or raises. Raises the
-    first error of a worker. Raises DataError if a worker is killed; the message then names the
-    files in progress, which `reading()` must return.
+    Workers are forked. All workers have ended when this function returns or raises. Raises the
+    first error of a worker. If a worker is killed, raises DataError with the names of the files in
+    progress, which `reading()` returns.
     """
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
@@ -103,7 +103,7 @@ def start_worker(do: Callable[[int], None], parent: int) -> None:
 def ignore_signals(*_: object) -> None:
     """Ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which only the main process handles.
 
-    The arguments are unused; PyTorch passes a number if this function initialises loader processes.
+    The arguments are unused: PyTorch passes the worker number to a `worker_init_fn`.
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -111,9 +111,9 @@ def ignore_signals(*_: object) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Context manager that blocks the signals which `ignore_signals` ignores.
+    """Block the signals of `ignore_signals` in the calling thread during a `with` block.
 
-    A process that starts in this context receives no such signal before calling `ignore_signals`.
+    A process that starts in this block receives no such signal before it calls `ignore_signals`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
@@ -131,9 +131,9 @@ def available_cores() -> int:
 
 
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
-    """Print progress, throughput, remaining time and the files in progress, `reading`, to stderr.
+    """Print progress, throughput, remaining time and files in progress (`reading`) to stderr.
 
-    `share` is the finished share of the corpus (0 to 1), `before` the share `seconds` ago.
+    The share `share` (0 to 1) of the corpus is finished now; `before` was finished `seconds` ago.
     """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "

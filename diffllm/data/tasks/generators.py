@@ -1,6 +1,7 @@
 """Built-in tasks: associative recall (mqar), needles in a haystack, many-shot classification (icl).
 
-Two tasks use invented words of four letters, such as "bako", which tokenizers split.
+The tasks needle and icl use invented words of four letters, such as "bako". Tokenizers usually
+split such a word into several tokens.
 """
 
 import random
@@ -59,8 +60,8 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
     """Return the words that Mqar uses: a tuple of keys, a tuple of values, a tuple of filler words.
 
-    Words of more than one token are removed from a tuple if at least 16 words remain. `count`
-    returns the number of tokens of a text.
+    A tuple contains only words that are one token. If fewer than 16 words of a kind are one token,
+    the tuple contains all words of this kind. `count` returns the number of tokens of a text.
     """
 
     def is_token(word: str) -> bool:
@@ -74,7 +75,7 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """A text with key-value pairs and filler; `asked` contains the indices of the queried pairs."""
+    """A text of key-value pairs and filler, its pairs, and the indices `asked` of queried pairs."""
 
     context: str
     keys: list[str]
@@ -89,7 +90,7 @@ class Mqar(Task):
     A prompt contains 2 to 16 key-value pairs, then filler words, then queries. A query repeats a
     key; the answer is the value of this key. Only the last query is scored; earlier queries are
     followed by their answers. At most half of the keys are queried, so that the answer cannot be
-    found by elimination. Each word is one token if the tokenizer has enough such words.
+    found by elimination. If the tokenizer has enough one-token words, only these are used.
     """
 
     by = ("pairs",)
@@ -105,8 +106,8 @@ class Mqar(Task):
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: key-value pairs and filler, then queries with their answers.
 
-        Return strings that alternate between context and predicted answer. About three of four
-        texts contain only two pairs, because small models learn two pairs before more pairs.
+        Return strings that alternate between context and answer; the loss applies to answers.
+        About 75% of the texts contain only two pairs, which small models learn first.
         """
         (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
         told = self.told(rng, pairs, level, count)
@@ -127,8 +128,8 @@ class Mqar(Task):
     def asked(self, told: Recall, rng: random.Random) -> Example:
         """Make an example from the pairs and queries in `told`; only the last query is scored.
 
-        The values of earlier queries are not candidates, because models tend to choose values that
-        the prompt repeats.
+        The answers of earlier queries are not candidates, because the prompt repeats these answers
+        and models tend to choose repeated values.
         """
         context, keys, values, (*before, last) = told
         others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
@@ -158,7 +159,7 @@ class Needle(Task):
     """Retrieval of needles from a haystack (multi-needle task, arXiv 2410.05258, section 3.4).
 
     A needle is a sentence that states the magic number of a city. Each needle is inserted into
-    unrelated text at a random one of five depths. The prompt ends with queries for some of the
+    unrelated text at one of five depths. The prompt ends with queries for some of the
     cities; only the last query is scored. The candidates are the right number and the numbers of
     the cities without a query. A level sets the number of `needles`, the number of `queries`, and
     `length`, the maximum number of tokens of a prompt with its answer.
@@ -191,7 +192,7 @@ class Needle(Task):
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: a haystack, then queries with their answers.
 
-        Return strings that alternate between context and predicted answer.
+        Return strings that alternate between context and answer; the loss applies to answers.
         """
         text, needles, asked = self.hidden(rng, rng.randrange(DEPTHS), level, count)
         pieces = [text]
@@ -203,8 +204,9 @@ class Needle(Task):
     def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
         """Generate a haystack in which the needle of the last query is at `depth`.
 
-        Depth 0 is the start and depth 4 the end of the haystack. Raises ValueError if `queries` is
-        not from 1 to `needles`, or if `length` is too short for 20 unrelated sentences.
+        Depth 0 is the start of the haystack, and depth 4 is the end. Raises ValueError unless
+        1 <= queries <= needles, or if `length` is too short for 20 unrelated sentences. These
+        three settings are in `level`.
         """
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
@@ -234,10 +236,10 @@ class Needle(Task):
         return Haystack(" ".join(hay), needles, asked)
 
     def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
-        """Make an example from a haystack; only the last query is scored.
+        """Make an example from the haystack `hidden`; only the last query is scored.
 
-        The numbers of earlier queries are not candidates, because models tend to choose numbers
-        that the prompt repeats.
+        The answers of earlier queries are not candidates, because the prompt repeats these answers
+        and models tend to choose repeated numbers. `depth` is stored in `Example.facts`.
         """
         text, needles, (*before, last) = hidden
         others = [f" {number}" for city, number in needles.items() if city not in hidden.asked]
@@ -264,7 +266,7 @@ def question(city: str) -> str:
 
 
 class Shots(NamedTuple):
-    """Words with a label (0 or 1) each, a query word, and the right label of the query word."""
+    """Pairs of a word and its label (0 or 1), a query word, and the right label of this word."""
 
     shown: list[tuple[str, int]]
     query: str
@@ -275,9 +277,9 @@ class Shots(NamedTuple):
 class Icl(Task):
     """Many-shot classification in context.
 
-    A prompt contains words with labels, then a word to classify. The first consonant of a word
-    determines the label, by a random rule. The words of one prompt are used in four examples, with
-    different orders and label names. These four examples are not independent.
+    A prompt contains words with labels, then a word to classify. A random rule assigns a label to
+    each first consonant. Four examples share the same words and rule, with different word orders
+    and label names. These four examples are not independent.
     """
 
     by = ("order", "labels")
@@ -289,8 +291,8 @@ class Icl(Task):
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         """Generate `number` examples of difficulty `level`, in blocks of 200 examples.
 
-        A block uses 50 random sets of words, each with a rule. Examples i, i + 50, i + 100 and
-        i + 150 of a block use the same set, with different orders and label names.
+        A block uses 50 random sets of words; each set has its own rule. Examples i, i + 50, i + 100
+        and i + 150 of a block use the same set, with different word orders and label names.
         """
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)
@@ -311,8 +313,8 @@ class Icl(Task):
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: words, each followed by its label.
 
-        Return strings that alternate between context and predicted label. A label is predicted only
-        if an earlier word begins with the same consonant; otherwise, the label is context.
+        Return strings that alternate between context and label; the loss applies to labels. If no
+        earlier word begins with the same consonant, the label is part of the context instead.
         """
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)

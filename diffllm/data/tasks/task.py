@@ -1,4 +1,4 @@
-"""Base class and registry of tasks, whose examples have one right answer.
+"""Base class and registry of tasks; each example of a task has exactly one right answer.
 
 A level is a dict of settings that determines the difficulty of examples, such as {"filler": 64}.
 """
@@ -46,8 +46,8 @@ class Example:
     Attributes:
         candidates: distinct continuations; either all or none begin with a space.
         answer: index of the right candidate.
-        facts: properties of the example by which results may be grouped, such as {"pairs": 8}.
-        evidence: range [start, end) of prompt characters that state the answer; None if unknown.
+        facts: properties of the example, such as {"pairs": 8}; results can be grouped by them.
+        evidence: prompt characters [start, end) that state the answer; None if unknown.
     """
 
     prompt: str
@@ -60,9 +60,9 @@ class Example:
 def levels_of(settings: Any, key: str) -> list[Level]:
     """Return one level for each combination of the values in `settings`.
 
-    For example, {"filler": [0, 64]} gives the levels {"filler": 0} and {"filler": 64}. `key` is the
-    name of `settings` in error messages. Raises ConfigError for invalid settings, and for more than
-    1000 combinations.
+    For example, {"filler": [0, 64]} gives the levels {"filler": 0} and {"filler": 64}. Error
+    messages call the settings `key`. Raises ConfigError for invalid settings or more than 1000
+    combinations.
     """
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]
@@ -79,9 +79,9 @@ class Task(ABC):
 
     Attributes:
         by: keys of `Example.facts`; accuracy is also reported for each value of these facts.
-        sizes: values of each setting in `levels`, ascending. A setting is a number of items in an
-            example, such as filler words. Each item must have at least one token.
-        cluster: key of `Example.facts`; examples with the same value are statistically dependent.
+        sizes: maps each setting to its values in ascending order. A setting is a number of items
+            per example, such as filler words. Each item must have at least one token.
+        cluster: key of `Example.facts`; examples with the same value of this fact are dependent.
             An empty string means that all examples are independent.
     """
 
@@ -92,10 +92,10 @@ class Task(ABC):
 
     @cached_property
     def version(self) -> str:
-        """Return a hash of the task's source file; results of another hash are not reused.
+        """Return a hash of the task's source file; a changed hash invalidates stored results.
 
-        Return an empty string for built-in tasks, whose common version is `tasks.VERSION`, and if
-        the source code is unavailable.
+        Return an empty string if the source is unavailable. Built-in tasks also return an empty
+        string, because they share the version `tasks.VERSION`.
         """
         module = type(self).__module__
         if module.partition(".")[0] == "diffllm":
@@ -107,11 +107,11 @@ class Task(ABC):
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
     def settings(self, length: int) -> tuple[str, ...]:
-        """Return the names of the settings that each level has; `length` is passed to `levels`."""
+        """Return the setting names of the levels for a context of `length` tokens."""
         return tuple((self.levels(length) or self.levels(4096))[0])
 
     def number(self, level: Level) -> int | None:
-        """Return the default number of examples per level, or None for the default of all tasks."""
+        """Return the default number of examples of `level`; None means the general default."""
         return None
 
     def levels(self, length: int) -> list[Level]:
@@ -122,14 +122,14 @@ class Task(ABC):
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         """Generate one example of difficulty `level`, with `rng` as the only source of randomness.
 
-        `count` returns the number of tokens of a text, so that an example can fill a context.
+        `count` returns the number of tokens of a text; tasks may use it to limit the prompt length.
         """
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text; by default, the prompt of an example and its answer.
 
-        Return strings that alternate between context and predicted text, to which the loss applies,
-        and begin with context.
+        Return strings that alternate between context and predicted text. The first string is
+        context. The loss applies only to predicted text.
         """
         example = self.example(rng, level, count)
         return example.prompt, example.candidates[example.answer]
@@ -158,7 +158,7 @@ class Task(ABC):
         """Check that `levels` are valid for the task, and that examples fit into `length` tokens.
 
         `count` returns the number of tokens of a text. Raises ConfigError for an invalid level, and
-        DoesNotFit for a level with longer examples.
+        DoesNotFit if the examples of a level are longer than `length` tokens.
         """
         known = self.settings(length)
         for level in levels:
@@ -184,7 +184,7 @@ class Task(ABC):
     def longest(self, level: Level, count: Count) -> int:
         """Estimate the number of tokens of the longest example of a level, including the answer.
 
-        The estimate comes from a few examples. `count` returns the number of tokens of a text.
+        The estimate uses four examples. `count` returns the number of tokens of a text.
         """
         some = self.examples(level, SAMPLES, 0, count)
         sizes = [count(each.prompt) + max(map(count, each.candidates)) for each in some]
@@ -217,8 +217,8 @@ T = TypeVar("T", bound=type[Task])
 def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
     """Return a class decorator that registers a subclass of `Task` under `name`.
 
-    `sizes` contains the values of each setting in the levels, ascending, such as filler=(0, 64).
-    The decorator raises ConfigError if another task has the same name.
+    `sizes` maps each setting of the levels to its values in ascending order, such as
+    filler=(0, 64). The decorator raises ConfigError if another task has the same name.
     """
 
     def register(cls: T) -> T:
@@ -233,7 +233,7 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
 
 
 def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tuple[Any, int]:
-    """Shuffle `right` with up to 15 of `others`; return the candidates and the index of `right`."""
+    """Shuffle `right` with at most 15 random `others`; return (candidates, index of `right`)."""
     candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
     rng.shuffle(candidates)
     return tuple(candidates), candidates.index(right)
@@ -249,11 +249,11 @@ class OwnExample:
 class OwnFile(Task):
     """Task that reads its examples from a user's file, one JSON object per line.
 
-    An object has the keys "prompt" and "answer". Optional keys are "candidates", a list of
-    continuations that contains the answer, and "level", an object of settings that groups results.
-    Without candidates, a model is right if it generates the answer.
+    An object has the keys "prompt" and "answer". The optional key "candidates" lists continuations,
+    including the answer. Without candidates, a model is right if it generates the answer. The
+    optional key "level" is an object of settings; results are reported per level.
 
-    Raises ConfigError with the number of an invalid line.
+    The constructor raises ConfigError for an invalid line and names the line number.
     """
 
     def __init__(self, path: Path):

@@ -19,9 +19,9 @@ class TextBatch(NamedTuple):
     """Consecutive documents of a corpus.
 
     Attributes:
-        texts: text of each document; may be empty, or None if the text is missing.
-        prompts: prompt before each text; None for a corpus without prompts. A prompt is None, a
-            string, or several strings: context, predicted text, ..., context.
+        texts: text of each document; None if the text is missing.
+        prompts: prompt before each text; None for a corpus without prompts. A prompt is a string,
+            None (missing), or a sequence: context, predicted text, ..., context.
     """
 
     texts: list[str | None]
@@ -43,7 +43,7 @@ class Part:
 
     Attributes:
         size: estimated bytes of text; 0 if unknown.
-        read: yields the documents in order; raises DataError.
+        read: yields the documents in order; may raise DataError.
     """
 
     name: str
@@ -56,13 +56,14 @@ class Corpus:
     """A collection of documents, which are read only when needed.
 
     Attributes:
-        identity: hash of the content, and of the settings that define documents.
-        list_parts: lists the parts in order; raises DataError.
-        check: raises DataError if the content no longer has the hash `identity`.
-        note: packages that differ from the reference versions, for data=packages; else empty.
-        skipped_empty: number of skipped files that contain only whitespace.
+        identity: hash of the content and of the settings that divide it into documents.
+        list_parts: lists the parts in order; may raise DataError.
+        check: raises DataError if the content has changed since `identity` was computed.
+        note: with data=packages, the packages that differ from the reference versions; else "".
+        skipped_empty: number of skipped files that are empty or contain only whitespace.
         skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
-        parts_for: lists the parts for a tokenizer file; None if texts do not depend on tokenizers.
+        parts_for: lists the parts for the given tokenizer file; None if the texts are the same for
+            all tokenizers.
     """
 
     description: str
@@ -96,7 +97,7 @@ class TextsPart(Part):
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
     """Return the type name of each column in JSON objects, such as {"text": "string", "id": "int"}.
 
-    The first value of a column determines the type; null, a missing text, counts as "string".
+    The first value of a column determines the type. A null value counts as a missing string.
     """
     kinds: dict[str, str] = {}
     for row in rows:
@@ -111,7 +112,7 @@ def columns_of(cfg: DataConfig) -> list[str]:
 
 
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the corpus that the data config describes, and compute its hash.
+    """Open the corpus that the data config describes, and compute `Corpus.identity`.
 
     Raises DataError if the source is missing, empty, in an unknown format or not UTF-8.
     """
@@ -125,8 +126,8 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:
     """Raise DataError unless all `columns` exist and contain text.
 
-    `kinds` maps existing columns to type names. `columns` contains the text column, then the prompt
-    column if there is one. `where` names the file or dataset in the error message.
+    `kinds` maps existing columns to type names. `columns` contains the text column and, optionally,
+    the prompt column. `where` names the file or dataset in the error message.
     """
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):

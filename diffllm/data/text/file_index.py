@@ -1,7 +1,7 @@
 """Formats and content hashes of local files.
 
-The hashes are stored in an index file. A file is read again only if its size, times or inode have
-changed.
+The hashes are stored in an index file. A file is hashed again only if its size, times or inode
+have changed.
 """
 
 import codecs

@@ -100,7 +100,7 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
 
 
 def contains_rows(path: Path, column: str) -> bool:
-    """Return whether line 1 of a .json file begins an array or is an object with key `column`."""
+    """Return whether a .json file begins with an array or a one-line object with key `column`."""
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -119,8 +119,8 @@ def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
 def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
     """Divide files into parts of a corpus, which separate processes can read.
 
-    A part has at least 32 MB of text, or 1/4096 of all text if this is more; only the last part may
-    be smaller. Raises DataError for an unreadable file.
+    The minimum size of a part is the larger of 32 MB and 1/4096 of the total size. Only the last
+    part may be smaller. Raises DataError for an unreadable file.
     """
     from diffllm.data.text.readers import slices_of
 
@@ -164,12 +164,12 @@ def naming(source: Path | str) -> Iterator[None]:
 
 
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
-    """Find the files of `cfg.paths`, which contains files, directories and glob patterns.
+    """Find the files for `cfg.paths`, a list of files, directories and glob patterns.
 
-    Return a dict, and the number of skipped hidden files and hidden subdirectories. The dict maps a
-    file below a directory of `cfg.paths` to this directory, and any other file to None. If a glob
-    pattern matches files and directories, the directories are ignored. Raises DataError if an entry
-    of `cfg.paths` matches nothing.
+    Return a dict, and the number of skipped hidden files and hidden subdirectories. The dict maps
+    each file found in a directory to the listed or matched directory, and any other file to None.
+    If a glob pattern matches files and directories, the directories are ignored. Raises DataError
+    if an entry of `cfg.paths` matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0
@@ -192,7 +192,7 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
 
 
 def files_below(root: Path) -> tuple[list[Path], int]:
-    """Return the regular files below a directory, and the number of skipped hidden entries.
+    """List regular files below a directory; count skipped hidden files and subdirectories.
 
     The files are sorted by relative path. Links are followed, but no directory is searched twice.
     """

@@ -1,4 +1,4 @@
-"""Use datasets of the Hugging Face hub as a corpus, streamed document by document."""
+"""Use a dataset of the Hugging Face hub as a corpus; documents are streamed one by one."""
 
 import json
 import re
@@ -39,8 +39,8 @@ ANSWERS_WITHIN = 60.0
 def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the Hugging Face dataset `cfg.dataset` as a corpus, at a fixed commit.
 
-    The first use stores the commit in `cache_dir`. Raises DataError for an invalid dataset name, or
-    if the hub does not return the commit.
+    The commit is stored in `cache_dir` when the dataset is first opened. Raises DataError for an
+    invalid dataset name, or if the hub does not return the commit.
     """
     dataset = str(cfg.dataset)
     if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", dataset) or Path(dataset).exists():
@@ -60,11 +60,11 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def files_of(cfg: DataConfig, revision: str, cache_dir: Path) -> list[Part]:
-    """Divide a hub dataset into parts of a corpus, with one file per part.
+    """Return the parts of a corpus that reads a hub dataset.
 
-    If a dataset has more than 16,384 files, each of 16,384 parts contains one or more files.
-    `cache_dir` is the cache of the `datasets` library. Raises DataError if the dataset cannot be
-    read or has no text column.
+    Each part reads one file of the dataset, or several files if the dataset has more than 16,384
+    files. `cache_dir` is the cache of the `datasets` library. Raises DataError if the dataset
+    cannot be read, or if the column `cfg.text_column` is missing.
     """
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
@@ -96,10 +96,10 @@ def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Ite
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
-    """Return the commit of a branch or tag of a hub dataset.
+    """Return the commit hash of the branch or tag `revision` of a hub dataset.
 
-    If `revision` is None, use the default branch. The commit is stored in `cache_dir` at the first
-    call, so that later runs read the same documents, even offline.
+    If `revision` is None, use the default branch. The first call stores the commit hash in
+    `cache_dir`, so that later runs read the same documents, even offline.
     """
     if revision and re.fullmatch(COMMIT, revision):
         return revision

@@ -1,7 +1,4 @@
-"""Use installed Python code as a corpus.
-
-data=packages reads the packages listed in REFERENCE; data=stdlib reads the standard library.
-"""
+"""Corpora of Python code: installed packages (data=packages), standard library (data=stdlib)."""
 
 import importlib.metadata
 import importlib.util
@@ -39,10 +36,10 @@ ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the .py files of the packages listed in REFERENCE as a corpus.
+    """Open the .py files of the packages that REFERENCE lists as a corpus.
 
     Skip generated files, blank files and duplicates. `Corpus.note` lists the packages that differ
-    from the versions in REFERENCE. Raises DataError if none of the packages is installed.
+    from REFERENCE. Raises DataError if none of the packages is installed.
     """
     found = {name: package_files(name) for name in REFERENCE}
     facts, texts = with_text([path for files in found.values() for path in files], cache_dir)
@@ -64,7 +61,7 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the .py files of the Python standard library as a corpus.
 
-    Skip files that are blank or not UTF-8. Raises DataError if no file is left.
+    Skip files that are blank or not UTF-8. Raises DataError if no file remains.
     """
     root = Path(sysconfig.get_path("stdlib"))
     facts, kept = with_text(python_files(root), cache_dir)
@@ -83,10 +80,10 @@ def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFa
 def corpus_of(
     cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
 ) -> Corpus:
-    """Make a corpus of the files `kept`, with one document per file.
+    """Make a corpus from the files `kept`, with one document per file.
 
     `facts` contains properties of all files, including skipped files. `where` describes the origin
-    of the files; `identity` is the hash of the corpus.
+    of the files. `identity` is a hash of the contents of the files `kept`.
     """
     of_kept = {path: facts[path] for path in kept}
     whole = replace(cfg, sample_by=SampleBy.document)
@@ -101,7 +98,7 @@ def corpus_of(
 
 
 def python_files(root: Path) -> list[Path]:
-    """Return the .py files below `root`, without installed packages, sorted by relative path."""
+    """Return the .py files below `root`, sorted by path; skip site-packages and dist-packages."""
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     found = []
     for directory, subdirectories, names in os.walk(root):
@@ -111,10 +108,10 @@ def python_files(root: Path) -> list[Path]:
 
 
 def package_files(name: str) -> list[Path]:
-    """Return the .py files of an installed package; an empty list for a missing package.
+    """Return the .py files of the installed package `name`, without importing the package.
 
-    The package is not imported. Skip generated files, and the top-level `__init__.py`, which wheels
-    for Windows change.
+    Skip generated files, and the top-level `__init__.py`, which differs in Windows wheels. Return
+    an empty list if the package is not installed.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:

@@ -1,7 +1,7 @@
 """Read the documents of local files in slices.
 
-A slice is a range of row groups of a parquet file, a range of lines, or a whole file. Only JSON
-arrays, and text files that are one document, are completely in memory.
+A slice is a range of row groups of a parquet file, a range of lines, or a whole file. Only two
+kinds of file are loaded into memory as a whole: JSON arrays, and text files with one document.
 """
 
 import codecs
@@ -52,8 +52,8 @@ def slices_of(
 ) -> Iterator[Slice]:
     """Divide a file into slices that can be read independently.
 
-    Each slice, except the last, has at least `least` bytes of text. A file that cannot be divided,
-    such as a compressed file, is one slice. `form` is "parquet", "json" or "text".
+    Each slice except the last contains at least `least` bytes. A file that cannot be divided, such
+    as a compressed text file, is one slice. `form` is "parquet", "json" or "text".
     """
     columns = tuple(columns_of(cfg))
     start = path, facts, columns
@@ -76,10 +76,11 @@ def slices_of(
 
 
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of parquet row groups, each with at least `least` bytes in `columns`.
+    """Divide the row groups of a parquet file into ranges of at least `least` bytes.
 
-    A range (bytes, first, stop) contains the row groups from `first` to `stop - 1`. The last range
-    may be smaller. Raises DataError if a column is missing or is not text.
+    Yield (size, first, stop) for the row groups `first` to `stop - 1`, which have `size`
+    uncompressed bytes in `columns`. The last range may be smaller. Raises DataError if a column is
+    missing or is not text.
     """
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         types = {field.name: field.type for field in file.schema_arrow}
@@ -176,7 +177,7 @@ def _read_text(part: Slice) -> Iterator[TextBatch]:
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield 0, then byte offsets of line starts at least `least` bytes apart, then `size`."""
+    """Yield 0, then offsets of lines at least `least` bytes apart, then `size`, the file size."""
     yield 0
     with path.open("rb") as file:
         place = least
@@ -190,10 +191,10 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, in blocks of whole lines.
+    """Yield the decompressed bytes of a file from `start` to `stop`, in blocks of whole lines.
 
-    `start` and `stop` are offsets of line starts in the decompressed bytes; a `stop` of None means
-    the end of the file.
+    `start` and `stop` are offsets of line starts in the decompressed bytes. If `stop` is None, read
+    to the end of the file.
     """
     with unpacked(path) as file:
         if start:
@@ -217,7 +218,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a file for reading; decompress .gz and .zst, with an error if the file is truncated."""
+    """Open a file; decompress .gz and .zst. Reading fails if a compressed file is truncated."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")

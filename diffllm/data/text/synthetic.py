@@ -1,6 +1,6 @@
 """Use generated examples of a task as a corpus.
 
-Each document comes from `Task.document`. The seeds differ from the seeds of `diffllm evaluate`.
+Examples for training and examples of `diffllm evaluate` are generated with different seeds.
 """
 
 import re
@@ -29,7 +29,7 @@ USUAL = 256
 @schema(group="data", name="synthetic")
 @dataclass
 class SyntheticConfig(DataConfig):
-    """Config of a corpus with generated `examples` of the task `task`, one per document."""
+    """Config of a corpus of generated examples; each example is one document."""
 
     source: str = "synthetic"
     task: str = "mqar"
@@ -88,8 +88,8 @@ def words_of(text: str) -> int:
 def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     """Open a corpus of generated examples of the task `cfg.task`; `cache_dir` is not used.
 
-    Raises ConfigError if only earlier versions of diffllm have the task, or if the task cannot
-    generate examples of difficulty `cfg.level`.
+    Raises ConfigError if the task was removed from diffllm, or if the task cannot generate examples
+    of difficulty `cfg.level`.
     """
     cfg.check_current()
     task = TASKS[cfg.task]

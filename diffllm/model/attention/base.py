@@ -72,22 +72,22 @@ class AttentionConfig:
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings chosen for training on `device`, by name, each with a reason.
+        """Return value and reason of each setting that depends on `device`, by setting name.
 
-        "attention" is the `Kernel`; a variant may add settings. `dtype` is the dtype of queries
-        and keys. If `documents` is true, queries see only keys of the same document.
+        "attention" is the training `Kernel`; variants may add other settings. `dtype` is the dtype
+        of queries and keys. If `documents` is true, queries see only keys of the same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 
     def kernel(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> AutoSetting:
-        """Choose the `Kernel` for training, with a reason; for the arguments, see `choices`."""
+        """Return the `Kernel` for training and the reason for it; for arguments, see `choices`."""
         width = self.kernel_width(model, device)
         return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """Return this config with each value `auto` replaced by the choice for `device`."""
+        """Return a config in which each field set to `auto` has the value chosen for `device`."""
         return self
 
     def prepare(
@@ -100,7 +100,7 @@ class AttentionConfig:
         """Raise ConfigError if the attention kernel cannot run on `device`.
 
         For backend=flash, load the flash-attn package and run its kernel on small tensors. `dtype`
-        is the dtype of queries and keys; None skips the check of the dtype. If `documents` is true,
+        is the dtype of queries and keys; None means that any dtype passes. If `documents` is true,
         queries see only keys of the same document.
         """
         width = self.kernel_width(model, device)
@@ -110,7 +110,7 @@ class AttentionConfig:
 class KVCache:
     """Preallocated keys and values of one layer, for decoding.
 
-    The tensors `k` and `v` have shape (B, heads, S_max, width), for at most S_max positions.
+    The tensors `k` and `v` have shape (B, heads, S_max, width). S_max is the capacity in tokens.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class KVCache:
         """Append k and v (B, T, heads, width) to the cache; return all cached keys and values.
 
         Both results have shape (B, S, heads, width), where S is the length of the longest sequence.
-        Raises ValueError and keeps the cache unchanged if S would exceed S_max, or if T > 1 and the
-        cached sequences differ in length: such sequences accept one position at a time.
+        Raises ValueError if S would exceed S_max, or if T > 1 and the cached sequences differ in
+        length. The cache is unchanged after an error.
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
@@ -161,9 +161,9 @@ class KVCache:
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
-        """Return a cache with `count` copies of the only cached sequence.
+        """Return a new cache with `count` copies of the cached sequence; the cache must have B = 1.
 
-        The new cache has free space for `room` more positions.
+        Each copy has free space for `room` more positions.
         """
         made = copy.copy(self)
         made.k, made.v = (
@@ -181,8 +181,8 @@ class KVCache:
 class Attention(nn.Module):
     """Base class of attention modules: applies projections, RoPE and the KV cache.
 
-    fp32_parameters: names of parameters that mixed precision must keep in float32.
-    maps_note: remark on the attention maps, shown with figures; "" for no remark.
+    fp32_parameters: names of the parameters that stay in float32 under mixed precision.
+    maps_note: remark that figures of the attention maps show; "" for no remark.
     """
 
     fp32_parameters: tuple[str, ...] = ()
@@ -214,7 +214,7 @@ class Attention(nn.Module):
         self.qk_norm = model.qk_norm
 
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
-        """Return additional statistics of this variant: float32 scalars by metric name.
+        """Return metrics that only this variant has: float32 scalars by metric name.
 
         Each name must be registered with `diffllm.metrics.table.add_metric`. `aux` contains the
         diagnostic tensors of this layer by name, such as "lambda".
@@ -233,9 +233,9 @@ class Attention(nn.Module):
 
         Args:
             rope: cos and sin tables of the T positions.
-            mask: result of the method `training_mask`, or a boolean tensor; None means causal.
-            cache: keys and values of earlier positions; receives those of the T positions.
-            aux: if given, receives diagnostic tensors by name, such as "q".
+            mask: result of `Attention.training_mask`, or a boolean tensor; None means causal.
+            cache: keys and values of earlier positions; the call appends the keys and values of x.
+            aux: dict to which the call adds diagnostic tensors by name, such as "q".
         """
         q, k, v = self.project(x, rope)
         if cache is not None:
@@ -267,24 +267,24 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Compute the outputs of all heads, (B, T, heads, width), before the projection `wo`.
 
-        Variants override this method; heads * width must be the input width of `wo`. x is the
-        input of `forward`. A mask of None is causal. `aux`, if given, receives diagnostic tensors.
+        Variants override this method; heads * width must be the input width of `wo`. `x` is the
+        input of `forward`. mask=None means a causal mask. `aux` is a dict for diagnostic tensors.
         """
         raise NotImplementedError
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         """Compute attention maps (B, heads, T, S) by name, for figures and diagnostics.
 
-        The default is {"map": softmax map}. Differential variants return "map 1", "map 2" and
-        "difference", in this order. Gates and head norms are not part of a map. `mask` is a boolean
-        tensor; None means a causal mask.
+        The base class returns one softmax map, named "map". Differential variants return "map 1",
+        "map 2" and "difference", in this order. Maps do not include gates and head norms. `mask` is
+        a boolean tensor; None means a causal mask.
         """
         return {"map": attention_weights(q, k, mask)}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        """Return the unmasked logits q k / sqrt(d), (B, heads, T, S), of each softmax map, by name.
+        """Return the unmasked logits q k / sqrt(d) of each softmax map: (B, heads, T, S) each.
 
-        The names are those of `maps`, such as "map 1", without "difference".
+        The dict has the same names of softmax maps as the result of `maps`, such as "map 1".
         """
         return {"map": attention_scores(q, k)}
 
@@ -303,12 +303,12 @@ class Attention(nn.Module):
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
-        """Initialise all buffers, and all parameters that are neither matrices nor norm weights."""
+        """Initialise all buffers, and all parameters except matrices and norm weights."""
 
     def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
-        """Count training FLOPs per token in this layer, for projections and attention products.
+        """Count training FLOPs per token: weight matrices, attention logits and weighted values.
 
-        `visible_keys` is the mean number of keys that a query sees, by default (seq_len + 1) / 2.
+        `visible_keys` is the mean number of keys that a query sees; None means (seq_len + 1) / 2.
         """
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
         width = self.head_dim + self.value_dim
@@ -322,6 +322,6 @@ class Attention(nn.Module):
         return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Count the bytes that one token takes in the KV cache of this layer."""
+        """Return the size in bytes of one token in the KV cache of this layer."""
         cache = self.new_cache(1, 1, torch.float32, "meta")
         return (cache.k.numel() + cache.v.numel()) * bytes_per_value

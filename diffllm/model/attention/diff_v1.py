@@ -1,7 +1,7 @@
 """Differential attention, first version (Ye et al., ICLR 2025, arXiv 2410.05258).
 
-Shapes: H and K count the heads of standard attention, so there are H/2 differential heads and K/2
-value heads of width 2d.
+Shapes: H query heads and K key heads of width d, as in standard attention. They form H/2
+differential heads. There are K/2 value heads of width 2d.
 """
 
 import math
@@ -34,11 +34,11 @@ FAST_WIDTH = 128
 
 
 class Values(Enum):
-    """Layout of the values in the attention kernel call.
+    """Shape in which the attention kernel gets the values of width 2d.
 
-    auto: wide or split, depending on the head width and the device.
+    auto: wide or split, depending on head_dim and the device.
     wide: one value head of width 2d per pair of key heads.
-    split: two value heads of width d per pair; the kernel gets all queries and keys twice.
+    split: two value heads of width d per pair of key heads. The kernel computes each map twice.
     """
 
     auto = "auto"
@@ -47,9 +47,9 @@ class Values(Enum):
 
 
 def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSetting:
-    """Choose the layout of the values in kernel calls: wide or split.
+    """Return the layout of the values, and the reason for it.
 
-    The choice depends on `head_dim` and `device` only if `values` is `auto`.
+    If `values` is `auto`, choose wide or split from `head_dim` and `device`; else return `values`.
     """
     if values is not Values.auto:
         return AutoSetting(values, ASKED)
@@ -127,9 +127,9 @@ class DiffV1Config(AttentionConfig):
 class DiffV1Attention(Attention):
     """Differential attention V1: RMSNorm(attn1 - lambda * attn2) * (1 - lambda_init).
 
-    In differential head i, attn1 = softmax(q[2i] k[2j] / sqrt(d)) v[j], and attn2 uses q[2i+1] and
-    k[2j+1] instead; j = i // (H/K), and v[j] has width 2d. RMSNorm normalizes each head. Adjacent
-    heads form a pair, as in the authors' code for FlashAttention. `lambda_init` is constant.
+    Differential head i uses value head j = i // (H/K), of width 2d:
+    attn1 = softmax(q[2i] k[2j] / sqrt(d)) v[j], attn2 = softmax(q[2i+1] k[2j+1] / sqrt(d)) v[j].
+    RMSNorm normalizes each head. The buffer `lambda_init` is constant.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -150,8 +150,8 @@ class DiffV1Attention(Attention):
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values from x (B, T, D), and rotate queries and keys by RoPE.
 
-        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). q and k contain the first
-        heads of all pairs (0, 2, 4, ...), then the second heads of all pairs (1, 3, 5, ...).
+        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). The heads of q and k are
+        reordered: first heads 0, 2, 4, ... (for map 1), then heads 1, 3, 5, ... (for map 2).
         """
         q, k, v = super().project(x, rope)
         return even_heads_first(q), even_heads_first(k), v.unflatten(2, (-1, 2)).flatten(3)
@@ -197,7 +197,7 @@ class DiffV1Attention(Attention):
         return KVCache(keys, values, dtype, device)
 
     def lambda_value(self) -> Tensor:
-        """Compute lambda of the layer, a scalar in float32 or wider.
+        """Compute lambda of the layer, a scalar in float32 or float64.
 
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.
         """
@@ -214,9 +214,9 @@ class DiffV1Attention(Attention):
 
 
 def clamped(weights: Tensor) -> Tensor:
-    """Clamp negative weights (..., T, S) to 0 and scale each row to sum 1.
+    """Clamp negative weights (..., T, S) to 0, and scale the weights of each query to a sum of 1.
 
-    A row without positive weights becomes 0.
+    If a query has no positive weight, all its weights become 0.
     """
     positive = weights.clamp_min(0)
     total = positive.sum(-1, keepdim=True)

@@ -19,8 +19,8 @@ FIXED = 0.5
 class Pairing(Enum):
     """Rule that forms H pairs from 2H query heads.
 
-    adjacent: heads 2i and 2i + 1, which share key and value.
-    halves: heads i and H + i.
+    adjacent: heads 2i and 2i + 1. Both heads of a pair use the same keys and values.
+    halves: heads i and H + i. With several kv heads, they use different keys and values.
     """
 
     adjacent = "adjacent"
@@ -28,12 +28,12 @@ class Pairing(Enum):
 
 
 class Lambda(Enum):
-    """Formula of lambda, the factor on the second attention map.
+    """Formula of lambda, the factor of the second attention map.
 
     sigmoid: sigmoid(w_lambda x), one value per token and head.
     raw: w_lambda x, one value per token and head.
-    scalar: sigmoid of a learned number, one value per head.
-    fixed: the constant `lambda_value`.
+    scalar: sigmoid of a learned parameter, one value per head.
+    fixed: the constant `DiffV2Config.lambda_value`.
     none: the constant 1.
     """
 
@@ -72,9 +72,9 @@ class DiffV2Config(AttentionConfig):
 class DiffV2Attention(Attention):
     """Differential attention V2: attn1 - lambda * attn2.
 
-    By default, lambda = sigmoid(w_lambda x), with one value per token and head. One kernel call
-    computes attn1 and attn2 for 2H query heads and as many kv heads as standard attention. Query
-    heads 2i and 2i + 1 form a pair and share key and value.
+    By default, lambda = sigmoid(w_lambda x), with one value per token and head, and query heads 2i
+    and 2i + 1 form a pair. With H = model.n_heads, one kernel call with 2H query heads computes
+    attn1 and attn2 of all H pairs.
     """
 
     def __init__(self, model: ModelConfig, cfg: DiffV2Config):
@@ -115,7 +115,7 @@ class DiffV2Attention(Attention):
         return dict(zip(("map 1", "map 2"), self.pair(attention_scores(q, k), dim=1), strict=True))
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Split the 2H heads in dimension `dim` into the first and the second head of each pair."""
+        """Split 2H heads along `dim` into the first heads and the second heads of all H pairs."""
         if self.cfg.pairing is Pairing.adjacent:
             first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
         else:
@@ -123,9 +123,9 @@ class DiffV2Attention(Attention):
         return first, second
 
     def lambda_values(self, x: Tensor) -> Tensor:
-        """Compute lambda, the factor on the second attention map, from x (B, T, D).
+        """Compute lambda, the factor of the second attention map, from x (B, T, D).
 
-        The result is float32 or wider and broadcasts to (B, T, H).
+        The result is float32 or float64. Its shape can be broadcast to (B, T, H).
         """
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:

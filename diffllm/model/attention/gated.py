@@ -15,7 +15,7 @@ from diffllm.model.config import ModelConfig
 class Gate(Enum):
     """Number of gate values per token.
 
-    elementwise: one value per channel.
+    elementwise: one value per channel of each head.
     headwise: one value per head.
     """
 
@@ -38,7 +38,7 @@ class GatedConfig(AttentionConfig):
 class GatedAttention(Attention):
     """Softmax attention times a sigmoid gate: sigmoid(w_gate x) * softmax(q k / sqrt(d)) v.
 
-    The gate has the same input x as the queries, keys and values.
+    `x` is also the input from which queries, keys and values are computed.
     """
 
     def __init__(self, model: ModelConfig, cfg: GatedConfig):

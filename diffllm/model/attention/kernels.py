@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for training, attention masks for each kernel, and flash-attn."""
+"""Choose the attention kernel for training, build its masks, and load flash-attn."""
 
 import functools
 import importlib.util
@@ -31,7 +31,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """Attention kernel for training; a run prints the string of the chosen member at its start."""
+    """Attention kernel for training; at its start, a run prints the value of the chosen member."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -68,11 +68,11 @@ def training_kernel(
     documents: bool,
     explicit_mask: bool = False,
 ) -> AutoSetting:
-    """Choose the attention kernel for training: a `Kernel` with the reason for the choice.
+    """Return the `Kernel` to use for training, and the reason for the choice.
 
     Args:
         dtype: dtype of queries and keys.
-        width: largest width of queries, keys and values.
+        width: largest head width of queries, keys and values.
         documents: whether queries see only keys of the same document.
         explicit_mask: whether the attention variant supports document masking only with a boolean
             mask tensor.
@@ -125,8 +125,8 @@ def prepare_backend(
     For `Backend.flash`, load flash-attn and run it on small tensors.
 
     Args:
-        width: largest width of queries, keys and values.
-        dtype: dtype of queries and keys; None skips the check of the dtype.
+        width: largest head width of queries, keys and values.
+        dtype: dtype of queries and keys; None means that any dtype passes.
         documents: whether queries see only keys of the same document.
     """
     name = f"model.attention.backend={backend.name}"
@@ -165,10 +165,10 @@ def prepare_backend(
 
 
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
-    """Build the causal attention mask for tokens (B, T), in the type that `kernel` needs.
+    """Build the causal attention mask for tokens (B, T), as the `Mask` type that `kernel` needs.
 
-    For the types, see `Mask`. If `documents` is given, queries also see no keys of other documents.
-    Only the shape and device of `tokens` matter.
+    If `documents` is given, queries see only keys of the same document. Only the shape and device
+    of `tokens` are used.
     """
     length = tokens.shape[1]
     if documents is None:
@@ -207,7 +207,7 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Return torch's `create_block_mask`, compiled on GPUs to avoid masks of T x T entries."""
+    """Return `create_block_mask`; compile it on GPUs, so that it allocates no T x T mask."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
 
@@ -222,7 +222,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def flash_version(device: torch.device) -> int:
-    """Return the flash-attn version to use on `device`: 4 or 2, or 0 if none is installed."""
+    """Return the flash-attn version to use on `device`: 4, 2, or 0 if no version is usable."""
     if not installed("flash_attn"):
         return 0
     if capability(device)[0] in HOPPER_OR_BLACKWELL and installed("flash_attn.cute"):
@@ -231,7 +231,7 @@ def flash_version(device: torch.device) -> int:
 
 
 def activate_flash_4() -> None:
-    """Make torch's SDPA and `varlen_attn` run flash-attn-4; direct calls break compiled graphs."""
+    """Make torch's SDPA and `varlen_attn` run flash-attn-4, without torch.compile graph breaks."""
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
@@ -243,8 +243,8 @@ def activate_flash_4() -> None:
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
     """Run flash-attn forward and backward on small bf16 tensors of head width `width`.
 
-    If `documents` is true, also run flash-attn's kernel for variable lengths. Raises any type of
-    exception if the package does not support the GPU.
+    If `documents` is true, also run flash-attn's kernel for variable lengths. An unsupported GPU
+    can cause any type of exception.
     """
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
@@ -256,9 +256,9 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Try to activate flash-attn-4 for masked documents on `device` at head width `width`.
+    """Try to activate flash-attn-4 with document masking on `device` at head width `width`.
 
-    Return "" on success. On failure, restore torch's attention kernels and return the reason.
+    Return "" on success. On failure, restore torch's own kernels and return an error text.
     """
     try:
         if flash_version(device) != 4:

@@ -1,7 +1,7 @@
-"""Documents, masks, and calls of attention kernels; no other module calls attention kernels.
+"""Document boundaries, attention masks, and all calls of attention kernels.
 
-Shapes: B batch, n documents, T query tokens, S key tokens, H query heads, K kv heads, d width of q
-and k, dv width of v.
+Shapes: B batch, n documents, T query tokens, S key tokens, H query heads, K key heads, Kv value
+heads (Kv = K if not mentioned), d width of a query or key head, dv width of a value head.
 """
 
 import functools
@@ -33,7 +33,7 @@ FLASH_4 = "diffllm.model.flash_attention_4"
 
 
 class Documents(NamedTuple):
-    """Each token's position in its document, each token's document index, and document starts."""
+    """Position and document of each token in a batch (B, T), and the start of each document."""
 
     positions: Tensor
     """Position of each token in its document, from 0: (B, T) int64."""
@@ -44,10 +44,10 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, end: int) -> "Documents":
-        """Find the documents in tokens (B, T) int64; token `end` is the last token of a document.
+        """Find the documents in tokens (B, T) int64; each token equal to `end` ends a document.
 
-        A sequence may begin or end inside a document. The tokens must be on the CPU, because the
-        number of documents determines the shape of `boundaries`.
+        Each sequence starts a new document. The tokens must be on the CPU, because their values
+        determine the shape of `boundaries`.
         """
         batch, length = tokens.shape
         starts = torch.ones_like(tokens, dtype=torch.bool)
@@ -63,7 +63,7 @@ class Documents(NamedTuple):
         return Documents(*(moved(part, device) for part in self))
 
     def visible_keys(self) -> Tensor:
-        """Return the number of visible keys, summed over all B * T queries: an int64 scalar."""
+        """Return the number of query-key pairs in the batch that `mask` allows: an int64 scalar."""
         lengths = self.boundaries.diff().long()
         return (lengths * (lengths + 1) // 2).sum()
 
@@ -98,7 +98,7 @@ class Backend(Enum):
 
 
 class Packed(NamedTuple):
-    """Document boundaries among the B * T tokens of a batch, and a bound on document length."""
+    """Boundaries of the documents in a batch, and an upper bound on the document length."""
 
     boundaries: Tensor
     """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
@@ -130,8 +130,8 @@ def attend(
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K.
         mask: see `Mask`. Without a mask, query t sees the keys 0 to S - T + t.
-        backend: `reference` computes explicit maps. Other backends use SDPA if T = 1 or if the mask
-            is a tensor.
+        backend: `reference` computes explicit attention maps. The others use SDPA for a tensor
+            mask, and for T = 1 without a mask.
         scale: factor on q k; None means 1 / sqrt(d).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -161,9 +161,9 @@ def for_all_heads(mask: Tensor) -> bool:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the last dimension of q, k and v with zeros to one common width.
+    """Pad the last dimension of q, k and v with zeros to the same multiple of `multiple`.
 
-    The width is a multiple of `multiple`. The products of queries and keys do not change.
+    The zeros do not change the products of queries and keys.
     """
     width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
@@ -218,8 +218,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
-    Query heads that share a key head become queries of one head, so no key is copied. Each of
-    K / Kv kernel calls processes Kv key heads and all Kv value heads.
+    To avoid copies of keys, SDPA gets the query heads that share a key head as several queries of
+    one head. SDPA is called K / Kv times, each time with Kv key heads and all Kv value heads.
     """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
@@ -278,7 +278,7 @@ def varlen(
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Compute attention with FlexAttention; for the arguments, see `attend`.
 
-    Calls compiled FlexAttention, because the uncompiled function stores all T * S weights.
+    FlexAttention is compiled, because the uncompiled function stores all T * S attention weights.
     """
     kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out: Tensor = kernel(
@@ -300,7 +300,7 @@ def compiled_flex() -> Callable[..., Tensor]:
 def attention_weights(
     q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Compute the attention map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
+    """Compute the attention map softmax(scale * q k), (B, H, T, S), in float32 or wider.
 
     For the arguments, see `attend`. Memory grows with T * S.
     """
@@ -312,7 +312,7 @@ def attention_weights(
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the attention logits q k * scale, (B, H, T, S), in float32 or wider.
+    """Compute the attention logits scale * q k, (B, H, T, S), in float32 or wider.
 
     By default, `scale` is 1 / sqrt(d).
     """
@@ -323,9 +323,9 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """Multiply attention weights (B, H, T, S) by values v (B, S, K, dv).
+    """Multiply attention weights (B, H, T, S) by v (B, S, K, dv): (B, T, H, dv).
 
-    The result is (B, T, H, dv) in the dtype of the weights.
+    The result has the dtype of `weights`. H / K consecutive query heads share one value head.
     """
     v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))

@@ -1,4 +1,4 @@
-"""Softmax attention with grouped queries (Vaswani et al., arXiv 1706.03762; 2305.13245)."""
+"""Softmax attention (arXiv 1706.03762) with grouped queries (arXiv 2305.13245)."""
 
 import math
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class StandardAttention(Attention):
         return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Return {"map": attention map (B, H, T, S)}; with a sink, rows sum to less than 1."""
+        """Return {"map": attention map (B, H, T, S)}; with a sink, each row sums to less than 1."""
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
@@ -102,7 +102,7 @@ class StandardAttention(Attention):
 def with_sink(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Change the arguments of `attend` to compute attention with a sink.
+    """Return the arguments with which `attend` computes attention with a sink.
 
     The sink adds exp(logit), or 1 if `logit` is None, to the softmax denominator. The sink is an
     additional first key whose value is zero. For a learned logit, q and k get 8 more channels,
@@ -115,7 +115,7 @@ def with_sink(
 
     Returns:
         q, k, v, mask and the scale 1 / sqrt(d). k and v have S + 1 keys. If T = S or a mask is
-        given, q and mask have an additional first query, whose output must be ignored.
+        given, q and the mask have an additional first query, whose output the caller must drop.
     """
     d = q.shape[-1]
     if mask is not None or q.shape[1] == k.shape[1]:

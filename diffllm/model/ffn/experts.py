@@ -1,6 +1,6 @@
-"""SwiGLU experts with stacked weights, and matrix products of rows sorted by expert.
+"""SwiGLU experts with stacked weights, and the matrix products with these weights.
 
-Shapes: M rows, E experts, D model width, F expert width.
+Shapes: M rows (one per token and chosen expert), E experts, D model width, F expert width.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute weights[i] * expert(x[i]) for each row i of x: (M, D) in the dtype of x.
 
-        The factor weights[i] is applied before `w2`, so that its gradient does not need the output
-        of `w2`.
+        The factor weights[i] is applied before `w2`, so that the gradient of weights[i] does not
+        need the output of `w2`.
 
         Args:
             x: rows (M, D), sorted by expert.
@@ -59,7 +59,7 @@ class Experts(nn.Module):
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
     """Return weights[i] * silu(gate[i]) * up[i] for each row i: (M, F) in the dtype of gate.
 
-    `weights` is (M,). `gate_up` is gate and up, (M, F) each, or [gate, up] in one tensor (M, 2 F).
+    `weights` is (M,). `gate_up` is gate and up, (M, F) each, or their concatenation (M, 2 F).
     """
     gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
@@ -68,7 +68,7 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 def grouped_product(
     device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
 ) -> AutoSetting:
-    """Choose one product for all experts (`GROUPED`), or one product per expert (`LOOPED`).
+    """Choose one matrix product for all experts (`GROUPED`), or one per expert (`LOOPED`).
 
     `widths` are the input and output widths of the product, in any order.
     """
@@ -92,17 +92,17 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Return whether a grouped product on `device` may leave weight gradients uninitialised.
+    """Return whether grouped products leave weight gradients of unused experts uninitialised.
 
-    On Blackwell and on ROCm, this happens for experts without rows.
+    True on Blackwell and on ROCm.
     """
     return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Choose a minimum number of rows per expert for multiplying by `w1` and `w3` in one product.
+    """Choose the mean number of rows per expert from which one product serves `w1` and `w3`.
 
-    The minimum applies to the mean over experts. None means always two products.
+    Below this number, `w1` and `w3` have one product each. None: always one product each.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -120,7 +120,7 @@ def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
-    """Concatenate `w1` and `w3` (E, F, D) to (E, 2 F, D), without a copy if adjacent in memory."""
+    """Concatenate `w1` and `w3`, both (E, F, D), to (E, 2 F, D); return a view if possible."""
     n_experts, width, dim = w1.shape
     behind = w1.data_ptr() + width * dim * w1.element_size()
     one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
@@ -136,13 +136,13 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 def expert_linear(
     x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
 ) -> Tensor:
-    """Return weight[e] @ x[i] for each row i of x (M, in) and the expert e of row i: (M, out).
+    """Return weight[e] @ x[i] for each row i of x (M, in), where e is its expert: (M, out).
 
     Args:
         weight: (E, out, in), in the dtype of x.
         beside: if given, a second weight (E, out, in); the result is then (M, 2 out).
-        ends: (E,) int32, cumulative number of rows per expert; x is sorted by expert.
-        transposed: map x (M, out), or (M, 2 out) with `beside`, to (M, in) by transposed weights.
+        ends: (E,) int32, the index after the last row of each expert; x is sorted by expert.
+        transposed: multiply x (M, out), or (M, 2 out), by transposed weights; return (M, in).
     """
     weight = weight if beside is None else joined(weight, beside)
     weight = weight.transpose(1, 2) if transposed else weight
@@ -154,7 +154,7 @@ def expert_linear(
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Compute the gradient of the weight of `expert_linear`, (E, out, in).
+    """Compute the gradient of `weight` in `expert_linear`, (E, out, in).
 
     Args:
         grad: gradient of the output, (M, out).
@@ -187,10 +187,10 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, `weight` and `beside`, then None for `ends` and `transposed`.
+    """Return the gradients of the arguments of `expert_linear`; None for non-differentiable ones.
 
-    If `beside` is None, its gradient is None. The gradients of `weight` and `beside` are two
-    products, because halves of one joint gradient would need copies.
+    `weight` and `beside` have one gradient product each. One product for both would return one
+    tensor, so its halves would need copies.
     """
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()

@@ -1,6 +1,6 @@
 """Feed-forward layers: SwiGLU, and the mixture of experts.
 
-Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts per token, M = N k rows.
+Shapes: B sequences of T tokens, N = B T, D model width, E experts, k experts per token.
 """
 
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs per token: 6 per weight, including 4 in the backward pass."""
+        """Count training FLOPs per token: 6 per weight (2 forward, 4 backward)."""
         return 6 * sum(p.numel() for p in self.parameters())
 
 
 class Routed(NamedTuple):
-    """Tokens per expert, load-balancing loss and router z-loss of one MoE layer, or of a model."""
+    """Tokens per expert and router losses of one MoE layer, or of all MoE layers of a model."""
 
     counts: Tensor
     """Tokens per expert, int64: (E,) for one layer, (MoE layers, E) for a model."""
@@ -65,9 +65,9 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Apply the experts to x (B, T, D); return (B, T, D), and token counts and router losses.
+        """Return the layer's output (B, T, D) for x (B, T, D), token counts and router losses.
 
-        If `aux` is given, aux["router"] is set to the expert scores (N, E), with sum 1 per token.
+        If `aux` is given, set aux["router"] to the expert scores (N, E), scaled to sum 1 per token.
         """
         rows = x.flatten(0, 1)
         routing = self.router(rows)
@@ -93,7 +93,7 @@ class MoE(nn.Module):
     def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
         """Compute the router losses of this layer; return the losses and `counts`.
 
-        `counts` (E,) is the number of tokens per expert. Sequences have `length` tokens.
+        `counts` (E,) is the number of tokens per expert; `length` is the number per sequence.
         """
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
@@ -105,7 +105,7 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
-        """Return how each matrix product is computed for `dtype` on `device`, with the reason."""
+        """Return the algorithm chosen for each matrix product, with the reason for the choice."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
         several = f"one product from {joining.value} rows per expert"
@@ -121,7 +121,7 @@ class MoE(nn.Module):
         return (self.cfg.n_experts - self.cfg.top_k) * each
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs per token: 6 per active weight, including 4 in the backward pass."""
+        """Count training FLOPs per token: 6 per weight, without the experts that are not chosen."""
         return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
 
 
@@ -156,8 +156,8 @@ class _Return(torch.autograd.Function):
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
-    """Sum the k rows of each of n tokens: rows (n k, D), sorted by expert, become (n, D).
+    """Sum the k rows of each of n tokens: `rows` (n k, D) become (n, D).
 
-    `inverse` (n k,) contains the row indices in the order of tokens.
+    `rows` are sorted by expert; `inverse` (n k,) contains the row indices sorted by token.
     """
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

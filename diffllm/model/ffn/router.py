@@ -1,6 +1,6 @@
-"""The config of a mixture of experts, and the router, which balances the load of experts.
+"""Config of the mixture of experts, its router, and the losses that balance the experts' loads.
 
-Shapes: N tokens, T tokens per sequence, D model width, E experts, k experts per token.
+Shapes: N tokens, D model width, E experts, k experts per token.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Score(Enum):
 
 
 class Balance(Enum):
-    """Set of tokens over which the load-balancing loss compares the load of experts."""
+    """Set of tokens over which the load-balancing loss computes the number of tokens per expert."""
 
     sequence = "sequence"
     global_batch = "global_batch"
@@ -34,7 +34,7 @@ class Balance(Enum):
 
 @dataclass
 class MoEConfig:
-    """Settings of top-k routing over SwiGLU experts without dropped tokens."""
+    """Settings of a mixture of SwiGLU experts with top-k routing, which drops no tokens."""
 
     n_experts: int = bounded(0, least=0, most=2**16)
     """Routed experts per layer; 0 is a dense model, which ignores the other fields."""
@@ -93,7 +93,7 @@ SPLIT = "bf16 products, float32 sums"
 
 
 class Routing(NamedTuple):
-    """Router output: chosen experts with weights; normalised scores and logits of all experts."""
+    """Output of the router for N tokens: the chosen experts, and the scores of all experts."""
 
     experts: Tensor
     """Indices of the chosen experts, (N, k) int64, distinct within a row."""
@@ -106,7 +106,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer that chooses the top k experts by score plus bias.
+    """A linear layer that chooses, for each token, the k experts with the largest score plus bias.
 
     The bias affects only the choice of experts, not their weights, and has no gradient. After each
     optimizer step, the bias rises for experts with fewer tokens than the mean, and falls for
@@ -140,10 +140,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Raise `bias` for counts below the mean, lower `bias` above; set `load` to counts / mean.
+        """Move `bias` towards equal counts; set `load` to `counts` divided by their mean.
 
-        `counts` (E,) int64 is the number of tokens per expert on all ranks. If the scalar `skipped`
-        is positive, the optimizer step was skipped, and `bias` and `load` do not change.
+        `counts` (E,) int64 is the number of tokens per expert, summed over ranks. A positive scalar
+        `skipped` means a skipped optimizer step, after which `bias` and `load` do not change.
         """
         missing = counts.sum() - len(counts) * counts  # integers, so exactly 0 at the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
@@ -176,11 +176,11 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
-    """Compute the load-balancing loss of each sequence, and return the sum of `length` * loss.
+    """Return the sum over sequences of `length` times the load-balancing loss of the sequence.
 
     The loss of a sequence is the sum of f P over experts (DeepSeek-V3, arXiv 2412.19437, equations
-    17 to 20). For each expert, f is the number of tokens divided by the number under uniform
-    routing, and P is the mean share. A balanced sequence has loss 1.
+    17 to 20). f is the expert's number of tokens divided by this number under uniform routing. P
+    is the mean of the expert's shares. The loss is 1 if all experts have equally many tokens.
 
     Args:
         shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
@@ -194,7 +194,7 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
-    """Compute the load-balancing loss of N tokens, sum(shares * load): N if all loads are 1.
+    """Compute the load-balancing loss summed over N tokens, sum(shares * load).
 
     Args:
         shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
@@ -207,8 +207,8 @@ class SplitProduct(torch.autograd.Function):
     """Product of bf16 x (N, D) and a transposed float32 weight (E, D): (N, E) float32.
 
     Each float32 weight is split into three bf16 numbers. Products of two bf16 numbers are exact in
-    float32, so only the float32 sums round. The gradient of the weight is equally exact; the
-    gradient of x is one bf16 product.
+    float32, so only the float32 sums round. The gradient of the weight is computed in the same way;
+    the gradient of x is one bf16 product.
     """
 
     @staticmethod
@@ -227,9 +227,9 @@ class SplitProduct(torch.autograd.Function):
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Split float32 x into three bf16 tensors with sum x.
+    """Split float32 x into three bf16 tensors whose sum is x.
 
-    The sum is exact for values of 0 and for magnitudes of at least 2^-100.
+    The sum is exact where x is 0 or the magnitude of x is at least 2^-100.
     """
     parts = []
     for _ in range(PARTS):

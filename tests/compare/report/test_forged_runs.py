@@ -181,7 +181,7 @@ def test_load_run_prints_single_warning_for_skipped_metrics_lines(kept, tmp_path
     assert said == f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
 
 
-def test_study_verdict_escapes_control_characters_and_html_in_claim(
+def test_study_verdict_escapes_control_characters_and_html_in_claim_text_of_study_file(
     kept, tmp_path, monkeypatch, capsys
 ):
     shutil.copytree(kept, tmp_path / "copy")

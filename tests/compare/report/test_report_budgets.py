@@ -97,7 +97,7 @@ def test_reported_interpolation_error_of_loss_gap_bounds_true_error(tmp_path):
     assert gated.equal["tokens"].error == 0
 
 
-def test_loss_interpolation_is_exact_at_points_and_has_infinite_error_with_only_two_points():
+def test_loss_interpolation_with_two_points_has_zero_error_at_points_and_infinite_error_between():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
     assert read_curve(curve, 20.0) == (2.0, 0.0)
     assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)

@@ -128,7 +128,7 @@ def test_variant_with_only_diverged_runs_shows_diverged_share_and_no_loss(tmp_pa
         ([Cell("3")], []),
     ],
 )
-def test_report_replaces_table_column_of_equal_cells_by_sentence(cells, said):
+def test_report_replaces_table_column_with_equal_values_in_all_rows_by_sentence(cells, said):
     names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
     table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
     assert found == said

@@ -147,7 +147,7 @@ def test_confidence_intervals_of_accuracy_are_between_0_and_1(
         ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
-def test_confidence_interval_has_negative_end_only_for_scores_that_measure_a_change(
+def test_confidence_interval_has_negative_lower_bound_only_if_score_unit_is_change_of_loss(
     tmp_path: Path, unit: str, text: str
 ) -> None:
     for seed, value in enumerate((0.5, 2.5)):
@@ -159,7 +159,9 @@ def test_confidence_interval_has_negative_end_only_for_scores_that_measure_a_cha
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_confidence_intervals_of_scores_are_within_recorded_range_of_score(runs: Path) -> None:
+def test_confidence_interval_is_clipped_to_value_range_of_score_in_evaluation_file(
+    runs: Path,
+) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
@@ -184,7 +186,9 @@ def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path:
     assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
 
 
-def test_evaluation_results_at_different_task_levels_are_not_compared(runs: Path) -> None:
+def test_evaluation_scores_at_different_difficulty_levels_of_task_are_not_compared(
+    runs: Path,
+) -> None:
     for seed in range(3):
         write_result(runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
     comparison = compared(runs)

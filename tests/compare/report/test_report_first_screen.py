@@ -24,7 +24,7 @@ def swept(tmp_path_factory):
     return root
 
 
-def test_report_page_begins_with_loss_gap_of_each_row(swept):
+def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
     found = compare(loaded(sorted(swept.iterdir())))
     standard, gated, diff_v2 = (finding(row) for row in found.rows)
     more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
@@ -102,7 +102,9 @@ def test_every_attention_variant_has_unique_one_line_description():
     assert max(map(len, lines)) < 160
 
 
-def test_report_figures_show_only_first_group_if_runs_are_incomparable(swept, tmp_path):
+def test_report_figures_show_only_first_group_of_comparable_runs_if_number_of_steps_differs(
+    swept, tmp_path
+):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )

@@ -160,7 +160,7 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
     assert '<th scope="col">Seed</th>' in listed
 
 
-def test_legend_of_figure_with_more_than_ten_curves_lists_variants_instead_of_rows():
+def test_figure_legend_with_more_than_ten_curves_has_one_entry_per_attention_variant():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
     rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
     styles = row_styles(rows)
@@ -222,7 +222,7 @@ def series(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 
 
-def test_mean_curve_over_seeds_ends_with_shortest_run():
+def test_mean_curve_over_seeds_ends_at_last_step_of_shortest_run():
     band = curves.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
@@ -291,7 +291,7 @@ def test_loss_gap_curve_is_paired_by_seed():
     assert curves.gap_band(base) is None
 
 
-def test_layer_figure_uses_last_common_step_of_finished_runs_or_of_all_runs_if_none_finished():
+def test_layer_figure_uses_last_common_step_of_finished_runs_or_else_of_all_runs():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])

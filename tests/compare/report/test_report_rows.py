@@ -220,7 +220,7 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_loss_gap_is_measured_to_baseline_runs_with_same_config_keys(tmp_path, case):
+def test_loss_gap_compares_row_to_baseline_runs_with_same_config_values(tmp_path, case):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]
@@ -265,7 +265,9 @@ OF_NO_EFFECT = [
         OF_NO_EFFECT,
     ),
 )
-def test_comparison_ignores_config_keys_of_location_and_speed(tmp_path, override):
+def test_runs_that_differ_only_in_config_keys_without_effect_on_loss_share_one_row(
+    tmp_path, override
+):
     variant = "diff_v1" if "values" in override else "standard"
     base = f"{variant} {FILES}"
     found = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
@@ -332,7 +334,7 @@ def test_comparison_names_run_json_entry_that_makes_runs_incomparable(tmp_path, 
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
-def test_comparison_uses_config_keys_if_run_json_does_not_record_corpus(tmp_path):
+def test_comparison_checks_config_keys_of_corpus_if_run_json_does_not_record_corpus(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
@@ -405,7 +407,7 @@ def test_adding_run_with_other_config_value_does_not_change_gaps_of_other_rows(t
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
 
 
-def test_long_labels_of_report_rows_are_shortened_with_group_letters(tmp_path):
+def test_long_row_labels_of_report_are_replaced_by_group_letter_and_variant(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     found = compare(runs)

@@ -109,7 +109,7 @@ def test_runs_with_two_evaluations_have_no_trend_of_loss_gap(tmp_path):
     assert "per doubling" not in whole_text(found)
 
 
-def test_report_of_many_gaps_has_one_sentence_about_largest_trend():
+def test_report_with_many_trends_describes_only_largest_trend_in_one_sentence():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8
     said = sentence(found)

@@ -96,7 +96,7 @@ def test_rule_with_at_flops_reports_diverged_run_and_computes_gap_from_other_see
     assert found.tested[0].gap.seeds == 2
 
 
-def test_study_rule_with_at_flops_raises_if_value_has_no_logarithm(tmp_path):
+def test_study_rule_with_log_scale_and_at_flops_raises_if_metric_value_is_zero(tmp_path):
     arms = {}
     for name, tokens, values in (("v2", [100, 200], [0.0, 0.5]), ("half", [100], [0.1])):
         curve = Series(np.array(tokens), np.array(values))

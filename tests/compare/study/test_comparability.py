@@ -128,6 +128,6 @@ def test_started_study_with_undeclared_difference_of_arms_prints_warning_and_res
     assert "add flops to unequal" in said
 
 
-def test_unknown_entry_in_key_unequal_raises_error_with_choices(tmp_path):
+def test_study_file_with_unknown_entry_in_unequal_raises_error_that_lists_allowed_entries(tmp_path):
     with pytest.raises(ConfigError, match=r"unequal\[1\]=size is not one of parameters, flops, "):
         study_file(tmp_path / "study.yaml", LOWER, unequal="[flops, size]")

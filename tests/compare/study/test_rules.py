@@ -164,7 +164,7 @@ def test_divergence_of_all_runs_of_one_arm_decides_the_rule(
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_confidence_bounds_exclude_zero_exactly_if_verdict_is_shown_or_refuted(
+def test_confidence_bounds_exclude_zero_if_and_only_if_rule_is_shown_or_refuted(
     tmp_path, shift, test
 ):
     half = 4 + noise(8)
@@ -218,7 +218,7 @@ def test_verdict_on_gap_within_margin_states_whether_gap_is_significant(
     assert found.verdict == verdict, found.reason
 
 
-def test_holm_correction_treats_equivalence_tests_and_margin_tests_as_one_family(tmp_path):
+def test_holm_correction_counts_equivalence_rules_and_rules_with_margin_together(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
@@ -316,7 +316,7 @@ def test_verdict_is_not_robust_if_gap_varies_between_documents(tmp_path, scale, 
         assert found.verdict == "shown"
 
 
-def test_verdict_is_underpowered_if_bounds_of_document_bootstrap_exceed_margin(tmp_path):
+def test_verdict_is_underpowered_if_document_bootstrap_bounds_lie_outside_margin(tmp_path):
     rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
@@ -363,7 +363,7 @@ def test_verdict_is_not_decidable_if_accuracy_of_both_arms_is_at_chance_or_at_ce
 
 
 @pytest.mark.parametrize("half", [0.2, 0.998])
-def test_rule_on_accuracy_is_decided_by_divergence_if_one_arm_has_no_finite_run(tmp_path, half):
+def test_accuracy_rule_is_refuted_if_all_runs_of_arm_claimed_as_better_diverge(tmp_path, half):
     arms = two([NAN] * 5, half + noise(5, 0.001), chance=0.2)
     (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
     assert found.verdict == "refuted", found.reason

@@ -270,7 +270,7 @@ def test_study_with_log_scale_reports_gap_as_ratio(tmp_path):
 # Learning rates
 
 
-def test_study_chooses_learning_rate_with_seeds_other_than_deciding_seeds(tmp_path):
+def test_study_tunes_learning_rate_on_seeds_that_final_runs_do_not_use(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     names = [run.name for run in next_runs(study, out)]
     assert len(names) == 2 * 3
@@ -360,7 +360,7 @@ def test_verdict_page_markdown_and_command_show_same_verdict(tmp_path, capsys):
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
 
 
-def test_verdict_page_states_parameters_tokens_seeds_and_equal_conditions(tmp_path):
+def test_verdict_page_states_run_sizes_and_which_conditions_are_equal_across_arms(tmp_path):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -432,7 +432,9 @@ def dry_run(study, out, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_study_dry_run_estimates_time_from_pilot_until_own_runs_have_ended(tmp_path, capsys):
+def test_study_dry_run_estimates_time_from_pilot_runs_until_study_has_finished_runs(
+    tmp_path, capsys
+):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
     pilot = tmp_path / "pilot"
     said = dry_run(study, out, capsys)
@@ -455,7 +457,7 @@ def test_study_dry_run_estimates_time_from_pilot_until_own_runs_have_ended(tmp_p
     assert not (out / "sweep.json").exists()
 
 
-def test_study_costs_with_document_masks_use_keys_per_query_from_config_or_ended_runs(tmp_path):
+def test_study_flops_with_document_masks_use_visible_keys_from_config_or_run_summary(tmp_path):
     masked = "data.mask_documents=true"
 
     def cost(name, *words):

@@ -86,7 +86,9 @@ def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, boun
     assert found.reason.startswith(said)
 
 
-def test_trend_rule_is_underpowered_if_slopes_are_equal_or_only_one_arm_has_diverged_runs(tmp_path):
+def test_trend_rule_is_underpowered_if_slopes_are_equal_or_if_runs_of_only_one_arm_diverge(
+    tmp_path,
+):
     slopes = -0.01 + NOISE
     assert decided(tmp_path, TOKENS, 0 * NOISE - 0.01).verdict == "underpowered"
     for diverged in (([4], []), ([], [4]), (range(5), []), ([], range(5))):
@@ -109,7 +111,9 @@ def test_trend_rule_compares_slopes_of_seeds_with_welch_test_and_with_log_scale(
     assert "nats" not in found.reason
 
 
-def test_trend_rule_raises_error_for_too_few_common_points_or_different_documents(tmp_path):
+def test_trend_rule_raises_error_if_common_points_are_too_few_or_evaluated_documents_differ(
+    tmp_path,
+):
     study = study_file(tmp_path / "study.yaml", TOKENS)
     arms = {"v2": arm("v2", NOISE), "half": arm("half", NOISE)}
     for run in arms["half"].runs:

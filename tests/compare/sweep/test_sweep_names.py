@@ -42,7 +42,9 @@ def test_sweep_combinations_vary_last_key_fastest() -> None:
         ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
     ],
 )
-def test_run_name_is_equal_for_all_spellings_of_a_value(word: str, expected: list[str]) -> None:
+def test_equivalent_spellings_of_override_value_give_same_run_name(
+    word: str, expected: list[str]
+) -> None:
     assert names(word) == expected
 
 
