@@ -96,7 +96,10 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
             to_stderr(f"warning: damaged checkpoint {name} is ignored; using {path.name}")
         return path
     if damaged:
-        raise CheckpointError(f"all checkpoints are damaged: {'; '.join(damaged)}")
+        raise CheckpointError(
+            f"all checkpoints are damaged: {'; '.join(damaged)}; "
+            "restore a backup or start a new run"
+        )
     return None
 
 
@@ -104,7 +107,9 @@ def check_checkpoint(path: Path) -> None:
     """Raise CheckpointError if `path` is not a checkpoint directory, or contains a damaged file."""
     read_manifest(path)
     if problems := faults(path):
-        raise CheckpointError(f"checkpoint {path} is damaged: {listed(problems)}")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {listed(problems)}; use another checkpoint"
+        )
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:

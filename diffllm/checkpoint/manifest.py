@@ -262,5 +262,5 @@ def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, 
             raise CheckpointError(
                 f"{path} is a checkpoint of a different model: {shown(name)} is "
                 f"{shown(saved.get(name, 'absent'))} in the checkpoint and "
-                f"{here.get(name, 'absent')} in the model"
+                f"{here.get(name, 'absent')} in the model; use the model settings of the checkpoint"
             )

@@ -51,7 +51,10 @@ def attention_map_command(argv: list[str]) -> None:
     model, step = decoder(run, args.step or 0)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
     if not all(m.isfinite().all() for shown in maps for m in shown.maps.values()):
-        raise CheckpointError(f"run={run}: the attention weights contain nan or infinity")
+        raise CheckpointError(
+            f"run={run}: the attention weights of step {step} contain nan or infinity; choose an "
+            "earlier checkpoint with step=N"
+        )
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     for layer, shown in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)

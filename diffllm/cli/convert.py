@@ -150,8 +150,9 @@ def needing_interop(command: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        needs = "diffllm[interop], transformers 5"
-        raise ConfigError(f"diffllm {command} needs {needs}: {error}") from error
+        raise ConfigError(
+            f'diffllm {command} needs transformers 5: {error}; run pip install "diffllm[interop]"'
+        ) from error
 
 
 def export_command(argv: list[str]) -> None:

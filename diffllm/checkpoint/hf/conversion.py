@@ -133,8 +133,9 @@ def split_output(
         assert lambda_parameter is not None
         if form is not Lambda.scalar and lambda_parameter.any():
             raise ConfigError(
-                "attention=standard needs a model whose lambda does not depend on the input, but "
-                "the weight w_lambda is not zero"
+                f"attention=standard cannot convert lambda_form={form.value}, because w_lambda is "
+                "not zero and lambda depends on the input; use a model with lambda_form=scalar, "
+                "fixed or none"
             )
         logits = lambda_parameter if form is Lambda.scalar else torch.zeros(heads)
         lam = logits if form is Lambda.raw else torch.sigmoid(logits)

@@ -343,5 +343,5 @@ def layout_of(model: ModelConfig, own: bool = False) -> Layout:
             return found
     raise ConfigError(
         f"{type(model.attention).__name__} cannot be exported: neither transformers nor "
-        "modeling_diffllm.py supports this attention"
+        f"modeling_diffllm.py supports this attention; supported are {', '.join(VARIANTS)}"
     )

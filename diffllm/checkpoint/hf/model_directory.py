@@ -270,7 +270,8 @@ class ModelDirectory:
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
         if len(self._places) < least:  # A forged config could describe billions of tensors.
             raise CheckpointError(
-                f"{path} has {len(self._places)} tensors, but config.json needs at least {least}"
+                f"{path} has {len(self._places)} tensors, but config.json needs at least {least}; "
+                "use config.json and all weight files of the same model"
             )
         layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
         self._made = {tensor.name: tensor for tensor in layout.imported}
@@ -307,7 +308,7 @@ class ModelDirectory:
             if pieces > most:
                 raise CheckpointError(
                     f"the tokenizer {file} has {pieces:,} tokens, but vocab_size in config.json is "
-                    f"{most:,}"
+                    f"{most:,}; use a tokenizer with at most {most:,} tokens"
                 )
             return file
         raise CheckpointError(refused)
@@ -335,7 +336,9 @@ class ModelDirectory:
             try:
                 file = safe_open(self.path / name, "pt")
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.path / name} is damaged: {error}") from error
+                raise CheckpointError(
+                    f"{self.path / name} is damaged: {error}; download or copy the file again"
+                ) from error
             places |= dict.fromkeys(file.keys(), file)
         return places
 

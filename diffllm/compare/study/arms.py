@@ -290,7 +290,9 @@ def on_scale(value: float, run: str, study: Study) -> float:
     if study.scale == "linear":
         return value
     if value <= 0:
-        raise ConfigError(f"{run}: {study.metric}={value:g} must be above 0 with scale=log")
+        raise ConfigError(
+            f"{run}: {study.metric}={value:g} must be above 0 with scale=log; use scale=linear"
+        )
     return math.log(value)
 
 

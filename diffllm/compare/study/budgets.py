@@ -75,7 +75,9 @@ def arms_at_budget(
         return own, base
     found = at_equal_flops(study, own, base)
     if isinstance(found, str):
-        raise ConfigError(f"cannot compare {rule.arm} with {rule.against} at equal FLOPs: {found}")
+        raise ConfigError(
+            f"cannot compare {rule.arm} with {rule.against} at equal FLOPs: {found}; use at=tokens"
+        )
     return found.own, found.base
 
 

@@ -37,7 +37,7 @@ def check_design(study: Study) -> None:
             if better(study.metric) < 0:
                 raise ConfigError(
                     f"{where}: kind={rule.kind} needs a metric that rises during training, but "
-                    f"metric={study.metric} falls"
+                    f"metric={study.metric} falls; use kind=difference"
                 )
             check_smallest_p(study, where, rule)
         if study.power:
@@ -110,9 +110,10 @@ def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -
     if (rounded := rounded_up_to_two_digits(least)) <= power.gap:
         fixes.append(f"a margin of {rounded:g} or more")
     raise ConfigError(
-        f"{where}.margin={margin:g} is too small for {n} seeds per arm and power.sd={power.sd:g}: "
-        f"the probability of finding equal arms equivalent is {found:.2f}, but must be at least "
-        f"{LEAST_POWER:g}{'; use ' * bool(fixes)}{', or '.join(fixes)}"
+        f"{where}.margin={margin:g} is too small: with {n} seeds per arm and "
+        f"power.sd={power.sd:g}, the test shows that equal arms are equivalent with probability "
+        f"{found:.2f}, but the minimum is {LEAST_POWER:g}"
+        f"{'; use ' * bool(fixes)}{', or '.join(fixes)}"
     )
 
 

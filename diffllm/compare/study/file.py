@@ -206,8 +206,9 @@ def check_study(study: Study) -> None:
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
     ):
         raise ConfigError(
-            f"kind=log_rank needs a metric that is logged during training, unlike "
-            f"metric={study.metric}"
+            f"kind=log_rank is not supported with metric={study.metric}"
+            f"{' and lr_sweep' * bool(study.lr_sweep)}; use a metric that is logged during "
+            "training, such as tasks/mqar, without lr_sweep"
         )
     for rule in study.rules:
         check_trend_metric(study, rule)
@@ -223,7 +224,7 @@ def check_study(study: Study) -> None:
         if study.lr:
             raise ConfigError(
                 "lr and lr_sweep cannot be combined: lr chooses one learning rate per arm, but "
-                "lr_sweep compares all learning rates"
+                "lr_sweep compares all learning rates; remove one of them"
             )
         one_of("with lr_sweep, metric", study.metric, (LR_SENSITIVITY,))
     if study.lr:
@@ -240,7 +241,9 @@ def check_metric_at_flops(study: Study) -> None:
     logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
         raise ConfigError(
-            f"at=flops needs a metric that is logged during training, unlike metric={study.metric}"
+            f"at=flops is not supported with metric={study.metric}"
+            f"{' and lr_sweep' * bool(study.lr_sweep)}; use heldout_loss or a metric that is "
+            "logged during training, such as eval/loss, without lr_sweep"
         )
 
 
@@ -263,7 +266,7 @@ def check_rule(where: str, rule: Rule) -> None:
             raise ConfigError(f"{where}: {arm} cannot be compared with itself")
     one_of(f"{where}.at", rule.at, ("tokens", "flops"))
     if rule.at == "flops" and rule.kind in ("log_rank", "trend"):
-        raise ConfigError(f"{where}.at=flops is not supported with kind={rule.kind}")
+        raise ConfigError(f"{where}.at=flops is not supported with kind={rule.kind}; use at=tokens")
     names = ("below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
@@ -300,8 +303,8 @@ def check_trend_metric(study: Study, rule: Rule) -> None:
         raise ConfigError(f"metric={study.metric} must be heldout_loss for over={POSITION}")
     if rule.over == TOKENS and not of_loss and study.metric in (*OF_THE_SUMMARY, LR_SENSITIVITY):
         raise ConfigError(
-            f"over={TOKENS} needs a metric that is logged during training, unlike "
-            f"metric={study.metric}"
+            f"over={TOKENS} is not supported with metric={study.metric}; use heldout_loss or a "
+            "metric that is logged during training, such as eval/loss"
         )
 
 
@@ -335,7 +338,10 @@ def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
 
 def check_metric(name: str) -> None:
     if name == LR_SENSITIVITY:
-        raise ConfigError(f"metric={name} needs the key lr_sweep: the learning rates of all arms")
+        raise ConfigError(
+            f"metric={name} needs the key lr_sweep; add learning rates, such as "
+            "lr_sweep: [0.001, 0.002]"
+        )
     try:
         name in OF_THE_SUMMARY or metric_of(name)
     except ConfigError:

@@ -72,11 +72,12 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
     if spread is None:
         raise ConfigError(
             f"pilot={comparison.title}: no arm has two seeds with a finite loss "
-            f"({len(finished)} runs finished, {diverged} diverged)"
+            f"({len(finished)} runs finished, {diverged} diverged); train one arm with more seeds"
         )
     if not spread.sd:
         raise ConfigError(
-            f"pilot: all seeds of {comparison.title} have the same loss, so power is unknown"
+            f"pilot={comparison.title}: the seeds of each arm have the same loss, so power "
+            "cannot be computed; choose runs with different losses"
         )
     times = [x for summary in finished if (x := finite(summary.get("seconds")))]
     seconds = float(np.mean(times)) if times else None

@@ -134,7 +134,7 @@ def test_verdict_with_unknown_flops_has_no_gap_at_equal_flops_and_rejects_rule_w
         (
             LOWER.replace("at: tokens", "at: flops"),
             "train_loss",
-            "at=flops needs a metric that is logged during training, unlike metric=train_loss",
+            "at=flops is not supported with metric=train_loss; use heldout_loss or a metric that",
         ),
         (
             "{kind: log_rank, arm: v2, against: half, reaches: 0.9, at: flops}",

@@ -66,22 +66,22 @@ def with_keys(rule, **keys):
         ),
         (
             with_keys(LOWER, margin=1e-300), 8, {"power": POWER},
-            "at least 0.5; use a margin of 0.018 or more\n",
+            "the minimum is 0.5; use a margin of 0.018 or more\n",
         ),
         (
             with_keys(LOWER, margin=0.01), 8, {"power": POWER},
-            "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: the "
-            "probability of finding equal arms equivalent is 0.04, but must be at least 0.5; "
+            "rule.margin=0.01 is too small: with 8 seeds per arm and power.sd=0.014, the test "
+            "shows that equal arms are equivalent with probability 0.04, but the minimum is 0.5; "
             "use 23 seeds or more, or a margin of 0.018 or more",
         ),
         (
             ALIKE, 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER},
-            "is 0.32, but must be at least 0.5; use 10 seeds or more, or a margin of "
+            "probability 0.32, but the minimum is 0.5; use 10 seeds or more, or a margin of "
             "0.023 or more",
         ),
         (
             ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
-            "equivalent is 0.00, but must be at least 0.5; use 86 seeds or more\n",
+            "probability 0.00, but the minimum is 0.5; use 86 seeds or more\n",
         ),
     ],
 )  # fmt: skip

@@ -70,7 +70,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         (
             RULE,
             "log_rank, arm: v2, against: half, reaches: 0.9",
-            "kind=log_rank needs a metric that is logged during training",
+            "kind=log_rank is not supported with metric=heldout_loss; use a metric that is logged",
         ),
         (
             "baseline: standard",
