@@ -105,7 +105,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:
             deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
-            raise ConfigError(f"{deepest[:40]}... has too many nested brackets") from None
+            raise ConfigError(
+                f"{deepest[:40]}... has too many nested brackets; remove some levels of brackets"
+            ) from None
     chosen = cfg.hydra.runtime.choices
     with open_dict(cfg):
         cfg.run.choices = {group: chosen[group] for group in GROUPS}
@@ -203,7 +205,10 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
             cfg[name] = None
     kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
     if len(given) > 1 or len(kept) > 1:
-        raise ConfigError(f"{', '.join(sorted(given or kept))}: only one of these keys can be set")
+        raise ConfigError(
+            f"{', '.join(sorted(given or kept))}: only one of these keys can be set; "
+            "remove the other keys"
+        )
 
 
 def steps_to_train(cfg: TrainConfig) -> int:
@@ -223,7 +228,7 @@ def steps_to_train(cfg: TrainConfig) -> int:
         key, steps = "epochs", cfg.epochs * sequences / cfg.global_batch_size
     if steps < 1:
         raise ConfigError(
-            f"{key}={getattr(cfg, key):g} is less than one step; a step trains on global_batch_size"
-            f"={cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens"
+            f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size="
+            f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens; increase {key}"
         )
     return int(steps)

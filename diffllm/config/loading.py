@@ -35,7 +35,7 @@ def load_config(
     """
     words = [] if overrides is None else overrides
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"load_config needs a list of overrides as strings, not {words!r}")
+        raise ConfigError(f'overrides={words!r} must be a list of strings, such as ["model=tiny"]')
     words = list(words)
     named_here = [user_path(config_dir, "config_dir").resolve()] if config_dir is not None else []
     load_plugins(words, named_here)
@@ -63,7 +63,8 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
         cfg = typed_config(composed)
     if cfg.plugins != plugins_in(words):
         raise ConfigError(
-            f"plugins=[{','.join(cfg.plugins)}] is set in a YAML file; use the command line"
+            f"plugins=[{','.join(cfg.plugins)}] is set in a YAML file; remove the key from the "
+            "file, and set plugins=[...] on the command line"
         )
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
@@ -85,7 +86,7 @@ def check_keys_of_match(cfg: TrainConfig) -> None:
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "data.document_lengths or data.visible_keys, the mean number of tokens that a query "
-            "sees; copy data.visible_keys from summary.json of a run on this corpus, or set "
-            f"data.visible_keys={(cfg.seq_len + 1) / 2} to count FLOPs as without document masks"
+            "the mean number of tokens that a query sees; set data.document_lengths, or set "
+            "data.visible_keys to the visible_keys in summary.json of a run on this corpus, or set "
+            f"data.visible_keys={(cfg.seq_len + 1) / 2} to count FLOPs without document masks"
         )

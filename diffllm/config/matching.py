@@ -95,8 +95,8 @@ def match(
         else:
             raise ConfigError(
                 f"{key}: no model.{name} gives {wanted:,.0f} {unit} within "
-                f"{float(TOLERANCE):.1%}; the closest, model.{name}={width}, gives "
-                f"{own[by]:,.0f}; a config with a larger model.{name} allows a closer match"
+                f"{float(TOLERANCE):.1%} (the closest, model.{name}={width}, gives "
+                f"{own[by]:,.0f}); choose a config with a larger model.{name}"
             )
     return Matched(
         target=target, target_params=round(goal["params"]), target_ffn_dim=start,

@@ -47,8 +47,8 @@ def check_interpolations(words: list[str], where: str = "") -> None:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
             at = f"{where}{word.partition('=')[0]}"
             raise ConfigError(
-                f"{at}: only ${{KEY}} and ${{of_steps:SHARE,MOST}} can be interpolated, with a "
-                "KEY such as seq_len and a SHARE of steps such as 0.1"
+                f"{at}: this interpolation is not allowed; use ${{KEY}}, such as ${{seq_len}}, or "
+                "${of_steps:SHARE,MOST}, such as ${of_steps:0.1,1000}"
             )
 
 
@@ -61,7 +61,10 @@ def check_shared(words: list[str], where: str) -> None:
     check_interpolations(words, f"{where}: ")
     for word in words:
         if re.match(r"[\s+~]*(plugins|hydra)\b", word):
-            raise ConfigError(f"{where}: {word}: a file cannot set plugins or Hydra's own keys")
+            raise ConfigError(
+                f"{where}: {word}: a file cannot set plugins or Hydra's own keys; "
+                "remove this override from the file"
+            )
 
 
 def check_secrets(words: list[str]) -> None:
@@ -93,7 +96,9 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
             raise ConfigError(removal(key))
         fixed = not key or key == "run" or key.startswith(FILLED_IN) or re.match(r"hydra\b", key)
         if fixed or override.is_delete():
-            raise ConfigError(f"{word}: an override cannot set or delete this key")
+            raise ConfigError(
+                f"{word}: an override cannot set or delete this key; remove this override"
+            )
         if key in GROUPS and override.is_add():
             raise ConfigError(f"{word}: {key} already exists; remove the +")
         if override.is_sweep_override():

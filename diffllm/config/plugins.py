@@ -144,7 +144,7 @@ class SharedYaml(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))
         if config_path.startswith("hydra/"):  # a launcher's `setup` runs shell commands
-            raise ConfigError(f"{file}: a file cannot set Hydra's own keys")
+            raise ConfigError(f"{file}: a file cannot set Hydra's own keys; delete the file")
         content, text = read_yaml(file)
         check_interpolations([f"{key}={value}" for key, value in content.items()], f"{file}: ")
         header = self._get_header_dict(text[:512].decode(errors="ignore"))
@@ -190,7 +190,10 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
     """
     for directory in named_directories:
         if not yamls(directory):
-            raise ConfigError(f"--config-dir {directory} has no YAML file in {'/, '.join(GROUPS)}/")
+            raise ConfigError(
+                f"--config-dir {directory} has no YAML file in {'/, '.join(GROUPS)}/; "
+                "choose a directory that contains one of these directories with a YAML file"
+            )
         add_directory(directory)
     for name in plugins_in(words):
         spec = imported(name)
@@ -213,7 +216,8 @@ def imported(name: str) -> ModuleSpec:
         namespace = spec and not spec.origin and spec.submodule_search_locations
         if spec is None or not (spec.has_location or namespace):
             raise ConfigError(
-                f"module {target} has no source file, but runs record the source of plugins"
+                f"module {target} has no source file, but runs record the source of plugins; "
+                "choose a module with a .py file"
             )
         if target not in LOADED or LOADED[target][0] is not spec:  # just imported, or reloaded
             place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))

@@ -143,10 +143,11 @@ class TrainConfig:
         check_bounds("", self)
         pieces, most = self.data.vocab_size, self.model.vocab_size
         if self.data.tokenizer is None and pieces > most:
-            raise ConfigError(f"data.vocab_size={pieces} exceeds model.vocab_size={most}")
+            raise ConfigError(f"data.vocab_size={pieces} must be at most model.vocab_size={most}")
         if self.model.seq_len != self.seq_len:
             raise ConfigError(
-                f"model.seq_len={self.model.seq_len} and seq_len={self.seq_len} must be equal"
+                f"model.seq_len={self.model.seq_len} and seq_len={self.seq_len} must be equal; "
+                "set both to the same value"
             )
         part: Any
         for part in (self.model, self.data, self.prepare, self.checkpoint, self.wandb):
@@ -178,7 +179,8 @@ class TrainConfig:
             raise ConfigError(f"{given[0]} needs data.mask_documents=true")
         if keys is not None and keys > whole / 2:
             raise ConfigError(
-                f"{given[0]} must be at most {whole / 2}, the number without document masks"
+                f"{given[0]} must be at most {whole / 2}, the mean number of visible keys without "
+                "document masks"
             )
         for length, number in lengths.items():
             if not (1 <= length <= LARGEST_DOCUMENT and 1 <= number <= LARGEST_DOCUMENT):
@@ -293,7 +295,9 @@ def check_values(cfg: Any) -> None:
     """Raise ConfigError for wrong list items, overlong or unprintable text, or invalid numbers."""
     for key, declared, value in leaves(cfg):
         if "${" in str(value):  # readers of config.yaml would resolve ${
-            raise ConfigError(f"{key}: the value must not contain ${{ after interpolation")
+            raise ConfigError(
+                f"{key}: the value contains ${{ after interpolation; remove ${{ from the value"
+            )
         if get_origin(declared) is list:  # an interpolation may insert any value
             (kind,) = get_args(declared)
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
@@ -322,7 +326,7 @@ def check_paths(cfg: Any) -> None:
 
 def check_number(key: str, value: float) -> None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{key}={value} must fit into 64 bits")
+        raise ConfigError(f"{key}={value} must be from -2^63 to 2^63 - 1")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise ConfigError(
             f"{key}={value} is outside the range of float32: the absolute value must be 0, or "

@@ -205,9 +205,15 @@ class DataConfig(TextConfig):
                     f"data.sources: the name {name!r} may contain only letters, digits, _ and -"
                 )
             if source.source == MIXTURE:
-                raise ConfigError(f"{where}source=mixture: a mixture cannot contain a mixture")
+                raise ConfigError(
+                    f"{where}source=mixture: a mixture cannot contain a mixture; "
+                    "choose another source"
+                )
             if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(f"{where}source=tokens needs data.tokenizer")
+                raise ConfigError(
+                    f"{where}source=tokens needs data.tokenizer; "
+                    "set the tokenizer that encoded the tokens"
+                )
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")

@@ -256,7 +256,7 @@ ODD = [
     (["wandb={mode: offline, colour: red}"], "colour"),
     (["optim.lr.x=1"], "optim.lr.x=1"),
     (["steps=${steps}"], "steps"),
-    (["steps=${oc.env:NO_SUCH_VARIABLE}"], "can be interpolated"),
+    (["steps=${oc.env:NO_SUCH_VARIABLE}"], "interpolation is not allowed"),
     (["steps=range(1,9)"], "steps=range(1,9)"),
     (["steps=" + "9" * 5000], "4300 digits"),
     (["+_target_=os.system"], "_target_"),

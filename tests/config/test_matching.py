@@ -160,14 +160,15 @@ def test_flop_match_counts_flops_of_both_variants_with_configured_visible_keys()
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
             "model.match_flops_to=diff_v2 with data.mask_documents=true needs "
-            "data.document_lengths or data.visible_keys, the mean number of tokens that a query "
-            "sees; copy data.visible_keys from summary.json of a run on this corpus, or set "
-            "data.visible_keys=32.5 to count FLOPs as without document masks",
+            "the mean number of tokens that a query sees; set data.document_lengths, or set "
+            "data.visible_keys to the visible_keys in summary.json of a run on this corpus, or set "
+            "data.visible_keys=32.5 to count FLOPs without document masks",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
         (
             ["data.mask_documents=true", "data.visible_keys=33"],
-            "data.visible_keys=33.0 must be at most 32.5, the number without document masks",
+            "data.visible_keys=33.0 must be at most 32.5, the mean number of visible keys "
+            "without document masks",
         ),
         (
             ["data.mask_documents=true", "data.visible_keys=0.5"],
@@ -222,8 +223,8 @@ def test_error_for_impossible_parameter_match_names_config_key_parameter_counts_
     message = str(caught.value)
     assert message.startswith("model.match_params_to=standard: no model.ffn_dim gives")
     assert f"gives {total_params(model, 'standard', 8):,} parameters" in message
-    assert f"the closest, model.ffn_dim=8, gives {closest:,};" in message
-    assert message.endswith("a config with a larger model.ffn_dim allows a closer match")
+    assert f"(the closest, model.ffn_dim=8, gives {closest:,});" in message
+    assert message.endswith("choose a config with a larger model.ffn_dim")
     load_config([*words, "model.ffn_dim=256"])
 
 

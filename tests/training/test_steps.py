@@ -54,8 +54,8 @@ def test_epochs_setting_determines_number_of_steps(corpus):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["steps=10", "epochs=1"], "epochs, steps: only one of these keys can be set"),
-        (["model=tiny", "max_tokens=100"], "max_tokens=100 is less than one step; a step trains"),
+        (["steps=10", "epochs=1"], "epochs, steps: only one of these keys can be set; remove"),
+        (["model=tiny", "max_tokens=100"], "max_tokens=100 is less than one step of global_batch"),
         (["max_tokens=1e30"], "steps="),
         (["epochs=-1"], "epochs=-1.0 must be positive"),
         # Checked before the preparation of data, which `epochs` needs.

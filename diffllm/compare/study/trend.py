@@ -53,7 +53,8 @@ def arms_of_rule(
     if all(finite) and len(x) < FEWEST_POINTS:
         raise ConfigError(
             f"trend of {own.name} and {base.name}: the runs have {len(x)} common points over "
-            f"{rule.over}, but a trend needs at least {FEWEST_POINTS}"
+            f"{rule.over}, but a trend needs at least {FEWEST_POINTS}; evaluate all runs at more "
+            "common points"
         )
     enough = len(x) >= FEWEST_POINTS
     first, second = (
@@ -99,7 +100,10 @@ def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 def parameters_of(arm: StudyArm) -> float:
     count = finite(arm.runs[0].facts.get("parameters"))
     if not count or count <= 0:
-        raise ConfigError(f"{arm.runs[0].name}: run.json does not record the number of parameters")
+        raise ConfigError(
+            f"{arm.runs[0].name}: run.json does not contain the number of parameters; "
+            "train this run again from the start"
+        )
     return count
 
 
@@ -133,7 +137,8 @@ def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
         return values
     if (values <= 0).any():
         raise ConfigError(
-            f"{run.name}: {study.metric}={values.min():g} must be above 0 with scale=log"
+            f"{run.name}: {study.metric}={values.min():g} must be above 0 with scale=log; "
+            "use scale=linear"
         )
     return np.log(values)
 

@@ -57,7 +57,10 @@ class ClusterLauncher:
             raise ConfigError(f"hydra/launcher={name} is not one of basic, {', '.join(LAUNCHERS)}")
         if name == "basic":
             if len(words) > len(names):
-                raise ConfigError(f"{words[-1]} also needs hydra/launcher=submitit_slurm")
+                raise ConfigError(
+                    f"{words[-1]} needs a cluster launcher; add hydra/launcher=submitit_slurm or "
+                    "hydra/launcher=submitit_local"
+                )
             return None
         if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
             raise ConfigError(
@@ -150,7 +153,9 @@ class ClusterLauncher:
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
         except OSError as error:
-            raise ConfigError(f"{FOLDER}={folder} cannot be created: {error.strerror}") from error
+            raise ConfigError(
+                f"{FOLDER}={folder} cannot be created: {error.strerror}; choose another directory"
+            ) from error
         return executor
 
     def ending(self, job: Job, handle: Any) -> Ending:
@@ -192,7 +197,13 @@ def in_queue(job_id: str) -> bool:
     try:
         answer = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
-        raise ConfigError(f"squeue cannot be run for job {job_id}: {error.strerror}") from error
+        raise ConfigError(
+            f"squeue cannot be run for job {job_id}: {error.strerror}; "
+            "start the sweep on a machine that has the SLURM commands"
+        ) from error
     if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise ConfigError(f"squeue failed for job {job_id}: {' '.join(answer.stderr.split())}")
+        raise ConfigError(
+            f"squeue failed for job {job_id}: {' '.join(answer.stderr.split())}; "
+            "try again when squeue works"
+        )
     return bool(answer.stdout.strip())

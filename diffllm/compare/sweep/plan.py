@@ -68,7 +68,10 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
         if not swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
             launcher.append(word)
         elif key in ("run.name", "run.dir", "run.swept") or (swept and key.startswith("run.")):
-            raise ConfigError(f"{word}: a sweep names its runs; set one run.sweep=<name> instead")
+            raise ConfigError(
+                f"{word}: a sweep chooses the names of its runs; remove this override, and set one "
+                "run.sweep=<name>"
+            )
         elif key.split(".")[0].split("/")[0] == "hydra":
             allowed = "hydra/launcher and hydra.launcher.*, with one value each"
             raise ConfigError(f"{word}: the only Hydra settings of a sweep are {allowed}")
@@ -95,7 +98,7 @@ def split_values(override: Override) -> list[str]:
         # glob(*) also matches the schemas of a group.
         values = [value for value in values if not value.endswith("_schema")]
     if not values:
-        raise ConfigError(f"{word} must have at least one value")
+        raise ConfigError(f"{word} selects no value; a sweep needs at least one value of {key}")
     return [f"{key}={value}" for value in values]
 
 
@@ -230,7 +233,10 @@ def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list
     """
     keys = directory.record["keys"] or []
     if not {*keys} <= {*all_keys}:
-        raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; set all these keys")
+        raise ConfigError(
+            f"{directory.path} is a sweep over {', '.join(keys)}; set each of these keys in the "
+            "command, or choose another run.sweep"
+        )
     return [*keys, *(key for key in swept_keys if key not in keys)]
 
 
@@ -253,7 +259,10 @@ def check_queue(job_ids: dict[str, str]) -> None:
     for name, job_id in job_ids.items():
         if in_queue(job_id):
             fix = f"wait until job {job_id} begins, or run scancel {job_id}"
-            raise ConfigError(f"new swept keys would rename {name}, which SLURM has queued; {fix}")
+            raise ConfigError(
+                f"the run {name} is in SLURM's queue and cannot be renamed for the new swept keys; "
+                f"{fix}"
+            )
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:

@@ -119,7 +119,9 @@ def test_trend_rule_raises_error_if_common_points_are_too_few_or_evaluated_docum
     for run in arms["half"].runs:
         run.curve.values[2:5] = math.nan
         run.curve.values[1] = math.nan
-    with pytest.raises(ConfigError, match="2 common points over tokens, but a trend"):
+    with pytest.raises(
+        ConfigError, match="2 common points over tokens, but a trend needs at least 3; evaluate all"
+    ):
         apply_rules(study, arms)
     with pytest.raises(ConfigError, match="evaluated on different documents"):
         decided(tmp_path, POSITION, NOISE, asked="other")
