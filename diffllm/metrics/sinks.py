@@ -27,7 +27,9 @@ class MetricsConfig:
 
 def check_installed(cfg: MetricsConfig) -> None:
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError('metrics.tensorboard=true needs pip install "diffllm[tensorboard]"')
+        raise ConfigError(
+            'metrics.tensorboard=true needs a package; run pip install "diffllm[tensorboard]"'
+        )
 
 
 class EventFiles:
@@ -107,7 +109,7 @@ class MetricsFile:
             line = self.waiting[0]
             try:
                 if self.file.write(line) != len(line):
-                    raise OSError("a line was written only in part; the disk may be full")
+                    raise OSError("a line was written only in part; check the free disk space")
             except OSError as error:
                 with contextlib.suppress(OSError):
                     self.file.truncate(self.size)  # remove an incomplete line

@@ -355,9 +355,9 @@ def write_factors(
         factor = (wanted / written).item()
         if not 0 < factor < float("inf"):
             raise ConfigError(
-                f"model.init_match=write cannot scale layer {i}: the initial attention output must "
-                f"have positive, finite RMS, but the RMS is {written.item():.3g} in this model and "
-                f"{wanted.item():.3g} in the baseline; set model.init_match=none"
+                f"model.init_match=write cannot scale layer {i}: the RMS of the initial attention "
+                f"output is {written.item():.3g} in this model and {wanted.item():.3g} in the "
+                "baseline, but must be positive and finite; set model.init_match=none"
             )
         block.attention.wo.weight.mul_(factor)
         x, _ = with_write(block, x, positions, documents, tokens)

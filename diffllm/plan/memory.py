@@ -62,7 +62,8 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
     kind = next((kind for kind in Collective if kind.value.replace("-", "") in name), None)
     if kind is None:
         raise NotImplementedError(
-            f"unknown collective {func}: the number of sent bytes cannot be computed"
+            f"unknown collective {func}: the number of sent bytes cannot be computed; "
+            f"use one of {', '.join(kind.value for kind in Collective)}"
         )
     size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
     ranks = tuple(sorted(dist.get_process_group_ranks(process_group_of(args))))

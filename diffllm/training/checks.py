@@ -65,7 +65,8 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     """
     if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
         raise DataError(
-            f"the tokenizer of the data has {pieces:,} entries, more than model.vocab_size={most}"
+            f"the tokenizer of the data has {pieces} entries, more than model.vocab_size={most}; "
+            f"choose a tokenizer with at most {most} entries or a larger model.vocab_size"
         )
     for source, part in {"": data, **data.sources}.items():
         for name, split in part.manifest.splits.items():
@@ -82,8 +83,9 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
         batches = heldout_batches(stream, cfg.seq_len, 1, sequences, eos_id=eos_id)
         if stream.masked and not any((targets >= 0).any() for _, targets in batches):
             raise DataError(
-                f"the held-out sample{f' of {name}' * bool(name)} has {sequences} sequences but no "
-                "targets; use a larger eval.sequences or data.heldout_fraction"
+                f"the loss ignores all tokens of the held-out sample{f' of {name}' * bool(name)} "
+                f"(eval.sequences={cfg.eval.sequences}); use a larger eval.sequences or "
+                "data.heldout_fraction"
             )
 
 
@@ -109,7 +111,8 @@ def weights_of(cfg: TrainConfig) -> Path | None:
         return None
     if cfg.model.init_match is not InitMatch.none:
         raise ConfigError(
-            f"resume={cfg.resume} loads trained parameters and needs model.init_match=none"
+            f"model.init_match={cfg.model.init_match.name} scales only initial parameters, but "
+            f"resume={cfg.resume} loads trained parameters; set model.init_match=none"
         )
     origin = origin_of(path)
     there, here = type(origin.model.attention), type(cfg.model.attention)
@@ -142,6 +145,6 @@ def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
         raise ConfigError(
-            f"the data has a different tokenizer than {path}; to allow this, set "
-            f"run.allow_changes=[{allowed}]"
+            f"the data has a different tokenizer than {path}; set data.tokenizer to the "
+            f"tokenizer of these weights, or set run.allow_changes=[{allowed}]"
         )

@@ -88,7 +88,8 @@ class RunDirectory:
         if done > self.cfg.steps or (done == self.cfg.steps and changes):
             raise ConfigError(
                 f"{self.path} is already at step {done}; these settings can no longer change: "
-                f"{changes_text(changes)}; choose another run.name, or set more steps"
+                f"{changes_text(changes)}; choose another run.name, or set steps to more "
+                f"than {done}"
             )
 
     @property

@@ -99,7 +99,8 @@ def claim_on_rank_0(
             if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:
                 raise DataError(
                     f"data.tokenizer={tokenizer} has {pieces} entries, more than "
-                    f"model.vocab_size={most}"
+                    f"model.vocab_size={most}; choose a tokenizer with at most {most} entries or a "
+                    "larger model.vocab_size"
                 )
             weights = None if checkpoint else weights_of(cfg)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)

@@ -130,9 +130,9 @@ def continuation(
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
                 f"{run} saved a checkpoint at step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} contains no checkpoint; if this directory is on an "
-                "unmounted disk, mount the disk; otherwise choose another run.name, set resume= to "
-                f"another checkpoint, or delete {run} to start again"
+                f"{run / 'checkpoints'} contains no checkpoint; mount the disk if it is not "
+                "mounted, set resume= to another checkpoint, choose another run.name, or "
+                f"delete {run} to start again"
             )
         return None, None  # The run is new, or was killed before its first checkpoint.
     saved = read_state(checkpoint)
@@ -160,7 +160,10 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     path = user_path(cfg.resume, "resume")
     if not path.exists():
         near = similar_path(path, os.path.isdir)
-        raise CheckpointError(f"{path} is not a checkpoint: it does not exist{near}")
+        raise CheckpointError(
+            f"resume={cfg.resume} does not exist"
+            f"{near or '; choose auto, never, weights:PATH or the path of a checkpoint'}"
+        )
     if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
         return newest_good(inside)
     check_checkpoint(path)
@@ -186,12 +189,15 @@ def continued(
         if any(before.get(key) != order.get(key) for key in ("corpus", "tokenizer")):
             before["tokens"] = order.get("tokens")  # A new corpus always has new tokens.
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
+        raise CheckpointError(
+            f"{path} is not a valid checkpoint: state.json has missing or invalid entries "
+            f"({error}); resume another checkpoint"
+        ) from error
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
-            "the settings of the data order differ between the checkpoint and this command "
-            f"({changes_text(changes)}); to resume with the new order, set "
+            f"{path} was saved with a different data order ({changes_text(changes)}); "
+            "to resume with the new order, set "
             f"run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
     if changes.keys() - {"global_batch_size"}:

@@ -138,7 +138,7 @@ OVERRIDES = [
     ),
     (["attention=standard_sink", f"{BACKEND}=flex"], [f"{BACKEND}=flex", "sink=learned", "flash"]),
     (["data.cache_dir=file/cache"], ["data.cache_dir=file/cache"]),
-    (["resume=Never"], ["Never", "not a checkpoint"]),
+    (["resume=Never"], ["resume=Never", "does not exist; choose auto, never"]),
 ]
 
 

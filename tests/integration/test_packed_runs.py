@@ -128,7 +128,7 @@ def test_train_stops_before_first_step_if_heldout_sequences_contain_only_prompt_
     prompts += ["data.vocab_size=400", "data.heldout_fraction=0.2", "eval.interval=2"]
     refused = ForkedRun([*prompts, "eval.sequences=1"], 1, tmp_path / "said")
     assert refused.codes() == [2]
-    assert "has 1 sequences but no targets" in the_error(refused.text())
+    assert "all tokens of the held-out sample (eval.sequences=1)" in the_error(refused.text())
     assert not run.exists()
     ForkedRun([*prompts, "eval.sequences=16"], 1, tmp_path / "said").finish()
     losses = [line["eval/loss"] for line in metric_lines(run) if "eval/loss" in line]

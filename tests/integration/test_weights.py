@@ -144,7 +144,7 @@ NO_FITS = {
         "diffllm import 'hf={run}' attention=diff_v2",
     ),
     "layers": ("weights:{export}", ["model.n_layers=1"], "of a different model: layers.1"),
-    "scaled": ("weights:{run}", ["model.init_match=write"], "needs model.init_match=none"),
+    "scaled": ("weights:{run}", ["model.init_match=write"], "set model.init_match=none"),
     "tokens": (
         "weights:{run}",
         ["data.tokenizer=null", "data.vocab_size=310"],

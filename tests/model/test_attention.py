@@ -146,7 +146,7 @@ def test_clamped_map_row_without_positive_entry_is_zero_with_finite_gradients():
         ("diff_v1_clamped", ["values=split"], "values=split has no effect with .*clamp=true"),
         ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be positive"),
         ("diff_v1", ["lambda_init=1"], "lambda_init=1 makes all attention outputs zero"),
-        ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* is 2.4, but must be"),
+        ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* gives 2.4 query heads"),
     ],
 )
 def test_invalid_or_unused_attention_settings_raise_config_error(variant, fields, message):

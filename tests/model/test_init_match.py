@@ -64,6 +64,6 @@ def test_init_match_with_zero_attention_output_raises_config_error_with_layer(mo
     cfg = config("standard")
     cfg.attention.context_scale = 1e-30
     with pytest.raises(
-        ConfigError, match=r"layer 0: the initial attention output must have .* in the baseline"
+        ConfigError, match=r"layer 0: the RMS of the initial attention output is .* in the baseline"
     ):
         write_factors(cfg, variant_config("standard"), torch.randint(64, (8, 24)))

@@ -291,6 +291,6 @@ def test_resume_config_key_selects_checkpoint_to_resume_from(tmp_path):
     assert resume_checkpoint(tiny(f"resume={other[0]}"), []) == other[0]
     # A requeued job with `resume=PATH` must resume from its latest checkpoint, not from PATH again.
     assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match="is not a checkpoint"):
+    for path, why in ((tmp_path, "is not a checkpoint"), (tmp_path / "nowhere", "does not exist")):
+        with pytest.raises(CheckpointError, match=why):
             resume_checkpoint(tiny(f"resume={path}"), [])

@@ -54,7 +54,8 @@ class AttentionConfig:
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """Build the attention module of decoder layer `layer_idx`, counted from 0."""
         raise NotImplementedError(
-            f"{type(self).__name__} must define build to return an attention module"
+            f"{type(self).__name__} has no method build(model, layer_idx); define this method to "
+            "return an attention module"
         )
 
     def validate(self, model: ModelConfig) -> None:

@@ -58,8 +58,8 @@ class StandardConfig(AttentionConfig):
         if heads != round(heads) or round(heads) % model.n_kv_heads:
             raise ConfigError(
                 f"model.attention.query_heads={self.query_heads} times "
-                f"model.n_heads={model.n_heads} is {heads:g}, but must be a multiple of "
-                f"model.n_kv_heads={model.n_kv_heads}"
+                f"model.n_heads={model.n_heads} gives {heads:g} query heads; choose a value that "
+                f"gives a multiple of model.n_kv_heads={model.n_kv_heads}"
             )
         if self.sink is not Sink.none and self.backend is Backend.flex:
             raise ConfigError(
