@@ -131,9 +131,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Update the parameters with learning rate `lr`, but only if `skip` is 0.0, not 1.0.
+    """Update the parameters with learning rate `lr`, unless `skip` is 1.0.
 
-    `skip` is a float32 scalar tensor on the device of the parameters.
+    `skip` is a float32 scalar tensor, 0.0 or 1.0, on the device of the parameters.
     """
     set_learning_rate(optimizer, lr)
     # Fused AdamW skips the update on the device if `found_inf` is 1.
@@ -156,7 +156,8 @@ class Guard:
     """Decides which optimizer updates to skip, without a transfer of tensors to the CPU.
 
     A loss is a spike if it is more than `sigmas` standard deviations above the mean of the last
-    `window` finite losses. The same rule defines spikes of the gradient norm.
+    `window` finite losses. With fewer finite losses so far, no loss is a spike. The same rule
+    defines spikes of the gradient norm.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
@@ -182,7 +183,10 @@ class Guard:
         return bad.any().float()
 
     def load(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Restore up to `window` of the last finite losses and gradient norms, oldest first."""
+        """Restore the last finite losses and gradient norms, oldest first.
+
+        Each sequence has at most `window` values.
+        """
         size = self.windows.shape[1]
         padded = [[math.nan] * (size - len(row)) + list(row) for row in (losses, grad_norms)]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

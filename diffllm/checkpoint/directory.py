@@ -84,8 +84,8 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the newest undamaged checkpoint directory in `paths`, which is sorted oldest first.
 
     Print a warning for each damaged checkpoint that is newer than the result. Ignore checkpoints
-    that training deletes during the check, and return None if no other checkpoint exists. Raises
-    CheckpointError if all other checkpoints are damaged.
+    that training deletes during the check. If no other checkpoint exists, return None. Raises
+    CheckpointError if other checkpoints exist and all of them are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -137,8 +137,8 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
     """Call `use` with the directory from `find_checkpoint(run, step)`; return the result of `use`.
 
-    If training deletes the directory while `use` runs, call `find_checkpoint` and `use` again.
-    Raises CheckpointError after 20 such attempts.
+    If `use` fails because training deleted the directory, call `find_checkpoint` and `use` again.
+    Raises CheckpointError after 20 such failures.
     """
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
@@ -161,7 +161,10 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint directory to an unused name with prefix "damaged-"; print a warning."""
+    """Rename the checkpoint directory `path` to an unused name with prefix "damaged-".
+
+    A new checkpoint can then use the old name. Print a warning.
+    """
     aside = fresh(path.with_name(f"damaged-{path.name}"))
     path.rename(aside)
     to_stderr(f"warning: renamed {path} to {aside.name}: a new checkpoint needs the name")
@@ -170,8 +173,9 @@ def set_aside(path: Path) -> None:
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
     """Delete old checkpoint directories in `paths`, which is sorted oldest first.
 
-    Keep the newest `cfg.keep_last` checkpoints. Also keep all checkpoints at multiples of
-    `cfg.keep_every` steps. Print a warning for each failed deletion.
+    Keep the newest `cfg.keep_last` checkpoints; if this setting is 0, keep all checkpoints. If
+    `cfg.keep_every` is not 0, also keep the checkpoints at multiples of `cfg.keep_every` steps.
+    Print a warning for each failed deletion.
     """
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:

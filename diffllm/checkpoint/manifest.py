@@ -106,7 +106,10 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
-    """Return the size and checksum of each file in a parsed manifest.json, by file name."""
+    """Return the size and checksum of each file that a parsed manifest.json lists, by file name.
+
+    Raises ValueError if an entry is missing or invalid.
+    """
     entries = content.get("files")
     if not isinstance(entries, dict):
         raise ValueError("has no files")
@@ -127,8 +130,9 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 def verify(path: Path, checksums: bool = True) -> list[str]:
     """Compare the files in a checkpoint directory with manifest.json.
 
-    Return one error message per missing or damaged file. If manifest.json is missing or invalid,
-    return only one message about manifest.json. If `checksums` is False, compare file sizes only.
+    Return one error message per missing or damaged file. If manifest.json itself is missing or
+    invalid, return one message about manifest.json and check no other file. If `checksums` is
+    False, compare file sizes only.
     """
     try:
         manifest = read_manifest(path)
@@ -199,7 +203,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if state.json lacks a valid entry that training needs to resume.
+    """Raise CheckpointError if a `state` entry that training needs to resume is missing or invalid.
 
     `state` is the parsed state.json of the checkpoint directory `path`. If `state["loop"]` is None,
     the checkpoint contains only parameters, and no error is raised.

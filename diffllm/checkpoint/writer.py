@@ -82,9 +82,9 @@ class Checkpointer:
 
     Args:
         directory: directory with the checkpoints of the run.
-        step: training step at which the run starts or resumes. Existing checkpoints of later
-            steps are damaged; otherwise, the run would resume from them. The Checkpointer does not
-            delete these checkpoints, and `cfg.keep_last` does not count them.
+        step: training step at which the run starts or resumes. Checkpoints of later steps that
+            already exist must be damaged: the run would otherwise resume from one of them. The
+            Checkpointer does not delete these checkpoints, and `cfg.keep_last` does not count them.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -117,9 +117,9 @@ class Checkpointer:
         First wait until the previous save ends. `state` contains entries for state.json. `final`
         marks the last save of the run.
 
-        If a checkpoint cannot be written, rank 0 prints a warning and training continues. If the
-        last checkpoint cannot be written, `save` or `wait` raises AgreedByAll on all ranks. `save`
-        always raises AgreedByAll if the run directory was removed.
+        If the last checkpoint of the run cannot be written, `save` or `wait` raises AgreedByAll on
+        all ranks. If another checkpoint cannot be written, rank 0 prints a warning and training
+        continues. If the run directory was removed, `save` raises AgreedByAll in both cases.
         """
         self.wait()
         self.since = monotonic()
@@ -133,10 +133,10 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, state_json, final)
 
     def due(self) -> bool:
-        """Return whether `cfg.interval` has passed since the last save or the last result True.
+        """Return whether the timer has reached the time `cfg.interval`; if so, restart the timer.
 
-        Only rank 0 measures the time: all other ranks return False. If `cfg.interval` is a number
-        of steps, rank 0 also returns False.
+        `save` also restarts the timer. Only rank 0 uses the timer: all other ranks return False.
+        If `cfg.interval` is a number of steps, rank 0 also returns False.
         """
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False

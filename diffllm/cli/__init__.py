@@ -67,10 +67,11 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins that plugins=[...] in `words` names; return the words of the command.
+    """Import the plugins that plugins=[...] in `words` names, for the command `name`.
 
-    If `name` is in COMPOSE, also register the DIR of --config-dir DIR as a directory of YAML files,
-    and remove both words from the result. If `name` is in NO_PLUGINS, import nothing.
+    If `name` is in COMPOSE and `words` contains --config-dir DIR, also register DIR as a directory
+    of YAML files; return `words` without --config-dir DIR. Otherwise, return `words` unchanged. If
+    `name` is in NO_PLUGINS, import nothing.
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
@@ -121,7 +122,10 @@ def interrupt(text: str, number: int, frame: FrameType | None) -> None:
 
 
 def report_error(error: UserError, hint_text: str) -> None:
-    """Print an error and `hint_text` on stderr; print an error that all ranks raise only once."""
+    """Print an error on stderr; on rank 0, also print `hint_text`.
+
+    If all ranks raise the same error, only rank 0 prints it.
+    """
     rank = own_rank()
     if rank == 0:
         echo(f"error: {error}{hint_text}", file=sys.stderr)

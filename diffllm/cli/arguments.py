@@ -32,7 +32,7 @@ def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
 
     Args:
         text: description of the field in --help.
-        metadata: bounds of the value, such as least=1 (see `core.bounds`), or these keys.
+        metadata: bounds of the value, such as least=1 (see `core.bounds`), or these properties.
             `path=True`: check and expand the value as a path. `flag=True`: --name or --name VALUE
             sets the field. `words="plain"`: the field also collects words without a key, such as
             file names. `words="overrides"`: the field collects words that match no other field.
@@ -63,8 +63,9 @@ def parse(cls: type[T], argv: list[str], help_text: str) -> T:
     """Parse the words of a command line into the dataclass `cls`.
 
     If `argv` contains --help, print `help_text` and the fields, and exit. The key of a
-    list[str] field may occur several times. Other fields are str, int, float, bool, or one of these
-    `| None`. Raises ConfigError for an unknown word, an invalid value or a missing field.
+    list[str] field may occur several times. All other fields have type str, int, float or bool, or
+    the union of one such type and None. Raises ConfigError for an unknown word, an invalid value or
+    a missing field.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
@@ -112,8 +113,8 @@ def required(f: "Field[Any]") -> bool:
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
     """Yield (key, value as text) for each word of `argv`.
 
-    `known` maps keys to dataclass fields. A word without a key, such as a file name, gets the key
-    of the field declared with `words=`. Raises ConfigError if no field accepts a word.
+    `known` maps keys to dataclass fields. If a field is declared with `words=` (see `argument`),
+    the words that this field collects get its key. Raises ConfigError if no field accepts a word.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"

@@ -74,8 +74,8 @@ def attention_map_command(argv: list[str]) -> None:
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
     """Convert `text`, the value of the argument `key`, to a list of indices.
 
-    The text "all" gives all indices, 0 to `count` - 1. A number gives one index. If `lowest` is -1,
-    the number -1 gives the last index. Raises ConfigError for any other text.
+    The text "all" gives all indices, 0 to `count` - 1. A number in this range gives one index. If
+    `lowest` is -1, the number -1 gives the last index. Raises ConfigError for any other text.
     """
     if text == "all":
         return list(range(count))

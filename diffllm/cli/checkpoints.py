@@ -46,9 +46,10 @@ def checkpoints_command(argv: list[str]) -> int:
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
     """Return step, state, size and other values of one checkpoint, for the table and for JSON.
 
-    The state is "good", "damaged" (a file differs from the manifest) or "incomplete" (the save has
-    not finished). If `checksums` is true, compare the contents of files, otherwise only sizes.
-    Raises FileNotFoundError if training deletes the checkpoint during the call.
+    The state is "good", "damaged" (a file is missing, changed or invalid) or "incomplete" (partly
+    saved or partly deleted). If `checksums` is true, compare the checksums of files with the
+    manifest, otherwise compare only the sizes. Raises FileNotFoundError if training deletes the
+    checkpoint during the call.
     """
     incomplete = path.name.startswith(".")
     problems = [] if incomplete else faults(path, checksums)

@@ -84,7 +84,8 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
     """Count parameters, training FLOPs per token and bytes of KV cache per token (bf16) of a model.
 
     Return the counts by name, such as "total_params". cfg.visible_keys is the mean number of tokens
-    that a query sees. If None, a query sees all tokens of the sequence up to its own position.
+    that a query sees. If it is None, a query sees all tokens of the sequence up to its own
+    position.
     """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()

@@ -62,7 +62,10 @@ class NoiseFloorArguments:
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
-    """Return p_s, q_s, m, r^2 and |q|^2 for one sample of the noise; see the module docstring.
+    """Return five numbers for one sample of the noise: p_s, q_s, m, r^2 and |q|^2.
+
+    p_s and q_s are the weights of map 1 and map 2 on the signal. The module docstring defines m,
+    r and |q|^2.
 
     `noise1` and `noise2` (n - 1,) are the logits of both attention maps at all keys except the
     signal; `signal` is the logit of map 1 at the signal.
@@ -77,10 +80,9 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
 
 
 def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
-    """Sample the noise; return p_s, q_s, m, r^2 and |q|^2 as an array (5, points, draws).
+    """Sample the noise; return the five numbers of `reduce_maps` as an array (5, points, draws).
 
-    The module docstring defines the five values. All points use the same random numbers, so that
-    curves over the points are smooth.
+    All points use the same random numbers, so that curves over the points are smooth.
 
     `points` are pairs (number of keys, noise amplitude). `correlation` is the correlation between
     the noise of the two attention maps.
@@ -126,7 +128,7 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
 
 def best_lambda(maps: Array) -> Array:
-    """Return the lambda with the largest mean SNR per point; `maps` comes from `draw_maps`."""
+    """Return, for each point of `draw_maps`, the value in LAMBDAS with the largest mean SNR."""
     return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 
@@ -152,8 +154,9 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
 def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
     """Compute SNR curves over the number of keys, over lambda and over the noise amplitude.
 
-    Return a dict with "settings", "by_keys", "by_lambda", "by_amplitude", "best_lambda" and
-    "usable_amplitude". Each "by_..." is {"at": x values, "curves": {name: result of `average`}}.
+    Return a dict with "settings", the three sweeps "by_keys", "by_lambda" and "by_amplitude", and
+    the numbers "best_lambda" and "usable_amplitude", by name of the curve. Each "by_..." entry is a
+    dict {"at": x values, "curves": {name of the curve: result of `average`}}.
     """
 
     def sweep(at: Any, points: Points, lam: Array | float = cfg.lambda_) -> dict[str, Any]:

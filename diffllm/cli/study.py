@@ -239,7 +239,10 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print how often a pilot of the same size as the pilot in `found` recommends too few seeds."""
+    """Print how often a pilot recommends too few seeds, if it is as large as the pilot in `found`.
+
+    `found` is the first result of `power_numbers`.
+    """
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

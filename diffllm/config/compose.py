@@ -64,8 +64,8 @@ def variants() -> list[str]:
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
     """Return the attention config in the YAML file of the variant `name`.
 
-    If the file is missing, return the default config of the class registered as `schema`. Without
-    `schema`, the file must exist.
+    If the file is missing, return the default config of the class registered as `schema`. If
+    `schema` is None, the file must exist.
     """
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()

@@ -188,15 +188,16 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return the comment in the variant's YAML file, or else the docstring of type(config)."""
+    """Return the comment in the variant's YAML file; if it has none, the docstring of its class."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """Return the comment at the top of a YAML file as one line, or "" without such a comment.
+    """Return the comment at the top of the file `group`/`name`.yaml as one line.
 
-    Omit the line with @package, and indented lines, because they contain example commands.
+    Omit the line with @package, and indented lines, because they contain example commands. If the
+    file is missing or has no comment at the top, return "".
     """
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
     text = next((file.read_text() for file in places if file.is_file()), "")
@@ -206,6 +207,6 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """Return the first docstring paragraph on one line; "" if @dataclass made the docstring."""
+    """Return the first docstring paragraph on one line; "" for a docstring made by @dataclass."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Load the typed config of a command line, and compute its steps and feed-forward width."""
+"""Load the typed config of a command line; compute the training steps and feed-forward width."""
 
 from pathlib import Path
 
@@ -49,9 +49,10 @@ def without_imports(words: list[str]) -> TrainConfig:
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     """Convert a composed config to validated dataclasses; compute steps and feed-forward width.
 
-    Compute the steps if max_tokens or epochs is set, and the width if model.match_params_to or
-    model.match_flops_to is set. Raises ConfigError for an invalid value or if no width matches the
-    target. Only the overrides `words` may set plugins: raise ConfigError if a YAML file does.
+    Compute the training steps if max_tokens or epochs is set, and the width if
+    model.match_params_to or model.match_flops_to is set. Raises ConfigError if a value is invalid,
+    if no width matches the target, or if a YAML file sets `plugins`: only the overrides `words`
+    may set this key.
     """
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
@@ -80,8 +81,8 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 def check_keys_of_match(cfg: TrainConfig) -> None:
     """Raise ConfigError if the config does not determine the FLOPs for model.match_flops_to.
 
-    The FLOPs depend on the mean number of tokens that a query sees. With document masks, this
-    number must follow from data.visible_keys or data.document_lengths: no corpus is read here.
+    The FLOPs depend on the mean number of tokens that a query sees. With document masks, the
+    config determines this number only if data.visible_keys or data.document_lengths is set.
     """
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(

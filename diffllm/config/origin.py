@@ -56,8 +56,9 @@ class Origin:
     def attention(self) -> str:
         """Name of the attention YAML of the model, such as "diff_v2".
 
-        For a model directory, choose the first YAML that has the attention class and the values
-        of the model. If no YAML has these values, choose the YAML named after the class.
+        For a run, return the YAML chosen in the run. For a model directory, return the first YAML
+        that has the same attention class and the same values as the model. If no YAML has these
+        values, return the YAML named after the class.
         """
         if self.chosen:
             return self.chosen

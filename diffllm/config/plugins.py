@@ -67,9 +67,9 @@ def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
 def sources(name: str, place: Path, base: Path) -> set[Path]:
     """Return the files that determine the version of a plugin.
 
-    For an installed plugin, these are all files of its package. For any other plugin, these are its
-    files and the files in `base` that they import, directly or indirectly. Raises ConfigError if no
-    file exists, as for a plugin in a zip archive.
+    For an installed plugin, these are all Python files of its package. For any other plugin, these
+    are its Python files and the files in `base` that they import, directly or indirectly. Raises
+    ConfigError if no such file is on disk, for example because the plugin is in a zip archive.
 
     Args:
         name: module name of the plugin.
@@ -126,7 +126,7 @@ _DIRECTORIES: list[Path] = []
 
 
 def config_directory() -> Path:
-    """Return the directory of built-in YAML files in the installed package or in the checkout."""
+    """Return conf/, the directory of built-in YAML files, in the installed package or checkout."""
     packaged = Path(__file__).parents[1] / "conf"
     return packaged if packaged.is_dir() else packaged.parents[1] / "conf"
 
@@ -134,7 +134,7 @@ def config_directory() -> Path:
 class SharedYaml(FileConfigSource):
     """Hydra config source for the YAML files of plugins and of --config-dir.
 
-    Reject interpolation of environment variables and files that configure Hydra.
+    Reject YAML files that configure Hydra, and YAML files that interpolate environment variables.
     """
 
     @staticmethod
@@ -242,7 +242,8 @@ def imported(name: str) -> ModuleSpec:
 def plugin_module(name: str) -> str:
     """Return the module of the entry point `name`, or `name` if no entry point has this name.
 
-    Raises ConfigError if `name` can mean several modules.
+    Raises ConfigError if several modules have an entry point `name`, or if another module is itself
+    called `name`.
     """
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):

@@ -40,8 +40,8 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     """Compare the plugin versions of a run with those of this process; see `version_changes`.
 
-    A plugin that this process has not imported counts as changed, or is ignored if `needs_all`
-    is false.
+    If `needs_all` is true, a plugin that this process has not imported counts as changed. If
+    `needs_all` is false, ignore this plugin.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})

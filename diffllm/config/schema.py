@@ -292,7 +292,7 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_values(cfg: Any) -> None:
-    """Raise ConfigError for wrong list items, overlong or unprintable text, or invalid numbers."""
+    """Raise ConfigError for list items of a wrong type, invalid text, or invalid numbers."""
     for key, declared, value in leaves(cfg):
         if "${" in str(value):  # readers of config.yaml would resolve ${
             raise ConfigError(

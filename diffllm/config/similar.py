@@ -21,7 +21,8 @@ READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": P
 class SimilarConfigs:
     """Reader for the configs of many runs.
 
-    Files that differ only in the values of the keys in READ, such as the seed, are parsed once.
+    If several files differ only in the values of the keys in READ, such as the seed, parse only
+    one of these files.
     """
 
     def __init__(self) -> None:
@@ -51,8 +52,8 @@ class SimilarConfigs:
 def split(text: str) -> tuple[str, dict[str, str] | None]:
     """Split a config.yaml into (text without the values of the keys in READ, {key: value}).
 
-    The second result is None if a key in READ is missing, or if a value is not a plain number or
-    path.
+    If a key in READ is missing, or if its value is not a plain number or path, return None
+    instead of the dict.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

@@ -63,9 +63,9 @@ for kind in ("int", "float"):
 
 
 def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
-    """Return the content of a YAML file twice: as a parsed mapping and as bytes.
+    """Return (parsed mapping, bytes of the file) for a YAML file.
 
-    Return {} as the mapping of an empty file. Raises ConfigError for a missing or invalid file.
+    For an empty file, the mapping is {}. Raises ConfigError for a missing or invalid file.
     """
     try:
         text = read_text(path, LARGEST_YAML, follow=True)
@@ -104,7 +104,8 @@ PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
 def with_recipe(word: str) -> list[str]:
     """Replace the override data=FILE.yaml by one override for each key in FILE.yaml.
 
-    Return [word] if `word` is another override. Raises ConfigError for a missing or invalid file.
+    If `word` does not have the form data=FILE.yaml, return [word]. Raises ConfigError for a missing
+    or invalid file.
     """
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:

@@ -15,10 +15,11 @@ from diffllm.core.files import acquire, holder, sync
 
 
 def build_once(final: Path, build: Callable[[Path], None]) -> None:
-    """Create the directory `final` unless `final` exists. Raises OSError.
+    """Create the directory `final` unless `final` exists.
 
-    `build` writes the content to a scratch directory, which is then renamed. If several processes
-    call this function, one process builds and the others wait.
+    `build` writes the content to a scratch directory, which is then renamed to `final`. If several
+    processes call this function, one process builds and the others wait. Raises OSError if the
+    directory cannot be written.
     """
     if final.is_dir():
         return

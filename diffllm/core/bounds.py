@@ -23,7 +23,8 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 def bounded(default: Any, **metadata: Any) -> Any:
     """Declare a dataclass field with bounds.
 
-    bounded(1, least=0, below=8) means default 1 and 0 <= value < 8; `above` is >, `most` is <=.
+    The bounds are least (>=), above (>), most (<=) and below (<). For example,
+    bounded(1, least=0, below=8) declares the default 1 and the bounds 0 <= value < 8.
     """
     return field(default=default, metadata=metadata)
 
@@ -34,7 +35,7 @@ def at_most(what: str, count: int, most: int) -> None:
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield pairs (key prefix, dataclass) for `config` and all dataclasses nested in `config`.
+    """Yield (key prefix, dataclass) for `config` and for each dataclass nested in `config`.
 
     The key prefix is `prefix` for `config` itself, and f"{prefix}model." for `config.model`.
     """

@@ -92,10 +92,10 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Convert a number that Hydra has rejected to Python's notation, such as "10M" to "10e6".
+    """Return the number in `text`, which Hydra has rejected, in Python's notation.
 
-    Return "" if `text` already has this notation or is not a number. Also return "" if the
-    message `error` does not ask for a number.
+    For example, return "10e6" for "10M". Return "" if `text` already has this notation or is not a
+    number. Also return "" if the message `error` does not ask for a number.
     """
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
@@ -119,7 +119,10 @@ class AgreedError(UserError):
 
 
 class AgreedByAll(AgreedError):
-    """An AgreedError that all ranks raise at the same point, so later collectives still match."""
+    """An AgreedError that all ranks raise at the same point.
+
+    Therefore, the ranks can still call collectives afterwards.
+    """
 
 
 class ConfigError(UserError):

@@ -54,8 +54,8 @@ def user_path(text: str | Path, key: str) -> Path:
 def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     """Return '; did you mean PATH?' if `path` is missing and a similar path exists, else ''.
 
-    Search for similar file names in `path.parent` and in outputs/`path.parent`. Only consider
-    paths for which `fits` returns true.
+    Search for similar file names in `path.parent` and in outputs/PARENT, where PARENT is
+    `path.parent`. Only consider paths for which `fits` returns true.
     """
     found: dict[str, Path] = {}
     for directory in ("outputs" / path.parent, path.parent):
@@ -107,7 +107,7 @@ def readable(file: Path) -> Iterator[None]:
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
     """Open a regular file with `os.open` and `flags`; return the file descriptor.
 
-    Raises OSError for any other type of file, and for a symbolic link unless `follow` is true. A
+    Raises OSError if the file is not regular, and for a symbolic link unless `follow` is true. A
     named pipe does not block the call.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
@@ -159,8 +159,9 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 def read_lines(file: Path) -> Iterator[str]:
     """Yield the lines of a regular file as text, with U+FFFD in place of invalid UTF-8.
 
-    A line of more than LONGEST_LINE bytes is yielded in several parts. Raises OSError, or
-    ValueError if the file is not regular or has more than LARGEST_LINES bytes.
+    A line of more than LONGEST_LINE bytes is yielded in several parts. Raises OSError if the file
+    cannot be opened. Raises ValueError if the file is not regular or has more than LARGEST_LINES
+    bytes.
     """
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
@@ -266,7 +267,7 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
 
     Args:
         kind: term for the directory in messages, such as "run directory".
-        instead: alternative in error messages, after "choose", such as "another run.dir".
+        instead: text after "choose" in error messages, such as "another run.dir".
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -290,14 +291,18 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
 
 
 def missing(path: Path) -> list[Path]:
-    """List the missing paths among the lock file of `path`, `path` and its parent directories."""
+    """List the paths that `hold(path)` would create, innermost first.
+
+    These are the lock file in `path`, `path` itself and all parent directories, if missing.
+    """
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
 def take_back(path: Path, made: list[Path]) -> None:
     """Delete the paths in `made`, which `hold(path)` has created.
 
-    Delete `path` with all its content. Delete a parent directory only if it is empty.
+    If `path` itself is in `made`, delete `path` with all its content. Delete a parent directory
+    only if it is empty.
     """
     for part in made:
         with suppress(OSError):
@@ -332,7 +337,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Open or create a regular file to append; return the file descriptor. Raises OSError."""
+    """Open or create a regular file to append; return the file descriptor.
+
+    Raises OSError if the file is not regular or cannot be opened.
+    """
     return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -345,7 +353,8 @@ def open_to_write(path: Path) -> int:
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
     """Write a file of a run atomically; raises CheckpointError on failure.
 
-    new_parents=2 creates `path.parent.parent` and `path.parent` if missing. 0 creates neither.
+    `new_parents` is the number of parent directories to create if missing. For example, 2 creates
+    `path.parent.parent` and `path.parent`.
     """
     try:
         for parent in reversed(path.parents[:new_parents]):

@@ -122,7 +122,7 @@ class Table:
         """Return the header and the rows as lines of text with aligned columns.
 
         If the table is wider than `width` characters, print the first cell of each row on a
-        separate line. If `width` is None, never do this.
+        separate line. If `width` is None, keep each row on one line.
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -148,7 +148,10 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
     def csv(self) -> str:
-        """Return the table as CSV text, with `value` of each cell, or `text` if `value` is None."""
+        """Return the table as CSV text with the `value` of each cell.
+
+        If the `value` is None, use the `text` of the cell.
+        """
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)

@@ -41,7 +41,7 @@ def made(
     Args:
         where: dotted key of `content` in the file, shown in errors; "" for the whole file.
         strict: raise ValueError for an unknown key, instead of ignoring the key.
-        omit: names of fields that count as unknown keys.
+        omit: names of fields of `cls` that `content` must not set; they count as unknown keys.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")

@@ -39,7 +39,7 @@ class HeldoutDocuments:
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """Number of predicted tokens of each document, without context tokens, (n,) int64."""
+        """Number of predicted tokens of each document, (n,) int64; context tokens do not count."""
         if not self.stream.masked:
             return self.lengths
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
@@ -61,7 +61,7 @@ class HeldoutDocuments:
         A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
         each. Over all ranks, each token is a target exactly once, except context tokens. An EOS
         precedes the first document as input. Context and padding have target -1; padding has
-        document index 0. All ranks get equally many batches, filled up with padding sequences.
+        document index 0. All ranks get equally many batches; padding sequences fill the last ones.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -90,10 +90,11 @@ class HeldoutDocuments:
         return np.array([*found, total])
 
     def read(self, borders: np.ndarray, indices: np.ndarray, seq_len: int) -> OwnedBatch:
-        """Read the sequences numbered `indices`, (b,), as (inputs, targets, document indices).
+        """Read the b sequences with the numbers `indices`, an array of shape (b,).
 
-        Each returned tensor is (b, seq_len) int64. `borders` is the result of the method `borders`.
-        An index beyond the last sequence returns a padding sequence, in which all targets are -1.
+        Return (inputs, targets, document index of each target), (b, seq_len) int64 each. `borders`
+        is the result of the method `borders`. For a number beyond the last sequence, return a
+        padding sequence, in which all targets are -1.
         """
         inputs, targets, owners = np.full(
             (3, len(indices), seq_len), [[[0]], [[-1]], [[0]]], np.int64
@@ -148,12 +149,13 @@ def heldout_documents(
     """Choose documents from the held-out split `stream`; by default all documents.
 
     The documents are spread evenly over the stream. A larger `tokens` or `most` keeps the chosen
-    documents and adds others. Raises ConfigError unless `tokens` and `most` are positive.
+    documents and adds others. Raises ConfigError if `tokens` or `most` is not positive.
 
     Args:
         tokens: choose documents until their total number of tokens is at least this number.
         most: maximum number of documents; None for no maximum.
-        whole: do not cut a document that fits in one sequence, in batches of the chosen documents.
+        whole: when `batches` cuts the documents into sequences, do not cut a document that fits in
+            one sequence.
     """
     if tokens is not None and not tokens > 0:
         raise ConfigError(f"heldout_documents: tokens={tokens} must be above 0, or None for all")
@@ -207,15 +209,15 @@ def heldout_batches(
     world_size: int = 1,
     eos_id: int | None = None,
 ) -> Iterator[Batch]:
-    """Choose sequences evenly spread over `stream`, and yield this rank's batches of them.
+    """Choose sequences evenly spread over `stream`, and yield the batches of this rank.
 
     The sequences are divided among the ranks, so a rank may get no batch. A batch is (inputs,
-    targets), (m, seq_len) int64 each. The last batch of a rank may have m < `batch_size`. Raises
-    DataError if the stream is shorter than one sequence.
+    targets), (b, seq_len) int64 each, with b = `batch_size`. Only the last batch of a rank may have
+    fewer sequences. Raises DataError if the stream is shorter than one sequence.
 
     Args:
-        sequences: maximum number of sequences, over all ranks.
-        eos_id: if given, do not cut documents that fit in one sequence.
+        sequences: maximum number of sequences, summed over all ranks.
+        eos_id: EOS id of the stream. If given, do not cut documents that fit in one sequence.
     """
     check_counts(least=1, batch_size=batch_size, sequences=sequences)
     check_rank(rank, world_size)

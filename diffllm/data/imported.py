@@ -109,12 +109,18 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())
     if cfg.tokenizer is None:
-        raise DataError("data=tokens needs data.tokenizer, the tokenizer that encoded the tokens")
+        raise DataError(
+            "data.tokenizer=null is not supported with data=tokens; set data.tokenizer to the "
+            "tokenizer that encoded the tokens"
+        )
     tokenizer = Tokenizer.from_file(cfg.tokenizer)
     found, _ = paths_of(cfg)
     paths = [path for path, root in found.items() if root is None or path.suffix in OPENERS]
     if not paths:
-        raise DataError(f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file")
+        raise DataError(
+            f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file; "
+            "data=files reads text files"
+        )
     beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
     paths = [path for path in paths if path not in beside]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:

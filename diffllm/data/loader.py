@@ -97,7 +97,7 @@ class TrainLoader:
     def read_ahead(self, steps: int) -> DataError | None:
         """Read the micro-batches of the next `steps` optimizer steps into a buffer.
 
-        Returns the first DataError, or None if all reads succeed.
+        If a read raises DataError, stop reading and return this error. Otherwise, return None.
         """
         begun = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:

@@ -18,7 +18,7 @@ from diffllm.data.tokenizer import Tokenizer
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """Prefix the messages of ConfigError and DataError with "data.sources.NAME: "."""
+    """In this context, prefix messages of ConfigError and DataError with "data.sources.NAME: "."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -70,7 +70,9 @@ class MixtureData:
         hashes = {name: data.manifest.pieces_hash[:12] for name, data in self.sources.items()}
         if len({*hashes.values()}) > 1:
             raise DataError(
-                f"all data.sources must use one tokenizer; hashes of their tokenizers: {hashes}"
+                "data.sources: all sources must use one tokenizer, but their tokenizers have the "
+                f"hashes {hashes}; set data.tokenizer to the tokenizer that encoded the token "
+                "sources"
             )
 
     def split(self, name: str) -> JoinedStream:

@@ -52,9 +52,9 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Count the samples of each source up to `samples` samples after the segment's start.
+        """Return the number of samples per source after the first `samples` samples of the segment.
 
-        The counts include the samples of all earlier segments of the run.
+        The samples of all earlier segments of the run are included.
         """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
@@ -80,9 +80,9 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source index, index within the source) of each sample of the mixture.
+        """Return the source index of each sample, and the sample's index within its source.
 
-        `samples` contains the sample indices in the mixture. All arrays are (n,).
+        `samples` (n,) contains the indices of the samples in the mixture. Returns two arrays (n,).
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
@@ -97,10 +97,10 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Compute how many samples of the mixture are read until `source` has provided `most`.
+        """Compute after how many samples of the mixture a source has provided `most` samples.
 
-        The number follows from the weights, rounded down. Returns None if the source never provides
-        `most` samples.
+        The number is computed from the weights alone, without the blocks, and rounded down. Returns
+        None if the source never provides `most` samples.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -116,8 +116,8 @@ class MixtureOrder:
     def _at(self, sample: int) -> tuple[int, tuple[np.ndarray, np.ndarray], tuple[int, ...]]:
         """Find the block of samples that contains sample number `sample`.
 
-        Returns the number of the block's first sample, the result of `block_of`, and the number of
-        samples of each source before the block.
+        Returns the number of the block's first sample, the pair of arrays that `block_of` returns
+        for this block, and the number of samples of each source before the block.
         """
         number = bisect_right(self._starts, sample) - 1
         segment = self.segments[number]
@@ -181,10 +181,11 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
     (sum(counts),) int16.
 
     Let the block contain K > 1 sources, and let a source provide the fraction w of the block.
-    Samples n and positions p count from 1. The earliest position of the n-th sample of this source
-    is the first p with w * p - (n - 1) >= 1 / (2K - 2). The latest position of this sample is the
-    first p with w * p - (n - 1) >= 1 - 1 / (2K - 2). Each position p gets an unused sample with
-    earliest position <= p: the one with the smallest latest position.
+    Positions p count from 1. The earliest position of the n-th sample of this source (n >= 1) is
+    the first p with w * p - (n - 1) >= 1 / (2K - 2). The latest position of this sample is the
+    first p with w * p - (n - 1) >= 1 - 1 / (2K - 2). The positions are filled in ascending order:
+    of the unused samples with earliest position <= p, position p gets the sample with the smallest
+    latest position.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
@@ -242,12 +243,15 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """Return the segments of `plan` from sample `first` on, limited to `most` samples per source.
+    """Return the segments of `plan` from sample `first` on, with a maximum of samples per source.
 
     A source that reaches its maximum gets weight 0; the other weights keep their ratios. Raises
-    ConfigError if all sources reach their maximum before sample `last`, the end of the run.
+    ConfigError if all sources with positive weight reach their maximum before the end of the run.
 
     Args:
+        plan: pairs (first sample, weights of the sources) of the run.
+        first: index of the sample at which the returned part starts.
+        last: number of samples of the run.
         before: number of samples that each source provides before sample `first` of the run.
         most: maximum number of samples of each source, including `before`; inf for no maximum.
     """

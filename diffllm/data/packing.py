@@ -6,7 +6,7 @@ All documents of one length are packed at once into all sequences with the same 
 number of steps depends on the number of distinct lengths and free spaces, not on the number of
 documents.
 
-The result for a split is stored on disk as a plan, which lists the pieces of documents in each
+The packing of a split is stored on disk as a plan, which lists the pieces of documents in each
 sequence. Documents are packed in windows of limited size, to bound memory. The plan depends only on
 the tokens and the sequence length.
 

@@ -16,7 +16,10 @@ from diffllm.core.printing import to_stderr
 
 @contextmanager
 def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal; yield a function that advances the bar."""
+    """Show a progress bar on stderr, and yield a function that advances the bar.
+
+    If stderr is not a terminal, nothing is shown.
+    """
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(escape(printable(description)), total=total)

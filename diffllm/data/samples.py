@@ -202,8 +202,9 @@ class MixedSequences:
     def sample_of(self, state: dict[str, Any]) -> int:
         """Continue the mixture at the saved position `state`; return the number of the next sample.
 
-        Changed mixture weights apply from this sample on. Otherwise, the order of sources is the
-        same as before. Raises CheckpointError for another seed, other sources or an invalid state.
+        If the mixture weights have changed, the new weights apply from this sample on. Otherwise,
+        the order of sources is the same as without the interruption. Raises CheckpointError for
+        another seed, other sources or an invalid state.
         """
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]

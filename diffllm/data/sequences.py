@@ -63,7 +63,8 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
     if n < 1:
         raise DataError(
             f"the corpus is shorter than one sequence: its {stream.split} split has "
-            f"{len(stream)} tokens, but seq_len={seq_len} needs {seq_len + 1}"
+            f"{len(stream)} tokens, but seq_len={seq_len} needs {seq_len + 1}; "
+            "reduce seq_len or add documents"
         )
     return n
 
@@ -72,8 +73,8 @@ class PackedSequences:
     """Sequences that contain whole documents and padding.
 
     A document longer than a sequence is cut into pieces. `plan` lists the documents and pieces of
-    each sequence, in corpus order. An EOS is the input for the first token of a document, so
-    every token of `stream` except context is a target once. Padding has input EOS and target -1.
+    each sequence, in corpus order. The first token of a document is predicted from an EOS,
+    so every token of `stream` except context is a target once. Padding has input EOS and target -1.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:

@@ -188,7 +188,10 @@ def document_end(stream: Readable, eos_id: int, position: int) -> int:
 
 def check_range(start: int, stop: int, length: int) -> None:
     if not 0 <= start <= stop <= length:
-        raise IndexError(f"tokens [{start}, {stop}) are outside a stream of {length} tokens")
+        raise IndexError(
+            f"start={start} and stop={stop} must satisfy 0 <= start <= stop <= {length}, the "
+            "length of the stream"
+        )
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -103,9 +103,10 @@ Tokens = TokenFile | WithEnds
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     """Open a Megatron (.bin) or datatrove (.ds) file as tokens with an EOS after every document.
 
-    At most 100 documents are checked. If none of these ends with `eos_id`, the returned object
-    inserts an EOS after each document when tokens are read. Raises DataError for an unusable file,
-    or if only some of the checked documents end with `eos_id`.
+    At most 100 documents are checked. If all of these end with `eos_id`, the tokens are read as
+    stored. If none of these ends with `eos_id`, the returned object inserts an EOS after each
+    document when tokens are read. Raises DataError for an unusable file, or if only some
+    of the checked documents end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
@@ -114,7 +115,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
         raise DataError(
             f"{path}: its index file ends at token {ends[-1]:,}, but the file has {len(file):,} "
-            "tokens"
+            "tokens; create both files again"
         )
     last = [int(file.content[end - 1]) == eos_id for end in ends if end]
     if all(last):
@@ -134,7 +135,10 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
         head = file.read(HEADER.size)
     magic, version, code, sequences, marks = HEADER.unpack(head.ljust(HEADER.size))
     if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
-        raise DataError(f"{index}: not a Megatron index of version 1 with a known token type")
+        raise DataError(
+            f"{index}: not a Megatron index of version 1 with an integer token type; "
+            "create both files again with Megatron"
+        )
     lengths = FileArray(index, "<i4", HEADER.size, sequences)
     places = FileArray(index, "<i8", lengths.end, sequences)
     firsts = FileArray(index, "<i8", places.end, marks)
@@ -145,7 +149,10 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     # Compare only a sample of sequences: comparing all sequences would take too long.
     contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
     if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
-        raise DataError(f"{index}: gaps or overlaps between the documents of {path.name}")
+        raise DataError(
+            f"{index}: the index has gaps or overlaps between the documents of {path.name}; "
+            "create both files again"
+        )
 
     def end_of(document: Any) -> Any:
         last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
@@ -172,7 +179,10 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     index = path.with_name(f"{path.name}.index")
     ends = FileArray(index, "<u8")
     if not len(ends):
-        raise DataError(f"{index}: the index has no documents")
+        raise DataError(
+            f"{index}: the index has no documents; delete {path.name} and its index, or create "
+            "both files again"
+        )
     return TokenFile(path, content, lambda i: ends[i].astype("int64"), len(ends), vocab_size)
 
 

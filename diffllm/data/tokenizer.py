@@ -50,7 +50,10 @@ class Tokenizer:
         self.eos_id: int = processor.eos_id()
         self.eos_token: str = processor.id_to_piece(max(self.eos_id, 0))
         if self.eos_id < 0:
-            raise DataError(f"{source}: the tokenizer has no end-of-sentence token (EOS)")
+            raise DataError(
+                f"{source}: the tokenizer has no end-of-sentence token (EOS); "
+                "choose a tokenizer with an EOS"
+            )
         mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._mark_bytes = mark if all(map(processor.is_byte, mark)) else None
 
@@ -71,7 +74,10 @@ class Tokenizer:
                 list(range(processor.vocab_size()))
             )  # raises for a piece that is not UTF-8
         except (RuntimeError, TypeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: not a valid sentencepiece model") from error
+            raise DataError(
+                f"{path}: not a valid sentencepiece model; "
+                f"choose a sentencepiece model or a {FAST} file"
+            ) from error
         return Tokenizer(processor, str(path))
 
     def encode(self, text: str) -> list[int]:
@@ -136,8 +142,8 @@ class Tokenizer:
     def pieces_hash(self) -> str:
         """SHA-256 of all vocabulary pieces, ordered by token id, and of an encoded fixed text.
 
-        The encoded text shows how the model normalises text. The model file is not hashed, because
-        training twice on the same text can write different files.
+        The ids of the fixed text depend on how the model normalises text. The model file is not
+        hashed, because training twice on the same text can write different files.
         """
         processor = self._processor
         facts = (
@@ -212,8 +218,8 @@ def find_eos(path: Path, vocabulary: dict[str, int]) -> str:
         if isinstance(name, str) and name in vocabulary:
             return name
     raise DataError(
-        f"{path}: the vocabulary contains no EOS {' or '.join(map(repr, named))}; set the EOS to a "
-        f'token of the vocabulary in {FAST_CONFIG} next to this file: {{"eos_token": "..."}}'
+        f"{path}: the vocabulary contains no EOS {' or '.join(map(repr, named))}; "
+        f"set eos_token in {config} to a token of the vocabulary"
     )
 
 
@@ -239,7 +245,9 @@ def located(name: str | Path) -> Path:
         return Path(hf_hub_download(str(name), FAST))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{name}: no such local tokenizer; the hub answers: {reason}") from error
+        raise DataError(
+            f"{name} is not a local tokenizer, and the download from the hub failed: {reason}"
+        ) from error
 
 
 def tokenizer_in(directory: Path) -> Path:
@@ -253,7 +261,7 @@ def tokenizer_of(run: Path) -> Path:
             with readable(run / name):
                 open_regular(run / name, LARGEST_TOKENIZER).close()
             return run / name
-    raise CheckpointError(f"{run} contains no {FAST} or {MODEL}")
+    raise CheckpointError(f"{run} contains no {FAST} or {MODEL}; restore the tokenizer of this run")
 
 
 def check_tokenizer(path: Path) -> None:

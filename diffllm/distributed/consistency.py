@@ -36,7 +36,10 @@ def check_same(world: World, what: str, values: Mapping[str, object]) -> None:
         world.wait(keys)
         of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
         if different := differences_of(of_ranks):
-            raise LaunchError(f"the ranks differ in their {what}: {listed(different)}")
+            raise LaunchError(
+                f"the ranks differ in their {what}: {listed(different)}; "
+                f"start all ranks with the same {what}"
+            )
 
     if world.size > 1:
         world.broadcast_from_rank0(f"{key}/judged", judge)
@@ -80,12 +83,11 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     """Check that the copies of each tensor on different ranks are equal.
 
     Each shard of a DTensor has one copy per replica of the model. Any other tensor has a copy on
-    every rank. Every rank must call this.
+    every rank. Every rank must call this function. Raises AgreedError on every rank if copies
+    differ.
 
     Args:
         replica_size: number of consecutive ranks that share one replica of the model.
-
-    Raises AgreedError on every rank if copies differ.
     """
     own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
     size = dist.get_world_size()
@@ -110,8 +112,8 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
 def tensor_hash(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor; return a scalar int64 tensor.
 
-    The hash is the sum of all 32-bit integers in the tensor's memory, modulo 2^64. Each integer is
-    first multiplied by an odd factor that depends on its position.
+    The bits are read as 32-bit integers. Each integer is multiplied by an odd factor that depends
+    on its position. The hash is the sum of the products, modulo 2^64.
     """
     flat = tensor.detach().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))

@@ -112,7 +112,7 @@ def expert_ranks(param: Tensor) -> int:
 class _Reorder(torch.autograd.Function):
     """Return rows[order] in the forward pass, and grad[back] in the backward pass.
 
-    `back` is the inverse permutation of `order`. Plain indexing has a slower backward pass.
+    `order` is a permutation, and `back` is its inverse. Plain indexing has a slower backward pass.
     """
 
     @staticmethod

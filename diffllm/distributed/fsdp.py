@@ -33,9 +33,10 @@ def parallelize(
 ) -> None:
     """Prepare a decoder for training; `model` is changed in place.
 
-    Apply activation checkpointing and torch.compile, if true, to each of `model.layers`. On several
-    ranks, FSDP2 shards the parameters and averages gradients in float32. After the last backward
-    pass of each step, `finish_gradients` must average the gradients that FSDP2 does not average.
+    Apply activation checkpointing and torch.compile, each if its argument is true, to each of
+    `model.layers`. On several ranks, FSDP2 shards the parameters and averages gradients in float32.
+    After the last backward pass of each step, `finish_gradients` must average the gradients that
+    FSDP2 does not average.
 
     Args:
         param_dtype: dtype in which FSDP2 computes; not used on one rank.
@@ -80,7 +81,11 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Shard weights (E, out, in) in an evenly divisible dimension; None means dimension 0."""
+        """Return the dimension in which FSDP2 shards `param`; None means dimension 0.
+
+        For weights (E, out, in), return the first dimension whose size is divisible by the number
+        of ranks, or None without such a dimension. For all other parameters, return None.
+        """
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()
@@ -249,10 +254,11 @@ class Sharded(Weights):
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
-    """Choose whether ranks sum gradients once per step or after each micro-batch, with a reason.
+    """Choose whether ranks sum gradients once per step or after each micro-batch.
 
-    Use the config value `asked` unless it is None. By default, sum once per step if the float32
-    gradients of a rank have at most 8 GiB, else after each micro-batch.
+    The result also contains the reason. If the config value `asked` is not None, use it. Otherwise,
+    sum once per step if the float32 gradients of a rank have at most 8 GiB, and after each
+    micro-batch if they have more.
     """
     if asked is not None:
         return AutoSetting(asked, ASKED)

@@ -35,9 +35,10 @@ class Norms(NamedTuple):
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
     """Average the gradients of `params` that FSDP2 has not fully averaged; then clip all gradients.
 
-    FSDP2 does not average gradients of unsharded parameters. It averages gradients of experts that
-    are divided between ranks over only some ranks. Change gradients in place; return the gradient
-    norms before clipping. The host does not wait for the device. Every rank must call this.
+    FSDP2 does not average gradients of unsharded parameters. If experts are divided between ranks,
+    FSDP2 averages the experts' gradients over only some ranks. Change gradients in place; return
+    the gradient norms before clipping. The host does not wait for the device. Every rank must call
+    this.
 
     Args:
         mesh: device mesh whose dimension "fsdp" shards the parameters.

@@ -25,8 +25,9 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from the variables of torchrun or srun in `env`.
 
-    Return (0, 1, 0) if `env` has no such variables, or in an interactive shell or batch script of
-    SLURM, which runs as a single process. Raises LaunchError if the variables are inconsistent.
+    Return (0, 1, 0) if `env` has no such variables. Also return (0, 1, 0) in an interactive shell
+    or batch script of SLURM, because such a shell or script runs as a single process. Raises
+    LaunchError if the variables are inconsistent.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -111,7 +112,10 @@ def end_with_torchrun() -> None:
 
 
 def set_variables() -> None:
-    """Set MKL_CBWR and TORCH_CPP_LOG_LEVEL, unless the user has set these variables."""
+    """Set MKL_CBWR to `strict_mode()` and TORCH_CPP_LOG_LEVEL to "ERROR".
+
+    A variable that the user has set is not changed.
+    """
     # By default MKL selects one of two code paths for small products in each process, so a resumed
     # run would differ from an undisturbed run in the last bits.
     choose_mode(strict_mode())
@@ -123,7 +127,7 @@ def choose_mode(mode: str) -> None:
     """Set the variable MKL_CBWR, the reproducibility mode of MKL, to `mode`.
 
     Do nothing if the user has set MKL_CBWR, or if `mode_in_force` has been called.
-    DIFFLLM_MKL_CBWR gets the same value, to show that the user did not set MKL_CBWR.
+    Also set DIFFLLM_MKL_CBWR to `mode`: equal values show that the user did not set MKL_CBWR.
     """
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:

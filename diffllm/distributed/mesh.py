@@ -48,7 +48,8 @@ class ParallelConfig:
                 )
         if self.replicate == self.shard == -1:
             raise ConfigError(
-                "parallel.replicate=-1 and parallel.shard=-1 cannot be combined; set one of them"
+                "parallel.replicate=-1 and parallel.shard=-1 cannot be combined; "
+                "set one of these keys to 1 or more"
             )
         if self.expert != 1 and not n_experts:
             raise ConfigError(

@@ -67,8 +67,8 @@ class Beat(NamedTuple):
 class Watch:
     """Detects missing ranks in background threads; if a rank is missing, exits this process.
 
-    The error message names the missing rank. If the world size is 1, a thread exits this process if
-    the process itself hangs, for example while the data loader waits for a disk.
+    The error message names the missing rank. If the world size is 1, a thread exits this process
+    when this process hangs, for example while the data loader waits for a disk.
 
     Args:
         timeout: timeout of collectives in seconds.
@@ -121,8 +121,8 @@ class Watch:
     def close(self) -> None:
         """Stop watching, and tell other ranks that this rank has finished or failed.
 
-        Unless rank 0 has failed, rank 0 then waits until all other ranks have called `close`,
-        because rank 0 may host the store. The wait ends after `self.patience` seconds.
+        If this is rank 0 and it has not failed, wait until all other ranks have called `close`,
+        because rank 0 may host the store. Wait at most `self.patience` seconds.
         """
         if self.closed.is_set():
             return
@@ -141,9 +141,9 @@ class Watch:
     def blame(self, error: BaseException) -> None:
         """Inform other ranks of `error`, which ends this process.
 
-        If `error` comes from a failed collective, print which rank is missing or has failed, and
-        exit. Raise StoppedEarly instead if a signal has stopped another rank. After any other
-        error, return, and kill this process after 10 seconds if it still runs.
+        If `error` comes from a failed collective, there are two cases. If a signal has stopped
+        another rank, raise StoppedEarly; otherwise print which rank is missing or has failed, and
+        exit. After any other error, return; a process that still runs 10 seconds later is killed.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -218,7 +218,10 @@ class Watch:
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """Warn if this process hangs, and exit if it hangs longer; used if the world size is 1."""
+        """Warn if this process hangs, and exit this process if it continues to hang.
+
+        Runs in a background thread; used only if the world size is 1.
+        """
         said = asked_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
@@ -337,7 +340,10 @@ def _shortened(error: BaseException) -> str:
 
 
 def is_failed_collective(error: BaseException | None) -> bool:
-    """Return whether `error`, or the cause of a UserError, comes from a failed collective."""
+    """Return whether `error` comes from a failed collective.
+
+    If `error` is a UserError, return whether its cause comes from a failed collective.
+    """
     if isinstance(error, UserError):
         return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (

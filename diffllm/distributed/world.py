@@ -171,7 +171,8 @@ def join(cfg: DistributedConfig) -> World:
         reason = str(error).splitlines()[0]
         raise LaunchError(
             f"cannot connect to the other {size - 1} ranks at {address}:{port} within "
-            f"distributed.timeout={cfg.timeout} seconds: {reason}"
+            f"distributed.timeout={cfg.timeout} seconds ({reason}); "
+            "check that all ranks are started and can reach this address"
         ) from error
     return World(rank, size, local_rank, dist.PrefixStore(meeting, store), cfg.timeout)
 
@@ -200,7 +201,8 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
             names = ", ".join(map(str, sorted(missing)))
             raise LaunchError(
                 f"{len(missing)} of {size} ranks did not connect within "
-                f"distributed.timeout={timeout} seconds; missing ranks: {names}"
+                f"distributed.timeout={timeout} seconds; missing ranks: "
+                f"{names}; see the output of these ranks"
             )
         time.sleep(0.01)
     return meeting
@@ -223,7 +225,10 @@ class Calls(NamedTuple):
 
 
 def recorded() -> Calls:
-    """Return the collectives in torch's flight recorder as `Calls`; any thread may call this."""
+    """Return which collective is pending or newest, according to torch's flight recorder.
+
+    Any thread may call this.
+    """
     entries = [
         e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
     ]

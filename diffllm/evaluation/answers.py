@@ -83,7 +83,7 @@ def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
     """Encode an example as a Question whose context begins with EOS.
 
     Encode the prompt alone and the prompt with each candidate. The context is the longest common
-    prefix of these encodings, but short enough that each continuation has at least one token.
+    prefix of these encodings. It is shortened if a continuation would otherwise have no token.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
@@ -264,9 +264,11 @@ class Answers(Evaluation):
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
         """Return the seed, the difficulty levels, and the number of examples of each level.
 
-        If `asked` contains no levels of this task, use all levels whose examples have at most
-        `seq_len` tokens. Raises DoesNotFit if examples of a requested level, or of all levels, are
-        longer.
+        If `asked` contains levels of this task, use these levels. Otherwise use all levels whose
+        examples have at most `seq_len` tokens.
+
+        Raises DoesNotFit if the examples of a level in `asked` have more than `seq_len` tokens, or
+        if no level can be used.
         """
         levels = list(asked.levels.get(self.name, ()))
         count, length = tokenizer.count, seq_len - 1  # an EOS precedes the text
@@ -331,7 +333,7 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
             if said.strip() != candidate.strip():
                 raise ConfigError(
                     f"the run's tokenizer cannot encode {candidate!r}, an answer of the task "
-                    f"{task.name}: decoding returns {said!r}"
+                    f"{task.name}: decoding returns {said!r}; choose another task"
                 )
         for example in task.examples(level, settings["examples"][i], seed, count):
             question = spelt_question(example, tokenizer)
@@ -340,7 +342,7 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
     if not kept:
         raise ConfigError(
             f"every example of the task {task.name} exceeds {longest} tokens, the maximum length "
-            "of the model"
+            "of the model; choose shorter examples"
         )
     return kept
 
@@ -374,7 +376,10 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected accuracy of guesses; an example with a single candidate counts as 0."""
+    """Return the expected accuracy of a uniformly random choice between the candidates.
+
+    An example with a single candidate counts as 0.
+    """
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 
@@ -385,6 +390,9 @@ def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def shares(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
-    """Return the share of correct lines for each value of `field`, such as "depth", in `lines`."""
+    """Return, for each value of `field` in `lines`, the share of correct lines with this value.
+
+    `field` is a key of the lines, such as "depth".
+    """
     values = sorted({str(line[field]) for line in lines})
     return {v: share([line for line in lines if str(line[field]) == v], "correct") for v in values}

@@ -52,9 +52,10 @@ class AttentionMass(Evaluation):
     - filler: any other token.
 
     The share of a kind is its sum of |weight|, divided by the sum of |weight| over all kinds.
-    Differential attention has several attention maps: scores without the name of a map belong to
-    the difference map, which multiplies the value vectors. Scores named "signed" are sums of the
-    weights of the difference map, which can be negative.
+    Differential attention has several softmax maps and a difference map, which multiplies the value
+    vectors. Scores of a softmax map contain the name of the map. Scores without such a name belong
+    to the difference map. Scores named "signed" are sums of the weights of the difference map;
+    these sums can be negative.
     """
 
     unit = "attention of the last token, mean over heads and layers"
@@ -72,8 +73,8 @@ class AttentionMass(Evaluation):
         asked = [each for each in made if each[1].evidence is not None]
         if not asked:
             raise ConfigError(
-                f"{self.name}: the examples of the task {self.task.name} have no evidence "
-                "(docs/attention_mass.md)"
+                f"{self.name}: the examples of the task {self.task.name} have no evidence; "
+                "choose a task with evidence (docs/attention_mass.md)"
             )
         contexts = [question.context for _, _, question in asked]
         kinds = [kinds_of(example, question, subject.tokenizer) for _, example, question in asked]
@@ -171,7 +172,7 @@ def measure_batch(
     - "maps": for each attention map by name, the shares of target, filler and sink in each layer,
       as means over heads.
     - "heads": the share of the target in each layer and head.
-    - "no key": the missing weight of `shares_of` in each layer, as a mean over heads.
+    - "no key": the missing weight (see `shares_of`) in each layer, as a mean over heads.
 
     Args:
         contexts: the token ids of each context.
@@ -184,7 +185,8 @@ def measure_batch(
     for layer, maps in enumerate(last_maps(subject.model, ids, lengths)):
         if not all(bool(weights.isfinite().all()) for weights in maps.values()):
             raise CheckpointError(
-                f"{subject.checkpoint}: the attention of layer {layer} is not finite"
+                f"{subject.checkpoint}: the attention of layer {layer} is not finite; "
+                "evaluate an earlier checkpoint"
             )
         no_key, shares = shares_of(maps, by_kind)
         heads = rounded(shares[EFFECTIVE][..., TARGET])
@@ -198,11 +200,11 @@ def measure_batch(
 
 
 def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the missing weight of the last map (B, h), and the shares (B, h, 3) by map.
+    """Return the missing weight (B, h) of the last map, and the shares (B, h, 3) of each map.
 
     The missing weight of a softmax map is 1 minus the sum of its weights. A difference map has a
-    missing weight of 0. The shares are the parts of target, filler and sink in the sum of |weight|.
-    Missing weight is added to the sink. If all weights are 0, all shares are 0.
+    missing weight of 0. Missing weight counts as weight of the sink. The shares are the parts of
+    target, filler and sink in the sum of |weight|. If this sum is 0, all shares are 0.
 
     The shares of the last map have the key EFFECTIVE. For differential attention, the dict also
     contains the key SIGNED: the sum of the signed weights of the difference map for each kind.

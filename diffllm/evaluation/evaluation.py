@@ -132,7 +132,7 @@ def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
 
 
 def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    """Write a results file: `first` with the added checksum, then the other `lines`.
+    """Write a results file: the line `first`, with a checksum added, and then `lines`.
 
     Raises CheckpointError if writing fails.
     """
@@ -142,7 +142,10 @@ def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) ->
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the SHA-256 of a results file, computed with null as the entry "sha256" of `first`."""
+    """Return the SHA-256 of a results file with the first line `first` and the further `lines`.
+
+    The entry "sha256" of the first line counts as null.
+    """
     digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
     for line in lines:
         digest.update(line.encode())
@@ -150,12 +153,13 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 
 
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
-    """Read the first line of each results file of a run, by step and by name of the evaluation.
+    """Read the first line of each results file of a run.
 
-    Skip unreadable or invalid files.
+    Returns a dict from the step to a dict from the name of the evaluation to the first line. Skip
+    unreadable or invalid files.
 
     Args:
-        problems: receives the paths of the skipped files, by error message.
+        problems: dict to which the skipped files are added: from the error message to the paths.
         step: step of the checkpoint whose results are read; 0 selects all checkpoints.
     """
     found: dict[int, dict[str, Line]] = {}

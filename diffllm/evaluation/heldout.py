@@ -80,7 +80,7 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 @dataclass
 class DocumentSums:
-    """Computes the sum of the token losses of each of `count` documents, batch by batch.
+    """Adds up the token losses of each of `count` documents, batch by batch.
 
     `documents` has the same meaning as in `heldout_loss`.
     """

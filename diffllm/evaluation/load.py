@@ -78,8 +78,8 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     for name, found in now.items():
         if facts.get(name, found) != found:
             raise ConfigError(
-                f"the {name} named in {run}/config.yaml has changed since training: the {name}'s "
-                f"hash was {str(facts[name])[:12]} and is now {found[:12]}"
+                f"{run}/config.yaml: the {name} has changed since training (hash {found[:12]} "
+                f"instead of {str(facts[name])[:12]}); restore the original {name}"
             )
     return data
 

@@ -101,10 +101,10 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the attention maps of an attention module, and one value for each query and head.
+    """Compute the attention maps of an attention module, and lambda, gate or sink if it has them.
 
-    The value is lambda, the mean gate or the sink (1 minus the sum of the weights). An attention
-    variant has at most one of these values.
+    An attention variant has at most one of these three. The result contains one value of it for
+    each query and head: lambda, the mean gate, or the sink (1 minus the sum of the weights).
 
     Args:
         x: normalised input of the attention module, (B, T, D).
@@ -178,8 +178,9 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def heads_per_row(n_heads: int, height: float, width: float) -> int:
-    """Return the divisor of `n_heads` that makes the figure about 1.4 times as wide as high.
+    """Return how many heads to draw in each row, so that all rows have equally many heads.
 
+    Choose the number for which the width of the figure is closest to 1.4 times its height.
     `height` and `width` are the size of the drawing of one head in inches.
     """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
@@ -189,8 +190,8 @@ def heads_per_row(n_heads: int, height: float, width: float) -> int:
 def colours_of(weights: np.ndarray) -> "ScalarMappable":
     """Return a colour scale for attention weights (..., T, T).
 
-    The scale is linear in the signed square root of a weight. Its largest value is percentile
-    PERCENTILE of |weight| over the keys up to each query.
+    The scale is linear in the signed square root of a weight. Its largest value is the percentile
+    PERCENTILE of |weight|. Weights of keys after the query are excluded.
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable

@@ -185,14 +185,14 @@ def measure_outliers(
 
     The keys of a dict are:
     - "hidden": statistics of the outputs of the transformer block, mainly from `Spread`.
-    - "logits": for each attention map, `Spread` statistics of q k / sqrt(head_dim) without masked
-      keys.
-    - "sinks": for each attention map, the mean weight on the first visible key ("weight"), and the
-      mean of |weight| on this key divided by the sum of |weight| ("share"). Queries that see only
-      one key are excluded.
+    - "logits": for each attention map, `Spread` statistics of the values before the softmax.
+      Masked keys are excluded.
+    - "sinks": for each attention map, two means over queries. "weight" is the mean weight on the
+      first visible key. "share" is the mean ratio of |weight| on this key to the sum of |weight|
+      over all keys. Queries that see only one key are excluded.
     - "context_rms": mean RMS of the outputs of attention heads before the output projection.
-    - "context_over_value_rms": mean, min and max of the RMS of these outputs divided by the RMS of
-      the value vectors.
+    - "context_over_value_rms": mean, min and max of a ratio: the RMS of these outputs divided by
+      the RMS of the value vectors.
 
     Raises CheckpointError if the output of a layer is not finite.
 
@@ -216,7 +216,9 @@ def measure_outliers(
                 layer.add_maps(block.attention.logits(q, k), maps, probe)
             x, *_ = block(x, rope, mask)
             if not x.isfinite().all():
-                raise CheckpointError(f"{name}: the output of layer {i} is not finite")
+                raise CheckpointError(
+                    f"{name}: the output of layer {i} is not finite; evaluate an earlier checkpoint"
+                )
             layer.add_states(x, aux["context"], aux["v"])
         advance(1)
     return [layer.numbers() for layer in found]

@@ -71,7 +71,8 @@ class Position(Evaluation):
         for i, (start, text) in enumerate(zip(starts, texts, strict=True)):
             if not all(map(math.isfinite, nats[i])):
                 raise CheckpointError(
-                    f"{subject.checkpoint}: the loss of held-out tokens is not finite"
+                    f"{subject.checkpoint}: the loss of held-out tokens is not finite; "
+                    "evaluate an earlier checkpoint"
                 )
             predicted = stream.loss_mask(start, start + len(text)).tolist()
             found.append({"start": start, **sums(text, nats[i], predicted)})
@@ -120,8 +121,9 @@ def sums(
 ) -> dict[str, Sums]:
     """Sum the losses of one document by bins of the token properties that `Position` defines.
 
-    The keys of the result are "all", "position", "distance" and "span". The result contains the
-    summed loss in nats and the number of tokens of each bin: `{"position": {"2-3": [7.1, 2]}}`.
+    The keys of the result are "all", "position", "distance" and "span". Each value maps the
+    name of a bin to the summed loss in nats and the number of tokens of this bin, for example
+    `{"position": {"2-3": [7.1, 2]}}`.
 
     Args:
         text: token ids (n,).
@@ -160,6 +162,10 @@ def octave(number: int) -> str:
 
 
 def bin_sort_key(name: str) -> tuple[int, float]:
-    """Return a sort key: bins such as "8-15" by number, then other names, and "first" last."""
+    """Return a key that sorts the names of bins.
+
+    Names such as "8-15" come first, by number. Other names follow, with the name "first" at the
+    end.
+    """
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

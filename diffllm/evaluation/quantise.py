@@ -93,7 +93,10 @@ def layers(model: Transformer) -> list[nn.Linear | Experts]:
 
 
 def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) -> None:
-    """Round the inputs (..., K) of the matrices of `layer` until `stack` closes."""
+    """Round the inputs (..., K) of the matrices of `layer` until `stack` closes.
+
+    `how` contains the number of bits, and whether each row of an input has its own scale.
+    """
 
     def fewer_bits(x: Tensor) -> Tensor:
         return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
@@ -207,7 +210,8 @@ def loss_lines(
         nats = losses.sum().item()
         if not math.isfinite(nats):
             raise CheckpointError(
-                f"{subject.checkpoint}: the loss of held-out tokens is not finite ({arm})"
+                f"{subject.checkpoint}: the loss of held-out tokens is not finite ({arm}); "
+                "evaluate an earlier checkpoint"
             )
         tokens = int((each.targets >= 0).sum())
         found.append({"arm": arm, "sequence": i, "nats": nats, "tokens": tokens})

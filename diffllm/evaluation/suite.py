@@ -65,7 +65,7 @@ def chosen(
 ) -> tuple[list[Evaluation], Asked]:
     """Return the chosen evaluations, and an `Asked` that contains their levels of difficulty.
 
-    The evaluations are those in `names` or, if `names` is empty, those of `suite`. Raises
+    If `names` is empty, return the evaluations of `suite`, otherwise those in `names`. Raises
     ConfigError for an unknown name or suite, or if `levels` are given for several evaluations.
 
     Args:
@@ -154,9 +154,10 @@ def evaluate(
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
     """Check eval.suites and eval.levels; return a function that creates a `TasksWhileTraining`.
 
-    The returned function needs the tokenizer. It raises ConfigError if a task does not fit into the
-    sequence length of the run. Return None if eval.suites is empty. Raises ConfigError for invalid
-    settings.
+    Return None if eval.suites is empty. Raises ConfigError for invalid settings.
+
+    The argument of the returned function is the tokenizer. The returned function raises ConfigError
+    if a task does not fit into the sequence length of the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
     known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
@@ -204,11 +205,12 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return the share of correct answers of each task as metrics by name.
+        """Return the share of correct answers of each task, as a dict from metric names to values.
 
-        For `tasks/<task>` and `tasks/<task>/<level>`, `lines_of` defines correct answers.
-        `tasks_generated/<task>` is the share with greedy decoding. `tasks_chance/<task>` is the
-        expected share of random answers. Every rank must call this method.
+        `tasks/<task>` and, if the task has several levels, `tasks/<task>/<level>` are the shares of
+        answers that `lines_of` marks as correct. `tasks_generated/<task>` is the share of examples
+        that greedy decoding answers correctly. `tasks_chance/<task>` is the expected share of
+        correct answers among random answers. Every rank must call this method.
         """
         model.eval()
         found: dict[str, float] = {}

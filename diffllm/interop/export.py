@@ -89,7 +89,7 @@ def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenize
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"the tokenizer {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size="
-            f"{model.vocab_size}"
+            f"{model.vocab_size}; restore the tokenizer that the run was trained with"
         )
     for name, content in tokenizer_files(path).items():
         (directory / name).write_bytes(content)
@@ -159,12 +159,19 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     proto: Any = sentencepiece_model_pb2
     content = proto.ModelProto.FromString(processor.serialized_model_proto())
     if content.trainer_spec.model_type != BPE:
-        raise DataError(f"the tokenizer {model} cannot be exported, because it is not a BPE model")
+        raise DataError(
+            f"the tokenizer {model} cannot be exported, because it is not a BPE model; "
+            "train a model with a BPE tokenizer instead"
+        )
     if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
-        raise DataError(f"the tokenizer {model} cannot be exported, because it normalises texts")
+        raise DataError(
+            f"the tokenizer {model} cannot be exported, because it normalises texts; "
+            "train a model with a tokenizer without normalisation instead"
+        )
     if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
         raise DataError(
-            f"the tokenizer {model} cannot be exported, because it has no token for some bytes"
+            f"the tokenizer {model} cannot be exported, because it has no token for some bytes; "
+            "train a model with a tokenizer that has byte fallback instead"
         )
     stored = map(processor.id_to_piece, range(processor.vocab_size()))
     pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
@@ -280,9 +287,9 @@ def write_card(
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
     """Return the rows of the model card that describe the origin of the model, by row title.
 
-    The rows of a trained model contain the training step `step` and the training data. The rows of
-    an imported model contain the original model and the conversion. `imported` is the entry
-    "imported" of run.json; None for a trained model.
+    `imported` is the entry "imported" of run.json; it is None for a trained model. The rows of a
+    trained model contain the training step `step` and the training data. The rows of an imported
+    model contain the original model and the conversion.
     """
     if imported:
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
@@ -298,7 +305,11 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
 
 
 def source_text(source: TextConfig) -> str:
-    """Describe a source of text: a hub dataset with its revision, or up to 5 file names."""
+    """Return a text that describes a source of training data.
+
+    The text contains the hub dataset and its revision or, for files, the first 5 file names. If
+    `source` has neither, the text is the value of `source.source`.
+    """
     if source.dataset:
         revision = f" at revision {source.revision}" if source.revision else ""
         return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"

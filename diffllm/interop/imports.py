@@ -58,7 +58,10 @@ def import_model(
         new = replace(origin, model=model, chosen=None)
         facts |= {"converted": attention, "perturb": perturb, "seed": seed}
     elif perturb:
-        raise ConfigError(f"perturb={perturb} is only supported with attention=diff_v2")
+        raise ConfigError(
+            f"perturb={perturb} is only supported with attention=diff_v2; "
+            "add attention=diff_v2 or remove perturb"
+        )
     tokenizer = origin.tokenizer
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
@@ -106,7 +109,8 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
 def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
     """Read the parameters and router buffers of a model in float32, by their names in diffllm.
 
-    Read `checkpoint`, or the Hugging Face directory of `origin` if `checkpoint` is None.
+    If `checkpoint` is None, read the Hugging Face directory of `origin`; otherwise read the
+    checkpoint.
     """
     model = without_storage(origin.model).to_empty(device="cpu")
     for mixture in model.mixtures:

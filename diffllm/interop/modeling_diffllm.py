@@ -80,7 +80,8 @@ def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[
     """Return the settings in `given`, with defaults from `known` for missing settings.
 
     A value in `known` is the default, or a tuple of choices that begins with the default. Raises
-    ValueError for an unknown setting or an invalid value. The message contains `where.key`.
+    ValueError for an unknown setting or an invalid value. In the message, `where` and a dot
+    precede the name of the setting.
     """
     for key, value in given.items():
         if key not in known:
@@ -305,7 +306,7 @@ def stored(
 ) -> tuple[Tensor, Tensor]:
     """Append keys and values to the cache of continuous batching; return all keys and values.
 
-    Needed for transformers before 5.24.
+    Supports transformers before 5.24, where `cache.update` has other arguments and results.
     """
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(k, v, layer_idx, kwargs=kwargs)
@@ -397,7 +398,11 @@ class Attention(nn.Module):
 
 
 class StandardAttention(Attention):
-    """Softmax attention; the denominator has one more term if `sink` is "learned" or "one"."""
+    """Softmax attention, optionally with one more term in the softmax denominator.
+
+    If the setting `sink` is "one", this term is 1. If it is "learned", the term is the exponential
+    of a learned logit per head.
+    """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -481,7 +486,10 @@ class DiffV2Attention(Attention):
         return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
-        """Return lambda: one number, or a float32 tensor that broadcasts to (B, T, H/2, 1)."""
+        """Return lambda: a float if it is constant and not learned, otherwise a float32 tensor.
+
+        The tensor broadcasts to (B, T, H/2, 1).
+        """
         if self.form == "none":
             return 1.0
         if self.form == "fixed":
@@ -514,7 +522,10 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Selects the k experts with the largest score + `bias`; expert weights do not use `bias`."""
+    """Selects the k experts with the largest score + `bias` for each token.
+
+    The weights of the expert outputs depend on the scores only, not on `bias`.
+    """
 
     bias: Tensor
     load: Tensor
@@ -724,8 +735,8 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         """Return logits (B, T, vocabulary size) for token ids (B, T) or embeddings (B, T, D).
 
         If `logits_to_keep` is an integer above 0, return only the logits of that many last tokens.
-        A tensor `logits_to_keep` contains the indices of the tokens. With `labels` (B, T), also
-        return the mean cross-entropy: the logits of token t predict label t + 1.
+        If it is a tensor, return only the logits of the tokens with these indices. With `labels`
+        (B, T), also return the mean cross-entropy: the logits of token t predict label t + 1.
         """
         given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         outputs = self.model(*given, use_cache=use_cache, **kwargs)

@@ -59,7 +59,7 @@ class RunLog:
 
 
 class Copied:
-    """Stream wrapper that also passes text to the function `copy`, except cursor movements."""
+    """Stream wrapper that also passes text to `copy`, unless the text moves the cursor."""
 
     def __init__(self, stream: Any, copy: Callable[[str], None]):
         self.stream, self.copy = stream, copy
@@ -79,7 +79,10 @@ SAY_S = 30
 
 
 class Display:
-    """Show the progress of a run on standard output and in its log; only if `enabled` is True."""
+    """Shows the progress of a run on standard output, and in the log of the run.
+
+    If `enabled` is False, nothing is shown or logged.
+    """
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
@@ -115,8 +118,9 @@ class Display:
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
         """Print the metrics of a logged step.
 
-        On a terminal, update the progress bar, and print about one screen of lines per run above
-        the bar. In other output and in the log, every logged step has a line.
+        On a terminal, update the progress bar, and print a line above the bar for some of the
+        steps: about one screen of lines in the whole run. In other output and in the log, every
+        logged step has a line.
 
         Args:
             values: metrics by name, such as "train/loss".

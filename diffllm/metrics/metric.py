@@ -56,7 +56,10 @@ class Layers(Plot):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of report.csv that contains one value of a metric per row."""
+    """A column of report.csv, with one value of a metric per row.
+
+    The value is reduced over steps and layers, and then over runs with different seeds.
+    """
 
     steps: Literal["last", "all"]
     """Logged steps of a run that the value is computed from."""

@@ -39,8 +39,8 @@ class ProfileConfig:
 class StepProfiler:
     """Write a torch.profiler trace of the configured steps to a file in `directory`.
 
-    The step before the first traced step is the profiler's warm-up. After the file is written,
-    `say` is called with a message that contains the file's path.
+    The step before the first traced step is the profiler's warm-up. After the file is written, the
+    function `say` is called with a message that contains the file's path.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
@@ -52,7 +52,10 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the code in this context if training step `number` (from 1) is configured."""
+        """Context manager of training step `number` (from 1).
+
+        The code in this context is traced if the step is in the configured range.
+        """
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():

@@ -123,7 +123,8 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
 def read_metrics_line(text: str) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl as a dict with "step", "tokens" and metrics by name.
 
-    A metric becomes None if its magnitude is not at most LARGEST. Return None for an invalid line.
+    A metric becomes None if it is not finite or if its magnitude exceeds LARGEST. Return None for
+    an invalid line.
     """
     try:
         line = json.loads(text)

@@ -27,7 +27,8 @@ WINDOW128_SIGMAS = 6.0
 class SpikeCounter:
     """Count the spikes in a series of values, such as the losses of all steps.
 
-    A spike is NaN, infinity, or a value far above the mean of previous finite values.
+    A spike is NaN, infinity, or a value far above the mean of previous finite values. If
+    `two_sided` is True, a value far below this mean is also a spike.
     """
 
     window: int
@@ -175,9 +176,9 @@ class EventCounter:
     def _exclude(self, spike: bool) -> bool:
         """Exclude the current value, a spike or a drop, from the fitted line; return `spike`.
 
-        `spike` is False for a drop. A spike is a new event if the previous spike was more than
-        APART steps ago. After more than APART consecutive excluded values, fit a new line to later
-        values.
+        `spike` is False for a drop. A spike is counted as a new event if the previous spike was
+        more than APART steps ago, or if no spike occurred. After more than APART consecutive
+        excluded values, fit a new line to later values.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:

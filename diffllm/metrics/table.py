@@ -351,10 +351,11 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the metric whose name is or matches `name`, such as "train/loss".
+    """Return the metric that `name` refers to, such as "train/loss".
 
-    The name of a metric with layers ends in "/*". For example, `name` "context_rms/0" or
-    "context_rms" returns the metric "context_rms/*". Raises ConfigError if no metric matches.
+    The name of a metric with layers is a pattern that ends in "/*". For example, both
+    "context_rms/0" and "context_rms" refer to the metric "context_rms/*". Raises ConfigError if
+    `name` refers to no metric.
     """
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):

@@ -31,9 +31,9 @@ class VisibleKeys:
         self.queries += queries
 
     def log(self) -> float:
-        """Return the mean number of keys per query since the previous call of `log`.
+        """Return the mean number of keys that a query sees, over queries added since the last call.
 
-        Raises ZeroDivisionError if no query was added since the previous call.
+        Raises ZeroDivisionError if no query was added since the last call of `log`.
         """
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries

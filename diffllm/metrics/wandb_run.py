@@ -34,7 +34,10 @@ HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 class WandbMode(Enum):
-    """Mode of wandb; `resolve_mode` replaces auto by the value that is passed to wandb."""
+    """Mode of wandb.
+
+    `resolve_mode` replaces auto by the environment variable WANDB_MODE, or by online or offline.
+    """
 
     auto = "auto"
     online = "online"

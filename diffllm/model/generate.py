@@ -31,7 +31,8 @@ def generate(
     outside its range.
 
     Args:
-        prompts: token sequences. Equal prompts use the seeds `seed`, `seed` + 1 and so on.
+        prompts: token sequences. The first of several equal prompts uses the seed `seed`, the
+            second `seed` + 1, and so on.
         max_new_tokens: limit per continuation; `model.cfg.seq_len` limits prompt plus continuation.
         temperature: divisor of the logits; below 1e-6, choose the most likely token.
         top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least top_p

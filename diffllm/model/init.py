@@ -1,8 +1,8 @@
 """Initial values that depend only on the seed and the name of a parameter.
 
-Each block of rows of a parameter has its own random generator. A rank draws only the blocks that
-contain its local rows, and gets the same values as a run on one process. In a vector, each value is
-a row.
+Each block of rows of a parameter has its own random generator; in a vector, each value is a row. A
+rank draws only the blocks that contain its local rows, and gets the same values for these rows as a
+run on one process.
 """
 
 import hashlib

@@ -21,7 +21,8 @@ LARGE_LOGITS = 2**25
 def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:
     """Return the number of tokens per chunk of logits, and the reason for this number.
 
-    If `asked` is None, the number depends on the device type and the size of the output weight.
+    The number is `asked` if given. Otherwise it depends on the device type and on the size of the
+    output weight.
     """
     if asked is not None:
         return AutoSetting(asked, ASKED)
@@ -54,8 +55,8 @@ def chunk_loss(
         needs_grad: whether to compute the gradient.
 
     Returns:
-        `nll` and `z` as in `Loss`, and the gradient: (n, V) in the dtype of `hidden`, or an empty
-        tensor without `needs_grad`.
+        `nll` and `z` as in `Loss`, and the gradient (n, V) in the dtype of `hidden`. If
+        `needs_grad` is False, an empty tensor takes the place of the gradient.
     """
     logits = hidden @ weight.T
     log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))

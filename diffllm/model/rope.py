@@ -143,9 +143,10 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """Return the number by which the cos and sin tables are multiplied: 1 without YaRN.
+    """Return the number by which the cos and sin tables are multiplied.
 
-    With YaRN, the default is 0.1 ln(factor) + 1 (section 3.4 of the YaRN paper).
+    The number is 1 without YaRN. With YaRN, it is `cfg.attention_factor`, by default
+    0.1 ln(factor) + 1 (section 3.4 of the YaRN paper).
     """
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0

@@ -70,7 +70,7 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute the kurtosis along the last dimension (3 if normal); average the other dimensions."""
+    """Compute the kurtosis along the last dimension (3 if normal); return its mean, a scalar."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -78,7 +78,7 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack each statistic into one tensor over all layers that have this statistic."""
+    """Stack each statistic of the last layer into one tensor over all layers that have it."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
@@ -96,7 +96,8 @@ class Probe(NamedTuple):
 def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
     """Build the `Probe` of the query positions (N,) in sequences of `length` tokens.
 
-    A query sees the keys up to its own position; with `documents`, only in its own document.
+    A query sees the keys up to its position. If `documents` is given, the query sees only keys of
+    the same document.
     """
     keys = torch.arange(length, device=positions.device)
     visible = (keys <= positions[:, None])[None, None]
@@ -111,7 +112,8 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
     """Measure the attention maps of one layer at the query positions of `probe`.
 
     `x` (B, T, D) is the input of attention. `aux` contains the queries "q" and keys "k". The
-    effective map is the last map of `attention.maps`: the difference map in differential attention.
+    effective map is the last map of `attention.maps`: the difference map in differential attention,
+    and the only softmax map otherwise.
     Returns float32 tensors by name:
 
     - attn_logit_top1: largest logit q k / sqrt(d) of a visible key.

@@ -65,8 +65,8 @@ class Block(nn.Module):
             probe: with diagnose=True, also measure attention maps at these query positions.
 
         Returns:
-            The output (B, T, D); statistics by name, empty without `diagnose`; and the token counts
-            and router losses of a MoE layer, None in a dense layer.
+            Three values: the output (B, T, D); statistics by name, empty if `diagnose` is False;
+            and the token counts and router losses of a MoE layer, or None in a dense layer.
         """
         aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
@@ -133,8 +133,8 @@ class Transformer(nn.Module):
             targets: (B, T) int64; negative targets are ignored.
             caches: one KV cache per layer, for decoding; `tokens` follow the cached tokens.
             diagnose: with targets, also return statistics of each layer.
-            documents: if given, each document has separate attention, and positions from 0.
-            last: (B,) or (B, n) int64; return logits (B, V) or (B, n, V) at these positions only.
+            documents: if given, attention stays within each document, where positions start at 0.
+            last: positions (B,) or (B, n) int64; return logits (B, V) or (B, n, V) only for these.
             probe: (N,) int64; query positions at which `diagnose` also measures attention maps.
             by_token: with targets, return only the loss of each token, (B, T) float32.
         """
@@ -331,9 +331,10 @@ def write_factors(
 ) -> list[float]:
     """Return one factor per layer for the initial `wo`, to match a decoder with baseline attention.
 
-    If each `wo` is multiplied by its factor, the attention outputs of each layer have the same RMS
-    in both decoders for the input `tokens` (B, T) int64. The function builds both decoders in
-    float32, one layer at a time. If `documents` is given, queries see only keys of the same
+    The two decoders differ only in their attention, `cfg.attention` and `baseline`. If each `wo` of
+    the decoder of `cfg` is multiplied by its factor, the attention outputs of each layer have the
+    same RMS in both decoders for the input `tokens` (B, T) int64. The function builds both decoders
+    in float32, one layer at a time. If `documents` is given, queries see only keys of the same
     document. Raises ConfigError if a factor is not positive and finite.
     """
     device = tokens.device
@@ -384,7 +385,10 @@ def with_write(
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `block` to x (B, T, D); return the block output and the RMS of the attention output."""
+    """Apply `block` to x (B, T, D); return the block output and the RMS of the attention output.
+
+    `tokens` (B, T) and `documents` determine the attention mask.
+    """
     mask = block.attention.training_mask(documents, tokens, x.dtype)
     out, stats, _ = block(x, rope, mask, diagnose=True)
     return out, stats["attn_write_rms"]

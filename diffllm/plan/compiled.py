@@ -140,8 +140,8 @@ def fuses(node: fx.Node) -> bool:
 def gpu_kernels() -> Iterator[None]:
     """In this context, RMSNorm and the output weight's gradient take as much memory as on a GPU.
 
-    Functions that allocate memory but compute nothing replace RMSNorm outside compiled code, and
-    `loss.add_weight_gradient`.
+    RMSNorm outside compiled code and `loss.add_weight_gradient` are replaced by functions that
+    allocate memory but compute nothing.
     """
 
     def rms_norm(

@@ -22,7 +22,10 @@ POSITIVE = {"above": 0, "below": float("inf")}
 
 @dataclass
 class Cluster:
-    """Keys of `diffllm plan` that describe the cluster; its other keys are of a training config."""
+    """Keys of `diffllm plan` that describe the cluster.
+
+    All other keys of `diffllm plan` are keys of a training config.
+    """
 
     gpus: int = bounded(8, help="number of GPUs, one rank per GPU", least=1, most=2**17)
     gpu: str = bounded("h200", help="name of the GPU, for peak FLOP/s and memory")
@@ -53,7 +56,7 @@ class Cluster:
     def device(self) -> Device:
         """Name, peak FLOP/s and memory of the GPU; peak_flops and memory_gib override the table.
 
-        Raises ConfigError if `gpu` is unknown and peak_flops or memory_gib is not set.
+        Raises ConfigError if `gpu` is unknown, unless both peak_flops and memory_gib are set.
         """
         by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
         known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
@@ -75,8 +78,8 @@ class Cluster:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
         A collective over several nodes, except all-to-all, runs as parallel rings. Each ring uses
-        one network card per node. There are as many rings as participating ranks in the node with
-        the fewest of them.
+        one network card per node. The number of rings is the smallest number of participating ranks
+        in any of these nodes.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -229,10 +232,10 @@ class RunPlan:
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
-    """Return the plan of a run on a cluster, still without simulated steps.
+    """Return the plan of a run on a cluster, without simulated steps.
 
-    `given` contains the fields of `cluster` that the user set. Raises ConfigError for an invalid
-    config or an unknown GPU.
+    `RunPlan.simulated` adds a simulated step. `given` contains the names of the fields of
+    `cluster` that the user set. Raises ConfigError for an invalid config or an unknown GPU.
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])

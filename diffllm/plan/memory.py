@@ -126,7 +126,7 @@ class Memory:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In this context, record storage resizes, but no memory of DTensor's shape inference."""
+        """Record storage resizes in this context; ignore memory of DTensor's shape inference."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -39,8 +39,8 @@ def p_more(own: Share, base: Share) -> float:
 
     Under the null hypothesis, both variants have the same probability of divergence. The test is
     Fisher's exact test, with one exception. If all runs of `own` and no run of `base` diverged,
-    use Barnard's test (1945), whose p-value is smaller. It is the probability of this outcome,
-    maximised over the common probability of divergence.
+    use Barnard's test (1945), whose p-value is smaller. Barnard's p-value is the probability of
+    this outcome, maximised over the common probability of divergence.
     """
     n, m = own.runs, base.runs
     if own.diverged == n and not base.diverged and n and m:
@@ -77,16 +77,17 @@ class ArmComparison:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of the paired t test of the loss gap; 1 if `favours_diverging` is True.
+        """Two-sided p-value of the paired t test of the loss gap.
 
-        None if fewer than two seeds have finite losses of both variants.
+        None if fewer than two seeds have finite losses of both variants. Otherwise, the p-value is
+        replaced by 1 if `favours_diverging` is True.
         """
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p
 
     @property
     def p_diverged(self) -> float:
-        """Two-sided p-value of Fisher's exact test that both variants diverge equally often."""
+        """Two-sided p-value of Fisher's exact test; null hypothesis: equal divergence rates."""
         if not self.own.diverged and not self.base.diverged:
             return 1.0
         from scipy.stats import fisher_exact

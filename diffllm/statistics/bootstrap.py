@@ -24,7 +24,7 @@ Interval = tuple[float, float] | None
 def withheld(seeds: int, documents: int) -> str:
     """Return the reason to hide a bootstrap confidence interval, or "" if it can be shown.
 
-    The reason is a too small number of `seeds` or of `documents`.
+    It is hidden with fewer than LEAST_SEEDS seeds or fewer than LEAST_DOCUMENTS documents.
     """
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
@@ -43,7 +43,7 @@ class DrawnGaps:
     """Degrees of freedom: the number of seeds or documents, whichever is smaller, minus 1."""
 
     def bounds(self, alpha: float) -> tuple[float, float]:
-        """Return the lower and upper bound of the gap, each one-sided at level 1 - alpha."""
+        """Return lower and upper confidence bound of the gap, each one-sided at level 1 - alpha."""
         low, high = low_and_high(self.draws, expanded_tail(alpha, self.df)).tolist()
         return low, high
 
@@ -90,7 +90,8 @@ def drawn_gaps(
         own, base: (seeds, documents), sum of the token losses of each document in nats.
         tokens: (documents,), number of tokens of each document.
         paired: whether row i of `own` and row i of `base` belong to the same seed. If True, a draw
-            takes the same seeds from both arrays.
+            takes the same seeds from both arrays. If False, it draws the seeds of each array
+            separately.
         log: whether to average the logarithms of the losses over seeds, instead of the losses.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
@@ -116,12 +117,13 @@ def seed_weights(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray
 def of_documents(
     nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Return the 95% bootstrap interval of one model's loss in nats per token.
+    """Return the 95% bootstrap interval of a loss, or of a loss gap, in nats per token.
 
     The bootstrap resamples documents. Return None with fewer than LEAST_OF_ONE documents.
 
     Args:
-        nats: (documents,), sum of the token losses of each document, or a difference of such sums.
+        nats: (documents,), sum of one model's token losses in each document. For a loss gap, the
+            difference of these sums between two models.
         tokens: (documents,), number of tokens of each document.
     """
     sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
@@ -131,12 +133,12 @@ def of_documents(
 def of_columns(
     sums: np.ndarray, weights: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> list[Interval]:
-    """Return the 95% bootstrap interval over documents of each of K weighted means.
+    """Return the 95% confidence interval of each of K weighted means, by resampling documents.
 
     `sums` and `weights` have shape (documents, K). Mean k is the sum of `sums[:, k]` divided by the
-    sum of `weights[:, k]`. All means in a draw use the same documents. Interval k is None if all
-    weights of mean k are 0 in a draw. All intervals are None if fewer than LEAST_OF_ONE documents
-    have a weight above 0.
+    sum of `weights[:, k]`. All means in a draw use the same documents. Interval k is None if,
+    in at least one draw, all weights of mean k are 0. All intervals are None if fewer than
+    LEAST_OF_ONE documents have a weight above 0.
     """
     there = (weights > 0).any(1)
     if there.sum() < LEAST_OF_ONE:

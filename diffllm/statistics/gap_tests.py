@@ -160,10 +160,10 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust the p-values `p` of several tests by Holm's correction (1979), in the order of `p`.
+    """Return the p-values `p` of several tests after Holm's correction (1979), in the order of `p`.
 
     The smallest of m p-values is multiplied by m, the second smallest by m - 1, and the largest by
-    1. Each product is then raised to the largest product before it, and limited to 1.
+    1. If an earlier product is larger, it replaces the product. All are then limited to 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")

@@ -61,9 +61,10 @@ def log_rank(own: Times, base: Times) -> float | None:
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
-    """Return the share of sums in `assignments @ values` that are at least as large as sum 0.
+    """Return the share of the sums `assignments @ values` that are at least the observed sum.
 
     Args:
+        values: (n,), terms of each sum.
         assignments: (count, n), weights of the n values in each sum. Row 0 gives the observed sum.
     """
     sums = assignments @ values

@@ -130,7 +130,7 @@ def two_tests_power(
 
 
 def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation of two variants above which pairing narrows the gap's 95% interval."""
+    """Return the correlation over seeds above which pairing narrows the 95% interval of a gap."""
     from scipy.special import stdtrit
 
     paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
@@ -138,7 +138,9 @@ def pairing_pays_above(seeds: int) -> float:
 
 
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
-    """Return the fewest seeds, at least 2, that give the power `wanted`; None above MOST_SEEDS.
+    """Return the fewest seeds, at least 2, that give the power `wanted`.
+
+    Return None if even the largest power of 2 up to MOST_SEEDS is not enough seeds.
 
     Args:
         power: returns the power for a number of seeds; must not decrease with more seeds.
@@ -161,11 +163,11 @@ def chance_of_less(
     wanted: float,
     less: float,
 ) -> float | None:
-    """Return the probability that a study, planned from a pilot, has a power below `less`.
+    """Return the probability that the true power of a study planned from a pilot is below `less`.
 
     The pilot yields a random estimate of the standard deviation between seeds. The number of seeds
     is planned for the power `wanted`, as if the true standard deviation were `scale` times this
-    estimate. Return None if even MOST_SEEDS seeds do not give the power `less`.
+    estimate. Return None if `least_seeds` finds no number of seeds for the power `less`.
 
     Args:
         power: returns the power for a standard deviation and a number of seeds.

@@ -69,8 +69,9 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 class Pairs:
     """Standard deviation of the differences between two variants over common seeds.
 
-    `correlation` is the correlation between two variants over seeds, pooled over all pairs of
-    variants, or None if the values do not vary. `seeds` is the number of common seeds.
+    `differences` is this standard deviation, and `correlation` is the correlation between two
+    variants over seeds. Both are pooled over all pairs of variants. `correlation` is None if the
+    values do not vary. `seeds` is the number of common seeds.
     """
 
     differences: SeedSpread

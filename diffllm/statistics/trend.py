@@ -33,8 +33,9 @@ class Line(NamedTuple):
 class Trend:
     """Change of the gap between a variant and its baseline along x.
 
-    `slope` is the change of the gap per doubling of x. `start` is the fitted gap at the smallest x,
-    `first`. `end` is the fitted gap at the largest x, `last`. `points` is the number of x values.
+    `slope` is the change of the gap per doubling of x. `first` is the smallest x, and `start` is
+    the fitted gap there. `last` is the largest x, and `end` is the fitted gap there. `points` is
+    the number of x values.
     """
 
     slope: Gap

@@ -159,6 +159,7 @@ def chosen_precision(precision: Precision, device: torch.device) -> AutoSetting:
     """Return the compute dtype and the reason for this dtype.
 
     The precision "auto" selects bfloat16 if the device hardware supports it, otherwise float32.
+    "bf16" and "fp32" select bfloat16 and float32 on every device.
     """
     if precision is not Precision.auto:
         return AutoSetting(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
@@ -203,7 +204,7 @@ def chosen_compile(
 
 
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
-    """Return the same decision on all ranks whether to use torch.compile, and the reason.
+    """Decide for all ranks alike whether to use torch.compile; return the decision and the reason.
 
     The decision depends on the model size but not on the attention variant, so that it is the same
     for all compared variants. For `kept`, see `chosen_compile`. Every rank must call this function.
@@ -231,7 +232,7 @@ def compiler_fault() -> str:
 
 
 def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
-    """Convert each setting to a JSON object {"value": ..., "reason": ...}, by name."""
+    """Return, for each setting name, the JSON object {"value": ..., "reason": ...}."""
     found = {}
     for name, (value, reason) in choices.items():
         if isinstance(value, torch.dtype):

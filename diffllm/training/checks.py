@@ -24,8 +24,9 @@ from diffllm.training.measure import heldout_samples
 def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
     """Describe the jump of the learning rate when a run resumes with changed settings.
 
-    Return None if the learning rate changes by at most 5%. `changes` maps each changed config key
-    to (old value, new value). `step` is the number of steps completed before the run resumes.
+    Return None if the learning rate changes by at most 5%, or if `step` is 0 or `cfg.steps`.
+    `changes` maps each changed config key to (old value, new value). `step` is the number of steps
+    completed before the run resumes.
     """
     former = {
         key.removeprefix("optim."): before
@@ -46,7 +47,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return the hashes "corpus" (text), "tokenizer" (vocabulary) and "tokens" (shard files)."""
+    """Return hashes: of the text ("corpus"), vocabulary ("tokenizer") and shards ("tokens")."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]

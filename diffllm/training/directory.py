@@ -109,7 +109,7 @@ class RunDirectory:
         return f"the newest checkpoint is {newest[0]}" if newest else "no checkpoint is saved"
 
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
-        """Write config.yaml and the tokenizer of a run, and delete incomplete checkpoints.
+        """Write config.yaml and the tokenizer; delete summary.json and incomplete checkpoints.
 
         Args:
             step: the step of the checkpoint to resume from; 0 for a new run.
@@ -193,8 +193,8 @@ def check_own_files(run: Path) -> None:
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     """Return the summary of the run in `path` if the run cannot continue with `cfg`, else None.
 
-    A run cannot continue after `cfg.steps` steps. A diverged run cannot continue with the same
-    training settings.
+    A run that has made `cfg.steps` steps cannot continue. A diverged run cannot continue with the
+    same training settings.
     """
     found = read_ending(path)
     if found and found.get("stopped"):
@@ -246,7 +246,7 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Lock the run directory; if run.dir and run.name are not set, create a new directory."""
+    """Lock and return the run directory: a new one if neither run.dir nor run.name is set."""
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)

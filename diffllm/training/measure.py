@@ -26,7 +26,7 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Compute the held-out loss if `due.sample` is true, and `tasks` if `due.tasks` is true.
+    """Compute the held-out loss if `due.sample` is true; call `tasks` if `due.tasks` is true.
 
     Return (values by metric name, error). The error is None unless a rank could not read held-out
     data. Every rank must call this.
@@ -76,9 +76,10 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
 
 
 def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of at most `sequences` held-out sequences over all ranks.
+    """Yield this rank's micro-batches of held-out sequences.
 
-    The iterator raises DataError if the data cannot be read.
+    All ranks together get at most `sequences` sequences. The iterator raises DataError if the data
+    cannot be read.
     """
     yield from heldout_batches(
         data.split("heldout"),

@@ -88,7 +88,8 @@ class Record:
     def _copy_to_host(self, step: int) -> dict[str, float]:
         """Copy the results of all steps since the previous call to the host.
 
-        Return the model statistics of `step` by name. Write the statistics of earlier steps.
+        Return the model statistics of `step` by name. Write the statistics of earlier steps to the
+        metric sinks.
         """
         if not self.last or not self.pending:
             return {}
@@ -154,7 +155,7 @@ class Record:
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
-    """Return the gradient L2 norm of each parameter group, such as "grad_norm/attention"."""
+    """Return each parameter group's gradient L2 norm, by a name such as "grad_norm/attention"."""
     squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square

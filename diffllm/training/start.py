@@ -66,7 +66,10 @@ class Claimed(NamedTuple):
 
 
 def claim(cfg: TrainConfig, here: Process) -> Claimed:
-    """Check that code and config are equal on all ranks, and lock the run directory on rank 0."""
+    """Check that code and config are equal on all ranks, and lock the run directory on rank 0.
+
+    Return the run directory, and the checkpoint or weights to start from.
+    """
     plugins = plugin_versions(cfg.plugins).items()
     check_same(here.world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
     values = flatten(yaml_dict(cfg)).items()
@@ -200,7 +203,8 @@ def fill(
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Return the entries "weights" or "init_match" of run.json. Every rank must call this.
+    Return the entry "weights" or "init_match" of run.json; return an empty dict if the run starts
+    from a checkpoint or uses neither. Every rank must call this.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
@@ -242,8 +246,9 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state from a checkpoint or Hugging Face directory.
 
-    Return "path", "step" and "corpus" of the weights for run.json. The entry "differs" lists the
-    model settings that differ between the weights and this run. Every rank must call this.
+    Return the entry "weights" of run.json. Its keys "path", "step" and "corpus" describe the
+    weights. Its key "differs" lists the model settings that differ between the weights and this
+    run. Every rank must call this.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 

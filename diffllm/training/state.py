@@ -87,9 +87,9 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    `ranks` is the world size of the checkpoint. Ranks from `ranks` on keep their current random
-    generator states. `state` is the loop state of the checkpoint. Raises CheckpointError if the
-    checkpoint cannot be read.
+    `ranks` is the world size of the checkpoint. If this run has more ranks, the additional ranks
+    keep their current random generator states. `state` is the loop state of the checkpoint. Raises
+    CheckpointError if the checkpoint cannot be read.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
@@ -149,9 +149,9 @@ def continuation(
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """Return the newest undamaged checkpoint to resume from; None to begin at step 0.
 
-    `own` contains the checkpoints in the run directory, oldest first. If `own` is empty, use the
-    checkpoint or run at the path `cfg.resume`, if `cfg.resume` is a path. Raises CheckpointError
-    if all checkpoints are damaged, or if the path contains no checkpoint.
+    `own` contains the checkpoints in the run directory, oldest first. If `own` is empty and
+    `cfg.resume` is a path, use the checkpoint or run at this path. Raises CheckpointError if all
+    checkpoints are damaged, or if this path contains no checkpoint.
     """
     if cfg.resume == "never":
         return None

@@ -30,9 +30,10 @@ SPIKES = (
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
-    """Return the text printed before training; `step` is 0 or the step of the checkpoint.
+    """Return the text printed before training.
 
-    `facts` is the content of run.json, and `path` is the run directory.
+    `step` is the step of the checkpoint to resume from, or 0 if the run is not resumed. `facts` is
+    the content of run.json, and `path` is the run directory.
     """
     choices, manifest = cfg.run.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)

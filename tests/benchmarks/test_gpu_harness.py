@@ -36,7 +36,7 @@ def measured(folder, items, resume=False, seconds=1000, **changes):
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
 
 
-def test_gpu_harness_records_crash_hang_and_out_of_memory_and_continues(tmp_path):
+def test_gpu_harness_records_failures_and_timeouts_and_then_runs_remaining_measurements(tmp_path):
     child = tmp_path / "child"
     hanging = {"how": "hangs", "child": str(child)}
     items = [item("raises"), item("dies"), item("slow"), item("fast")]
@@ -56,7 +56,9 @@ def test_gpu_harness_records_crash_hang_and_out_of_memory_and_continues(tmp_path
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_gpu_harness_skips_measurements_after_deadline_and_returns_skipped_names(tmp_path):
+def test_gpu_harness_returns_names_of_measurements_skipped_for_lack_of_time_before_deadline(
+    tmp_path,
+):
     lines, left = measured(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 
@@ -93,7 +95,7 @@ def test_config_of_every_gpu_measurement_loads(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_harness_measures_time_of_training_step_and_of_step_parts(tmp_path):
+def test_gpu_harness_measures_duration_of_training_step_and_of_each_part_of_step(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
     names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
@@ -132,7 +134,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_full_attention_flops_include_all_keys_and_causal_attention_flops_only_visible_keys():
+def test_flops_per_token_counts_all_keys_for_full_and_visible_keys_for_causal_attention():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len

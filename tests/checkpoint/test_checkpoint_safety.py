@@ -353,7 +353,9 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", slow_but(["plugins alone", "a variant"], NAMED))
-def test_plugin_named_only_in_run_directory_is_not_imported(run, evil, name, capfd):
+def test_commands_do_not_import_plugin_named_only_in_config_of_run_directory(
+    run, evil, name, capfd
+):
     file = run / "config.yaml"
     text = file.read_text()
     for old, new in [("plugins: []\n", "plugins:\n- evil_plugin\n"), *NAMED[name]]:
@@ -406,7 +408,7 @@ GUARDED = [
 ]
 
 
-def test_only_files_listed_in_this_test_call_unsafe_loaders_such_as_pickle():
+def test_unsafe_loaders_such_as_pickle_are_called_only_in_files_of_allowlist():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))

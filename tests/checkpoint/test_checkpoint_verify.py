@@ -146,7 +146,7 @@ def test_prune_keeps_checkpoints_selected_by_keep_last_and_keep_every(
     assert kept(tmp_path) == left
 
 
-def test_damaged_checkpoint_is_renamed_by_new_save_of_same_step(tmp_path, capfd):
+def test_new_save_renames_damaged_checkpoint_of_same_step(tmp_path, capfd):
     save_steps(tmp_path, 10, 20, 30, 40, keep_last=0)
     for step in (30, 40):
         flip_bit(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
@@ -181,7 +181,7 @@ def test_save_to_full_disk_prints_warning_and_writes_no_file(tmp_path, capfd, mo
     ("word", "steps", "seconds"),
     [("7", 7, None), ("30min", 0, 1800), ("1.5min", 0, 90), ("2h", 0, 7200), ("90s", 0, 90)],
 )
-def test_checkpoint_interval_accepts_steps_or_time(word, steps, seconds):
+def test_checkpoint_interval_is_parsed_as_number_of_steps_or_as_duration(word, steps, seconds):
     cfg = load_config(["model=tiny", f"checkpoint.interval={word}"]).checkpoint
     assert (cfg.steps, cfg.seconds) == (steps, seconds)
 

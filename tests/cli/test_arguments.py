@@ -34,9 +34,7 @@ def test_parse_accepts_flag_with_dashes_or_equals_sign(word):
     assert parse(Composing, [word, "gpus=2"], "") == Composing(2, json=True)
 
 
-def test_parse_treats_name_of_existing_directory_with_equals_sign_as_positional_argument(
-    tmp_path, monkeypatch
-):
+def test_parse_treats_path_that_contains_equals_sign_as_positional_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     words = ["a", "run=b", "lr=1", "out/c=d*", "lambda=0.5", "--dry-run"]

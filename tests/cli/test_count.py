@@ -107,7 +107,7 @@ def test_moe_parameter_count_includes_shared_experts_and_layers_without_experts(
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_saves_expected_share_of_attention_parameters_of_standard_with_2x_query_heads(
+def test_diff_v2_parameter_saving_over_standard_attention_with_2x_query_heads_equals_formula(
     size,
 ):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
@@ -146,7 +146,7 @@ def test_parameter_count_equals_parameters_of_built_model(variant):
 
 
 @pytest.mark.parametrize("variant", families(VARIANTS))
-def test_flop_count_with_document_mask_uses_visible_keys_per_token_from_config(variant):
+def test_flop_count_uses_visible_keys_per_token_from_config_if_documents_are_masked(variant):
     words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
     cfg = config("tiny", variant, *words)
     counts = count(cfg)
@@ -169,7 +169,7 @@ def test_flop_count_without_document_mask_equals_stored_reference_value(size, va
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
-def test_count_command_prints_number_of_visible_keys_in_title(capsys):
+def test_count_command_prints_visible_keys_per_query_in_title_if_documents_are_masked(capsys):
     masked = ["count", "model=tiny", "data.mask_documents=true"]
     assert tools.main(masked) == 0
     assert "FLOPs of whole sequences (set data.visible_keys=" in capsys.readouterr().out
@@ -186,7 +186,9 @@ def test_count_command_with_json_prints_all_counts_as_json(capsys):
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_command_with_match_params_to_prints_matched_ffn_dim_and_target_variant(capsys):
+def test_count_command_json_contains_matched_ffn_dim_and_target_counts_if_match_params_to_is_set(
+    capsys,
+):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     assert tools.main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -246,7 +248,7 @@ def printed(capsys, *words):
     return out
 
 
-def test_count_compare_prints_change_from_first_variant_or_equals_sign_if_count_is_unchanged(
+def test_count_with_compare_prints_change_from_first_variant_and_equals_sign_for_unchanged_count(
     capsys,
 ):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
@@ -281,7 +283,7 @@ def test_count_compare_with_json_maps_variants_to_counts(capsys):
         ),
     ],
 )
-def test_count_command_with_invalid_compare_prints_error_line_and_exits_with_2(
+def test_count_command_with_invalid_compare_argument_prints_error_line_and_exits_with_2(
     capsys, words, named
 ):
     assert tools.main(["count", "model=tiny", *words]) == 2

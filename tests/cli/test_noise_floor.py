@@ -73,7 +73,7 @@ def optimum(noise1, noise2, signal):
 
 @pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
-def test_signal_attention_weight_and_snr_equal_values_computed_from_definition(signal, lam):
+def test_snr_and_attention_weight_of_signal_key_equal_values_computed_from_definition(signal, lam):
     expected = explicit(NOISE1, NOISE2, signal, lam)
     assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
 
@@ -133,9 +133,7 @@ def test_average_returns_mean_and_standard_error_of_snr_and_signal_weight_over_r
 
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 3.0])
-def test_snr_is_above_threshold_just_below_usable_noise_amplitude_and_below_threshold_just_above(
-    best, threshold
-):
+def test_usable_noise_amplitude_is_largest_amplitude_with_snr_above_threshold(best, threshold):
     cfg = NoiseFloorArguments(keys=1000, draws=4, threshold=threshold)
     found = usable_amplitude(cfg, best)
 
@@ -149,7 +147,7 @@ def test_snr_is_above_threshold_just_below_usable_noise_amplitude_and_below_thre
 # Everything
 
 
-def test_noise_floor_curves_have_equal_values_for_equal_settings_and_best_lambda_has_highest_snr():
+def test_noise_floor_curves_agree_at_shared_settings_and_best_lambda_maximizes_snr():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())
@@ -217,7 +215,7 @@ def test_noise_floor_command_prints_tables_and_writes_figure(capsys, tmp_path, m
     ],
     ids=str,
 )
-def test_noise_floor_with_extreme_arguments_gives_finite_numbers_and_figure(extreme):
+def test_noise_floor_with_extreme_arguments_returns_finite_numbers_and_draws_figure(extreme):
     cfg = NoiseFloorArguments(**{**SMALL, **extreme})
     result = noise_floor(cfg)
     json.dumps(result, default=np.ndarray.tolist, allow_nan=False)

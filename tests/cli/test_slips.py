@@ -77,7 +77,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["trian"], "did you mean train?"),
     ],
 )
-def test_error_after_mistyped_command_line_names_fix(place, monkeypatch, capsys, words, fix):
+def test_error_for_mistyped_command_line_suggests_correction(
+    place, monkeypatch, capsys, words, fix
+):
     monkeypatch.chdir(place)
     assert main(words) == 2
     printed = capsys.readouterr()
@@ -106,7 +108,7 @@ def test_error_after_mistyped_command_line_names_fix(place, monkeypatch, capsys,
         (["steps=" + "[" * 2**17], "has too many nested brackets"),
     ],
 )
-def test_error_without_typing_mistake_gets_no_hint(words, error):
+def test_hint_is_empty_for_error_that_is_not_caused_by_typing_mistake(words, error):
     assert hint(words, error) == ""
 
 

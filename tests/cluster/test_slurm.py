@@ -136,7 +136,9 @@ def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
     assert "Traceback" not in log
 
 
-def test_training_started_by_srun_gets_rank_and_address_from_slurm(cluster, corpus, tmp_path):
+def test_two_srun_tasks_train_as_ranks_of_one_run_on_one_node_or_two_nodes(
+    cluster, corpus, tmp_path
+):
     """Two tasks on two nodes, and two tasks on one node."""
     runs = [tmp_path / name for name in ("apart", "together")]
     apart = ["srun", "--nodes=2", "--ntasks-per-node=1"]

@@ -96,7 +96,9 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     return losses(run)
 
 
-def test_training_on_two_nodes_equals_training_on_single_node(nodes, corpus, tmp_path):
+def test_losses_of_training_on_two_nodes_equal_losses_of_training_on_single_node(
+    nodes, corpus, tmp_path
+):
     words = overrides(corpus, tmp_path / "run", "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
@@ -123,7 +125,7 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_elastic_run_continues_after_node_loss_and_uses_returned_node(
+def test_elastic_run_continues_on_one_node_after_node_loss_and_on_both_after_node_returns(
     nodes, corpus, tmp_path, host, cut
 ):
     """Ranks are ordered by node name; the lost node does not host the rendezvous."""

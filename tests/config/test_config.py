@@ -42,7 +42,7 @@ def plain_tree(node: object) -> bool:
     return isinstance(node, int | float | str | Enum | NoneType)
 
 
-def test_load_config_returns_dataclasses_with_plain_typed_fields():
+def test_load_config_converts_omegaconf_nodes_to_typed_dataclasses():
     cfg = load_config(
         ["model=tiny", "attention=gated", "optim=wsd", "precision=bf16", "wandb.mode=offline"]
     )
@@ -86,7 +86,7 @@ def of_variant(name: str) -> TrainConfig:
     return load_config(["model=tiny", f"attention={name}"])
 
 
-def test_attention_yaml_name_starts_with_name_of_module_that_defines_its_config_class():
+def test_name_of_attention_yaml_starts_with_module_name_of_its_config_class():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
         kind = type(variant_config(path.stem))
@@ -115,7 +115,7 @@ def test_variant_config_equals_attention_section_of_full_config(name):
     assert alone == composed
 
 
-def test_init_seed_seq_len_vocab_size_and_cache_dir_default_to_related_key_or_environment_variable(
+def test_config_keys_without_value_default_to_related_key_or_environment_variable(
     monkeypatch,
 ):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
@@ -225,7 +225,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_error_in_experiment_yaml_names_fault_and_similar_key(tmp_path, monkeypatch, text):
+def test_experiment_yaml_with_syntax_error_or_invalid_key_raises_single_line_error(
+    tmp_path, monkeypatch, text
+):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(text)

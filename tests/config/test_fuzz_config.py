@@ -149,7 +149,9 @@ EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in E
 
 
 @few_or(many=len(EDGE_CASES), few=40)
-def test_config_with_extreme_number_is_usable_or_refused(rng, count):
+def test_config_with_extreme_number_is_valid_for_training_or_raises_error_that_names_key(
+    rng, count
+):
     """Set single numbers in a typed config; the slow tier tries every case."""
     for key, value in rng.sample(EDGE_CASES, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
@@ -295,7 +297,7 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
     micro=st.one_of(st.none(), st.integers(0, 8)),
     cfg=st.sampled_from([DENSE, MIXTURE]),
 )
-def test_config_is_accepted_only_if_mesh_size_equals_world_size_and_world_size_divides_batch(
+def test_config_is_accepted_only_if_mesh_and_batch_sizes_fit_world_size(
     world, replicate, shard, expert, batch, micro, cfg
 ):
     parallel = replace(cfg.parallel, replicate=replicate, shard=shard, expert=expert)
@@ -422,7 +424,7 @@ BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PART
 
 
 @pytest.mark.parametrize(("key", "rule", "bound"), BOUNDS)
-def test_first_number_beyond_bound_of_config_key_is_refused(key, rule, bound):
+def test_config_value_just_beyond_bound_of_its_key_raises_error_that_names_bound(key, rule, bound):
     kind = base_type(KEYS[key][0])[0]
     step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
     value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)

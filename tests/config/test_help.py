@@ -19,7 +19,7 @@ LONGEST = 90
         [f"{group}={name}" for group, options in choices().items() for name in options],
     ),
 )
-def test_every_config_key_has_short_description_with_every_option_of_config_groups(word):
+def test_config_keys_have_short_descriptions_if_any_config_group_option_is_selected(word):
     lines = {
         key.name: first_sentence(key.meaning)
         for section in sections_of(compose_config([word]))

@@ -48,9 +48,7 @@ def by_trying(model, own, target):
 @pytest.mark.parametrize(
     "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
 )
-def test_parameter_match_prefers_ffn_dim_multiple_of_64_over_32_16_8_and_stays_within_tolerance(
-    size, target
-):
+def test_parameter_match_chooses_ffn_dim_with_largest_divisor_that_reaches_tolerance(size, target):
     model = shape(size)
     if not has_shape(model, target):
         with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
@@ -82,7 +80,7 @@ def test_parameter_match_prefers_ffn_dim_multiple_of_64_over_32_16_8_and_stays_w
 
 @pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
 @pytest.mark.parametrize("target", ["diff_v2", "standard"])
-def test_flop_match_gives_width_computed_from_equations(size, target):
+def test_flop_match_returns_ffn_dim_with_flops_closest_to_target(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)
     for own in ("standard", "gated", "diff_v2", "standard_2x_heads"):
@@ -205,7 +203,7 @@ def test_config_with_both_match_params_to_and_match_flops_to_is_refused():
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
-def test_parameter_match_target_uses_attention_settings_of_yaml_and_ignores_overrides():
+def test_parameter_match_target_is_computed_from_attention_yaml_without_overrides():
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model
@@ -214,7 +212,7 @@ def test_parameter_match_target_uses_attention_settings_of_yaml_and_ignores_over
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_error_for_impossible_parameter_match_names_config_key_parameter_counts_and_fix():
+def test_impossible_parameter_match_raises_error_that_names_closest_parameter_count():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])

@@ -80,7 +80,7 @@ def test_version_of_installed_plugin_depends_only_on_files_of_its_package(mine):
     assert version(mine, "whole") != before
 
 
-def test_plugin_version_does_not_depend_on_other_plugins_or_directory(mine, tmp_path):
+def test_plugin_version_is_independent_of_other_plugins_and_of_plugin_directory(mine, tmp_path):
     alone = version(mine, "own")
     forget(mine)
     imported("whole")  # the package imports the same module
@@ -105,7 +105,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_plugin_that_raises_on_import_or_has_no_source_gives_config_error(mine, name):
+def test_plugin_import_raises_config_error_if_plugin_code_fails_or_has_no_source_file(mine, name):
     source, said = ODD[name]
     (mine / "odd.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
@@ -174,7 +174,7 @@ def test_diverged_run_resumes_if_changed_plugin_code_is_allowed(run):
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_command_that_opens_a_run_warns_once_about_changed_plugin_code(run, capsys):
+def test_warn_of_plugins_prints_one_warning_if_run_was_trained_with_other_plugin_code(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"

@@ -40,7 +40,7 @@ def workplace(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_train_and_prepare_with_removed_key_print_error_line_and_exit_with_2(
+def test_train_and_prepare_commands_print_single_error_line_if_override_sets_removed_key(
     word, key, command, capsys
 ):
     assert main([command, "model=tiny", word, "steps=1"]) == 2
@@ -48,7 +48,7 @@ def test_train_and_prepare_with_removed_key_print_error_line_and_exit_with_2(
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_removed_key_at_former_default_is_refused_as_override_and_ignored_in_saved_config(key):
+def test_removed_key_with_default_value_raises_error_in_override_but_not_in_saved_config(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -105,7 +105,7 @@ def saved(**changes: Any) -> Path:
     return Path()
 
 
-def test_saved_config_with_removed_keys_at_default_values_loads(capsys):
+def test_load_run_config_ignores_removed_keys_with_default_values(capsys):
     run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
     assert load_run_config(run) == load_config(["model=tiny"])
     assert capsys.readouterr() == ("", "")
@@ -116,7 +116,7 @@ def test_saved_config_loads_if_run_allow_changes_lists_a_removed_key():
     assert cfg.run.allow_changes == ["data.old"]
 
 
-def test_saved_config_with_removed_key_at_other_value_is_refused():
+def test_load_run_config_raises_error_if_value_of_removed_key_is_not_its_default():
     said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load_run_config(saved(prepare__old=2))

@@ -132,7 +132,7 @@ def test_environment_interpolation_assembled_from_two_config_values_is_refused()
         load_config(["experiment=x", "model=tiny"], config_dir="mine")
 
 
-def test_experiment_yaml_may_interpolate_config_keys_and_of_steps_resolver():
+def test_experiment_yaml_can_use_interpolated_config_keys_and_resolver_of_steps():
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text(
         "# @package _global_\nsteps: 40\noptim: {warmup_steps: '${of_steps:0.1, 200}'}\n"
@@ -172,12 +172,12 @@ def test_study_or_sweep_file_that_sets_plugins_is_refused_without_import(load, m
     ["plugins.0=x", "~plugins", "plugins@data=x", " plugins =[x]", "+plugins.x=1", "plugins/x=1",
      "hydra.launcher.setup=[ls]", "hydra/launcher=x", "+hydra.callbacks.x._target_=x"],
 )  # fmt: skip
-def test_file_that_overrides_plugins_or_hydra_keys_is_refused_for_every_override_syntax(word):
+def test_check_shared_raises_error_for_plugins_and_hydra_keys_in_any_override_syntax(word):
     with pytest.raises(ConfigError, match=r"^f: .*: a file cannot set plugins"):
         check_shared([word], "f")
 
 
-def test_config_of_planned_study_run_loads_without_importing_plugin():
+def test_config_of_planned_study_run_is_loaded_without_import_of_plugin():
     words = ["model=tiny", f"plugins=[{PLUGIN}]"]
     config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules

@@ -56,7 +56,7 @@ def test_configs_that_differ_only_in_seed_and_directory_are_parsed_only_once(run
         ("init_seed: 98", "init_seed: seed"),
     ],
 )
-def test_similar_configs_load_gives_same_config_or_error_as_load_run_config_after_edit(
+def test_similar_configs_load_returns_same_result_as_load_run_config_for_edited_config(
     runs, old, new
 ):
     edit(runs / "b", old, new)

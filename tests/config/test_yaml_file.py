@@ -32,7 +32,9 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_read_yaml_equals_omegaconf_or_pyyaml_for_every_yaml_file_in_repository(path: Path) -> None:
+def test_read_yaml_returns_same_content_as_omegaconf_or_pyyaml_for_repository_yaml_files(
+    path: Path,
+) -> None:
     content, text = read_yaml(path)
     if path.parent in BY_PYYAML:
         former = with_numbers(yaml.safe_load(text))
@@ -88,7 +90,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_parse_yaml_refuses_tags_ambiguous_numbers_and_deep_nesting(text: str) -> None:
+def test_parse_yaml_raises_value_error_for_tags_or_ambiguous_numbers_or_deep_nesting(
+    text: str,
+) -> None:
     with pytest.raises(ValueError, match=HOSTILE[text]) as caught:
         parse_yaml(f"a: {text}")
     assert len(str(caught.value)) < 300

@@ -61,7 +61,7 @@ def test_replace_file_replaces_link_and_does_not_change_link_target(tmp_path, na
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
 
 
-def test_replace_file_and_open_to_append_refuse_pipe_and_directory(tmp_path):
+def test_replace_file_and_open_to_append_raise_error_if_path_is_pipe_or_directory(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
@@ -101,7 +101,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     assert names(final) == ["whole"]
 
 
-def test_scratch_directory_in_use_by_live_process_raises_in_use_error(tmp_path):
+def test_scratch_directory_raises_in_use_error_if_live_process_uses_the_directory(tmp_path):
     with scratch_directory(tmp_path / "out") as scratch:
         with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
@@ -130,7 +130,7 @@ def test_publish_syncs_content_before_rename_and_parent_directory_after(
     assert names(tmp_path) == ["final"]
 
 
-def test_publish_and_new_directory_raise_if_final_path_exists(tmp_path):
+def test_publish_and_new_directory_raise_error_if_final_path_exists(tmp_path):
     (tmp_path / "final").symlink_to("elsewhere")
     (tmp_path / "hidden").mkdir()
     with pytest.raises(FileExistsError):
@@ -154,7 +154,7 @@ def test_new_directory_creates_final_path_only_if_context_exits_without_exceptio
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_hold_raises_and_leaves_no_files_if_file_system_does_not_support_flock(
+def test_hold_raises_config_error_if_file_system_does_not_support_flock(
     tmp_path, monkeypatch, number
 ):
     def flock(descriptor: int, operation: int) -> None:
@@ -216,7 +216,7 @@ def hold_until_killed(path: str) -> None:
     held.release()
 
 
-def test_directory_lock_of_killed_process_is_released_while_its_child_process_lives(tmp_path):
+def test_directory_lock_of_killed_process_is_released_although_its_child_process_is_alive(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"

@@ -39,7 +39,7 @@ def test_echo_does_not_change_line_breaks_tabs_or_zero_width_joiners(capsys):
     assert capsys.readouterr().out == f"a\tb\n中\u3000文 \u200c\u200d é\u00a0!\n{ESCAPED}"
 
 
-def test_to_stderr_prints_text_as_single_line_with_escapes(capsys):
+def test_to_stderr_prints_single_line_with_escaped_control_characters(capsys):
     to_stderr("warning: one\n two \x1b[0m")
     assert capsys.readouterr().err == "warning: one two \\x1b[0m\n"
 
@@ -88,7 +88,7 @@ def test_table_text_aligns_numbers_right_and_text_left():
     ]
 
 
-def test_table_text_puts_row_names_on_separate_lines_if_table_exceeds_width():
+def test_table_text_writes_row_labels_on_separate_lines_if_table_is_wider_than_limit():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
@@ -103,7 +103,7 @@ def test_table_markdown_has_header_separator_and_escaped_pipe_characters():
     ]
 
 
-def test_table_csv_writes_unrounded_values_and_uses_cell_text_if_value_is_missing():
+def test_table_csv_contains_unrounded_value_or_text_of_each_cell():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],

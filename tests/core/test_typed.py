@@ -64,7 +64,7 @@ def test_made_ignores_unknown_keys_unless_strict():
 
 
 @given(st.dictionaries(st.sampled_from(["loss", "parts", "by_name", "done"]), PLAIN))
-def test_made_with_any_plain_content_returns_dataclass_or_raises_value_error(content):
+def test_made_returns_valid_dataclass_or_raises_value_error_for_any_mapping(content):
     try:
         found = made(Outer, content)
     except ValueError:

@@ -35,7 +35,7 @@ def json_lines(*documents: str | None, column: str = "text") -> str:
     return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
 
 
-def test_stdlib_corpus_skips_and_counts_blank_and_undecodable_files(
+def test_stdlib_corpus_counts_blank_and_undecodable_files_without_reading_documents(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "stdlib"
@@ -58,7 +58,7 @@ def test_stdlib_corpus_skips_and_counts_blank_and_undecodable_files(
     assert (opened(cfg).skipped_empty, opened(cfg).skipped_undecodable) == (2, 1)
 
 
-def test_zst_file_of_several_frames_is_read_completely_and_refused_if_truncated(
+def test_zst_corpus_file_returns_documents_of_all_frames_or_raises_error_if_truncated(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path, skippable = tmp_path / "a.jsonl.zst", b"\x50\x2a\x4d\x18\x05\0\0\0hello"
@@ -338,7 +338,7 @@ def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_corpus_identity_equals_older_diffllm_versions_unless_a_file_has_a_byte_order_mark(
+def test_corpus_identity_matches_older_diffllm_versions_for_files_without_byte_order_mark(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

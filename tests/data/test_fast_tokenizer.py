@@ -130,5 +130,5 @@ def test_error_of_missing_tokenizer_has_its_path_or_repository_name(
     with pytest.raises(DataError, match=r"a/b\.model: no such tokenizer file"):
         located("a/b.model")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: 1 / 0)
-    with pytest.raises(DataError, match="owner/name: no such local tokenizer; the hub answers"):
+    with pytest.raises(DataError, match="owner/name is not a local tokenizer, and the download"):
         located("owner/name")

@@ -76,7 +76,7 @@ def test_heldout_document_batches_have_every_token_as_target_exactly_once(
     assert seen == pairs
 
 
-def test_heldout_document_batches_with_whole_true_split_only_documents_longer_than_a_sequence(
+def test_heldout_batches_never_split_documents_that_fit_into_a_sequence_if_whole_is_true(
     stream: TokenStream,
 ) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)
@@ -136,7 +136,7 @@ def test_larger_selection_of_heldout_documents_contains_every_smaller_selection(
         smaller = found
 
 
-def test_chosen_heldout_documents_are_spread_evenly_and_independent_of_length(
+def test_heldout_documents_selects_from_all_parts_of_the_split_without_length_bias(
     make_stream: MakeStream,
 ) -> None:
     lengths = lengths_of(4000, seed=1)
@@ -149,7 +149,9 @@ def test_chosen_heldout_documents_are_spread_evenly_and_independent_of_length(
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_heldout_text_sizes_and_hashes_match_the_corpus_documents(prepared: TokenData) -> None:
+def test_byte_sizes_and_hashes_of_heldout_texts_match_the_corpus_documents(
+    prepared: TokenData,
+) -> None:
     split = prepared.manifest.splits["heldout"]
     chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
     assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)

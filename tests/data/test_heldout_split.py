@@ -45,7 +45,7 @@ def of_lines(documents: int, lines: int) -> list[str]:
         ),
     ],
 )
-def test_prepare_holds_out_documents_with_smallest_hashes_until_fraction_and_minimum_are_reached(
+def test_prepare_holds_out_documents_with_smallest_hashes_until_heldout_split_is_large_enough(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,
@@ -95,7 +95,7 @@ def test_prepare_holds_out_documents_with_smallest_hashes_until_fraction_and_min
         ("x" * 30_000, 12, (0.19, 0.21)),
     ],
 )
-def test_prepare_of_a_single_document_holds_out_evenly_spread_pieces(
+def test_prepare_holds_out_pieces_from_all_parts_of_the_document_if_corpus_is_a_single_document(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,

@@ -104,7 +104,7 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_preparation_progress_names_hub_file_whose_download_hangs(
+def test_preparation_prints_number_of_the_hub_file_while_its_download_hangs(
     tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
 ) -> None:
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")

@@ -82,7 +82,9 @@ def test_eos_is_added_to_every_document_of_token_file_without_eos(
 
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
-def test_last_whole_documents_of_token_files_are_held_out(make: Make, names: list[str]) -> None:
+def test_prepare_holds_out_the_last_documents_of_token_files_without_cutting_a_document(
+    make: Make, names: list[str]
+) -> None:
     data = prepare(make(*(FILES / name for name in names)))
     assert isinstance(data, ImportedData)
     train, heldout = data.split("train"), data.split("heldout")
@@ -159,7 +161,7 @@ def test_empty_documents_at_beginning_of_megatron_index_contain_only_an_eos(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_documents_with_several_eos_are_counted_as_in_the_token_file_index(
+def test_document_counts_match_the_token_file_index_if_documents_contain_several_eos(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "several").mkdir()
@@ -175,7 +177,7 @@ def test_documents_with_several_eos_are_counted_as_in_the_token_file_index(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_edited_token_file_index_changes_corpus_hash_and_invalidates_open_streams(
+def test_open_streams_raise_data_error_after_token_file_index_is_edited(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
@@ -196,7 +198,7 @@ def test_edited_token_file_index_changes_corpus_hash_and_invalidates_open_stream
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_read_of_token_file_with_invalid_document_ends_is_complete_or_raises_data_error(
+def test_token_file_returns_requested_token_count_or_raises_error_if_document_ends_are_invalid(
     ends: list[int],
 ) -> None:
     content = np.arange(9, dtype=np.int32)
@@ -279,7 +281,7 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
 def test_token_source_without_tokenizer_or_token_files_raises_error_with_config_key(
     make: Make, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=r"data=tokens needs data\.tokenizer"):
+    with pytest.raises(DataError, match=r"data\.tokenizer=null is not supported with data=tokens"):
         prepare(make(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
         prepare(make())

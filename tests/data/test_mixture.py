@@ -176,7 +176,7 @@ def test_mixture_metrics_count_tokens_and_epochs_per_source(make: Make) -> None:
     assert consumed["data/epochs/code"] == 1
 
 
-def test_joined_stream_range_may_span_several_of_the_joined_streams(
+def test_joined_stream_returns_tokens_of_ranges_that_span_several_of_its_streams(
     make_stream: Callable[..., TokenStream],
 ) -> None:
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
@@ -193,7 +193,7 @@ def test_joined_stream_range_may_span_several_of_the_joined_streams(
 # Prepared sources
 
 
-def test_mixture_tokenizer_is_shared_by_sources_and_independent_of_weights(tmp_path: Any) -> None:
+def test_all_mixture_sources_have_the_same_tokenizer_after_weights_change(tmp_path: Any) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)))
     (tmp_path / "b.txt").write_text("\n\n".join(f"The {i}th day was mild." for i in range(200)))
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
@@ -302,7 +302,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_may_mix_points_given_as_run_fractions_and_as_token_counts() -> None:
+def test_curriculum_may_contain_run_fractions_and_token_counts_together() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

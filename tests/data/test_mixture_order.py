@@ -28,7 +28,9 @@ def read(order, first, count):
 
 @settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
-def test_mixture_order_spreads_every_source_evenly_by_weight(weights, first):
+def test_mixture_order_contains_each_source_at_regular_distances_given_by_its_weight(
+    weights, first
+):
     order = MixtureOrder([(0, weights)])
     count = 12_000
     sources, numbers = read(order, first, count)
@@ -61,7 +63,7 @@ def test_samples_per_source_deviate_from_exact_proportions_by_at_most_tijdeman_b
         assert np.abs(lag).max() <= bound + 1e-9
 
 
-def test_mixture_order_is_the_same_for_single_samples_and_for_a_range():
+def test_mixture_order_read_by_single_samples_matches_the_order_read_as_a_range():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     sources, numbers = read(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
@@ -80,7 +82,7 @@ def test_mixture_order_equals_order_of_former_versions():
     ]  # fmt: skip
 
 
-def test_mixture_shares_are_rounded_by_largest_remainders():
+def test_shared_out_rounds_sample_counts_by_largest_remainders():
     assert shared_out(10, [1, 1, 1]) == [4, 3, 3]
     assert shared_out(7, [5, 3, 2]) == [4, 2, 1]
     assert in_parts([0.2, 0, 0.6]) == (250_000_000, 0, 750_000_000)
@@ -97,7 +99,7 @@ def config(curriculum=(), between=Between.constant, **weights):
     return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
 
 
-def test_curriculum_point_above_1_is_a_token_count_and_otherwise_a_fraction_of_the_run():
+def test_curriculum_accepts_points_given_as_fraction_of_the_run_or_as_token_count():
     half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
     plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
     assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
@@ -115,7 +117,7 @@ def test_linear_curriculum_interpolates_weights_between_points():
         assert abs(got - wanted) < 0.01, first
 
 
-def test_mixture_source_that_reaches_epochs_at_most_passes_its_weight_to_other_sources():
+def test_mixture_plan_gives_weight_of_a_source_to_other_sources_after_the_limit_epochs_at_most():
     plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
     order = MixtureOrder(plan)
     counts = order.counts(10_000)
@@ -129,7 +131,7 @@ def test_mixture_source_that_reaches_epochs_at_most_passes_its_weight_to_other_s
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_resumed_mixture_plan_starts_at_given_sample_and_drops_earlier_segments():
+def test_resumed_mixture_plan_contains_only_segments_from_the_given_sample_on():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

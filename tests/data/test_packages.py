@@ -65,7 +65,7 @@ def test_reference_package_versions_equal_constraints_txt() -> None:
     assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
 
 
-def test_packages_corpus_skips_generated_duplicate_and_blank_files(
+def test_packages_corpus_contains_only_distinct_handwritten_files_with_text(
     installed: Path, make_config: MakeConfig
 ) -> None:
     corpus = opened(make_config(source="packages"))
@@ -81,7 +81,7 @@ def test_generated_file_does_not_change_the_packages_corpus(
     assert opened(make_config(source="packages")).note == ""
 
 
-def test_packages_corpus_note_lists_missing_or_changed_packages_of_the_reference_corpus(
+def test_packages_corpus_note_names_every_missing_or_changed_package_of_the_reference_corpus(
     installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (installed / "bbb/own.py").write_text("own = 3\n")
@@ -97,5 +97,5 @@ def test_packages_corpus_note_lists_missing_or_changed_packages_of_the_reference
     )
     shutil.rmtree(installed / "bbb")
     importlib.invalidate_caches()
-    with pytest.raises(DataError, match="data=packages needs one of aaa, bbb;"):
+    with pytest.raises(DataError, match="none of aaa, bbb is installed;"):
         opened(cfg)

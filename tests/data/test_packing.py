@@ -74,7 +74,7 @@ def test_best_fit_decreasing_equals_simple_reference_implementation(
         assert np.flatnonzero(bins == number).tolist() == sorted(own)
 
 
-def test_best_fit_decreasing_handles_capacities_beyond_16_bits() -> None:
+def test_best_fit_decreasing_returns_correct_bins_if_capacity_exceeds_16_bits() -> None:
     sizes = [70_000, 1, 50_000, 20_000, 30_000, 70_001]
     bins, count = best_fit_decreasing(np.array(sizes), 100_000)
     assert plainly_packed(sizes, 100_000) == [[5, 3, 1], [0, 4], [2]]
@@ -173,7 +173,7 @@ def test_packed_sequence_consists_of_document_pieces_and_padding(drawn: tuple[To
 
 @settings(max_examples=100)
 @given(corpora())
-def test_packed_documents_have_separate_attention_with_document_masks(
+def test_document_masks_separate_all_documents_packed_into_a_sequence(
     drawn: tuple[Tokens, int],
 ) -> None:
     """Only the EOS before a document may belong to the previous document."""
@@ -194,7 +194,7 @@ def test_packed_documents_have_separate_attention_with_document_masks(
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
-def test_each_packing_window_is_packed_by_best_fit_over_all_its_document_pieces(
+def test_each_packing_window_has_as_many_sequences_as_best_fit_decreasing_of_its_pieces(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
@@ -286,7 +286,7 @@ def test_damaged_packing_plan_raises_error_with_path(
 @pytest.mark.parametrize(
     ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
 )
-def test_packing_plan_with_a_piece_outside_its_sequence_or_the_corpus_is_refused(
+def test_packing_plan_raises_error_if_a_piece_exceeds_its_sequence_or_the_corpus(
     sequences: PackedSequences, tmp_path: Path, name: str, value: int
 ) -> None:
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"

@@ -111,7 +111,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     monkeypatch.setattr(encoding.Encoding, "encode", encode)
 
 
-def test_killed_preparation_process_raises_and_keeps_finished_parts(
+def test_preparation_resumes_from_finished_parts_after_its_worker_process_was_killed(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
@@ -233,7 +233,7 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_preparation_progress_line_names_files_in_progress(
+def test_preparation_progress_line_contains_name_of_the_file_being_read(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The stalled part continues only after a progress line has named the part."""

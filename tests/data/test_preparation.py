@@ -73,7 +73,7 @@ def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData)
     assert stored == asdict(manifest)
 
 
-def test_held_out_documents_are_independent_of_document_order_and_keep_duplicates_together(
+def test_held_out_split_contains_the_same_texts_if_corpus_is_reordered_and_has_duplicates(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     texts = sample_documents(100)
@@ -87,7 +87,9 @@ def test_held_out_documents_are_independent_of_document_order_and_keep_duplicate
     assert len(documents_of(second, "heldout")) > len(documents_of(first, "heldout"))
 
 
-def test_prepare_skips_and_counts_blank_documents(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_prepare_excludes_blank_documents_and_manifest_counts_blank_documents(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
     corpus = tmp_path / "corpus.jsonl"
     texts: list[str | None] = [*sample_documents(30), "", " \n\u00a0", None]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -144,7 +146,7 @@ def test_settings_that_change_tokens_change_the_cache_directory(
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
-def test_concurrent_preparations_of_a_corpus_share_one_result(
+def test_only_one_of_several_concurrent_preparations_writes_the_corpus(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]

@@ -43,7 +43,7 @@ def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("shard_tokens", [97, 2**27])
-def test_prompt_column_is_context_and_text_column_is_predicted(
+def test_loss_mask_excludes_prompt_tokens_and_includes_tokens_of_the_text_column(
     prompted: DataConfig, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     monkeypatch.setattr("diffllm.data.shards.SHARD_TOKENS", shard_tokens)
@@ -106,7 +106,7 @@ def test_documents_with_equal_completions_are_distinct_if_prompts_differ(
     if prompts == ["a", "b"]:
         assert {s.documents for s in prepare(cfg).manifest.splits.values()} == {1}
     else:
-        with pytest.raises(DataError, match="fewer than two distinct documents that are not blank"):
+        with pytest.raises(DataError, match="at least two different documents with text"):
             prepare(cfg)
 
 

@@ -58,7 +58,7 @@ def test_permuted_positions_do_not_correlate_with_indices(n: int) -> None:
     assert (order == np.arange(n)).sum() < 10
 
 
-def test_permute_of_four_items_reaches_all_24_orders() -> None:
+def test_permute_of_four_items_returns_all_24_orders_for_different_seeds() -> None:
     orders = {tuple(permute(np.arange(4), 4, seed, 0).tolist()) for seed in range(500)}
     assert len(orders) == 24
 
@@ -81,7 +81,7 @@ def test_bits_per_nat_of_corpus_equals_tokens_per_byte_divided_by_log_2(
     )
 
 
-def test_mixture_bits_per_nat_weights_sources_by_tokens_read(
+def test_mixture_bits_per_nat_is_computed_from_tokens_read_per_source(
     tmp_path: Path, make_config: Callable[..., DataConfig], prepared: TokenData
 ) -> None:
     words, digits = sample_documents(60), [f"{i * i} {i}" * 20 for i in range(60)]

@@ -104,7 +104,7 @@ def test_needle_documents_have_481_to_512_tokens_of_the_trained_tokenizer(tmp_pa
     assert max(sizes) <= 512
 
 
-def test_synthetic_documents_depend_only_on_settings_and_part_number(
+def test_synthetic_documents_are_equal_for_equal_settings_and_differ_for_another_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllm.data.text.synthetic.A_PART", 100)
@@ -167,7 +167,7 @@ def test_needle_documents_too_short_for_20_filler_sentences_are_refused(tmp_path
         ),
     ],
 )
-def test_config_with_removed_task_can_be_read_but_not_run(
+def test_config_with_removed_task_or_level_setting_loads_but_raises_error_before_training(
     tmp_path: Path, word: str, said: str
 ) -> None:
     cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])

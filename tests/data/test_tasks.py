@@ -132,7 +132,7 @@ def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_fitting_levels_of_a_task_have_only_examples_that_fit_the_context_length(
+def test_task_fitting_returns_only_levels_whose_examples_fit_the_context_length(
     name: str, length: int
 ) -> None:
     chosen = TASKS[name]
@@ -145,7 +145,9 @@ def test_fitting_levels_of_a_task_have_only_examples_that_fit_the_context_length
             assert longest <= length
 
 
-def test_mqar_examples_have_several_pair_counts_and_disjoint_keys_values_and_filler() -> None:
+def test_mqar_examples_have_2_to_16_pairs_and_disjoint_sets_of_keys_values_and_filler_words() -> (
+    None
+):
     given = examples("mqar", {"filler": 64}, 200)
     assert Counter(example.facts["pairs"] for example in given) == dict.fromkeys((2, 4, 8, 16), 50)
     for example in given:
@@ -175,7 +177,7 @@ def test_mqar_uses_only_single_token_words_if_the_tokenizer_has_enough() -> None
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_level_has_equally_many_examples_per_depth_just_below_its_token_length() -> None:
+def test_needle_examples_are_just_shorter_than_level_length_and_balanced_over_depths() -> None:
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -206,7 +208,7 @@ def test_evidence_of_task_example_is_the_prompt_text_that_states_the_answer(name
         assert told == expected.format(asked, answer)
 
 
-def test_icl_task_has_50_rules_each_in_four_example_orders_with_equally_frequent_answers() -> None:
+def test_icl_task_repeats_each_of_50_rules_in_four_example_orders_with_balanced_answers() -> None:
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
@@ -242,7 +244,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_task_longer_than_the_context_and_duplicate_task_name_are_refused() -> None:
+def test_task_raises_error_if_too_long_for_context_or_registered_twice() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 

@@ -120,7 +120,7 @@ def _train(path: Path, **options: object) -> Path:
     return path
 
 
-def test_tokenizer_training_sample_is_spread_evenly_over_the_corpus() -> None:
+def test_tokenizer_training_sample_contains_similar_amounts_of_text_from_every_document() -> None:
     documents = [chr(97 + i) * 10_000 for i in range(20)] + [None]
     taken = "".join(sample(documents, 80_000))
     assert len(taken) == pytest.approx(80_000, rel=0.1)
@@ -147,7 +147,7 @@ def test_unusable_tokenizer_model_raises_error_with_path(tmp_path: Path) -> None
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_vocab_size_error_states_smallest_or_largest_vocab_size_that_the_corpus_allows(
+def test_vocab_size_error_states_nearest_vocab_size_that_the_corpus_allows(
     vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:

@@ -183,7 +183,9 @@ def test_expert_parallel_training_on_every_mesh_equals_single_process(
 
 
 @pytest.mark.slow
-def test_softmax_router_and_dense_layer_on_four_ranks_train_like_single_rank(tmp_path):
+def test_moe_training_with_softmax_router_and_dense_layer_on_four_ranks_equals_single_rank(
+    tmp_path,
+):
     (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]
@@ -198,7 +200,7 @@ def test_softmax_router_and_dense_layer_on_four_ranks_train_like_single_rank(tmp
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_each_of_2_or_4_ranks_stores_an_equal_fraction_of_the_parameters_of_two_experts(
+def test_expert_parallel_training_shards_parameters_of_two_experts_equally_over_ranks(
     ranks, overrides, tmp_path
 ):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
@@ -312,12 +314,12 @@ def test_text_generation_calls_model_equally_often_on_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("expert", [3, 16])
-def test_parallel_expert_setting_must_divide_number_of_experts(expert):
+def test_parallel_expert_raises_error_unless_value_divides_number_of_experts(expert):
     with pytest.raises(ConfigError, match=rf"parallel.expert={expert} .* model.moe.n_experts=4"):
         config([f"parallel.expert={expert}"])
 
 
-def test_parallel_shard_setting_must_divide_expert_count_per_rank_or_an_expert_matrix_dimension():
+def test_parallel_shard_raises_error_unless_value_divides_experts_per_rank_or_matrix_size():
     cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide at least one of: 2 experts per rank, .*=32, .*=48"

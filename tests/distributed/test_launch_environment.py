@@ -86,7 +86,9 @@ def test_environment_refuses_inconsistent_launcher_variables(env, named):
         (SRUN | {"SLURM_JOB_ID": "4123456789"}, ("a1", 12000 + 4123456789 * 16 % 20000)),
     ],
 )
-def test_meeting_point_returns_address_and_port_of_rank_0(env, expected):
+def test_meeting_point_returns_rank_0_address_and_port_from_torchrun_or_slurm_variables(
+    env, expected
+):
     assert meeting_point(env) == expected
     assert 0 < meeting_point(env)[1] < 32768
 
@@ -138,7 +140,7 @@ def two_worlds(server: dist.TCPStore) -> list[World]:
     return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
 
 
-def test_ranks_agree_on_new_store_prefix_despite_keys_of_earlier_launches(server):
+def test_ranks_agree_on_new_store_prefix_if_store_contains_keys_of_earlier_launches(server):
     """3, 2, 3 and 3 ranks agree in turn through the same store; high ranks arrive first."""
     server.set("arrived/2", "a rank that died before rank 0 answered")
     names = []
@@ -265,7 +267,7 @@ def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
         (None, "AVX2,STRICT"),
     ],
 )
-def test_mkl_strict_mode_uses_highest_reproducible_instruction_set_of_cpu(
+def test_mkl_strict_mode_selects_avx512_only_if_cpu_has_all_required_flags(
     tmp_path, flags, expected
 ):
     cpuinfo = tmp_path / "cpuinfo"

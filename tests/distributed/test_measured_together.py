@@ -211,7 +211,9 @@ def test_training_metrics_on_two_ranks_equal_recomputation_in_single_process(var
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_metrics_equal_recomputation_and_only_first_two_steps_compile(variant, tmp_path):
+def test_compiled_training_metrics_equal_recomputation_without_recompilation_after_two_steps(
+    variant, tmp_path
+):
     """`fullgraph=True` raises at a graph break."""
     ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])
     check(variant, ranks)

@@ -140,7 +140,7 @@ def test_bf16_copies_of_parameters_equal_rounded_parameters_after_step():
         assert not torch.equal(copy, before[name]), name
 
 
-def test_gate_and_up_matrices_of_experts_share_memory_but_get_different_updates():
+def test_expert_gate_and_up_matrices_receive_separate_updates_in_common_memory_buffer():
     with gloo_group():
         t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts

@@ -89,7 +89,9 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_shares_in_padded_batch_equal_shares_of_each_context_without_padding(variant):
+def test_attention_mass_in_padded_batch_equals_explicit_computation_for_each_unpadded_context(
+    variant,
+):
     model = float64_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
@@ -131,7 +133,7 @@ def approx(values):
     return pytest.approx(values, abs=10**-DIGITS)
 
 
-def test_attention_shares_of_known_maps_equal_hand_calculation():
+def test_attention_mass_of_known_attention_maps_equals_hand_calculation():
     first = torch.tensor([[[0.1, 0.6, 0.2, 0.1]]]).double()
     maps = {"map 1": first, "map 2": first.flip(-1), "difference": first - first.flip(-1)}
     _, shares = shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])
@@ -244,9 +246,7 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_evaluate_command_prints_and_stores_attention_mass_and_report_compares_runs(
-    recall, tmp_path, capsys
-):
+def test_attention_mass_appears_in_evaluate_output_result_file_and_report(recall, tmp_path, capsys):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")
@@ -280,7 +280,7 @@ def test_evaluate_command_prints_and_stores_attention_mass_and_report_compares_r
     assert "target, layer 1" in page
 
 
-def test_attention_mass_prints_single_error_for_unknown_task_or_examples_without_evidence(
+def test_attention_mass_prints_error_if_task_is_unknown_or_its_examples_have_no_evidence(
     tmp_path, capsys
 ):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")

@@ -156,7 +156,7 @@ def test_evaluate_command_skips_task_that_needs_more_tokens_than_the_model_reads
     assert str(short) not in said.out.partition("note")[0]
 
 
-def test_default_suite_with_seq_len_256_skips_only_needle_task(
+def test_evaluate_command_skips_only_needle_task_of_default_suite_if_seq_len_is_256(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", f"run={run}", "limit=4", "--json"]) == 0
@@ -264,7 +264,7 @@ def test_evaluate_command_runs_file_of_prompts_and_answers_as_task(
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_evaluate_command_names_invalid_line_of_examples_file(
+def test_evaluate_command_prints_error_with_number_of_invalid_line_in_examples_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, said: str
 ) -> None:
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
@@ -273,7 +273,7 @@ def test_evaluate_command_names_invalid_line_of_examples_file(
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
-def test_evaluate_command_evaluates_requested_task_level_and_rejects_invalid_level_or_task(
+def test_evaluate_command_accepts_only_valid_task_and_level_arguments(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
@@ -323,7 +323,7 @@ def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_limit_of_evaluate_command_is_divided_between_task_levels(
+def test_evaluate_command_divides_example_limit_almost_equally_between_task_levels(
     run: Path, limit: int | None, asked: list[int]
 ) -> None:
     wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})

@@ -21,7 +21,7 @@ SOME = DocumentLosses(
 )
 
 
-def test_document_losses_reads_last_step_by_default(tmp_path: Path) -> None:
+def test_document_losses_returns_losses_of_last_step_if_no_step_is_given(tmp_path: Path) -> None:
     SOME.save(tmp_path, 9)
     later = replace(SOME, nats=SOME.nats / 2)
     later.save(tmp_path, 40)
@@ -31,7 +31,7 @@ def test_document_losses_reads_last_step_by_default(tmp_path: Path) -> None:
         assert np.array_equal(getattr(first, name), getattr(SOME, name))
 
 
-def test_document_losses_of_mixture_are_separated_by_source(tmp_path: Path) -> None:
+def test_of_source_returns_document_losses_of_one_source_of_mixture(tmp_path: Path) -> None:
     mixed = replace(SOME, sources=np.array([1, 0, 1]))
     mixed.save(tmp_path, 9)
     read = document_losses(tmp_path)

@@ -89,7 +89,7 @@ def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
             torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
 
 
-def test_diff_v1_clamped_attention_weights_of_query_sum_to_1_or_to_0_if_all_were_negative():
+def test_diff_v1_clamped_attention_map_has_row_sums_of_only_0_or_1():
     model = float64_model("diff_v1_clamped")
     whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
@@ -130,7 +130,7 @@ def test_layer_maps_equal_maps_computed_from_layer_input_recorded_in_forward_pas
 
 
 @torch.no_grad()
-def test_layer_maps_returns_lambda_gate_or_sink_value_of_each_query(variant):
+def test_attention_maps_by_query_contains_lambda_or_gate_or_sink_value_of_each_query(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
     model = float64_model(variant)
@@ -156,7 +156,7 @@ def test_layer_maps_returns_lambda_gate_or_sink_value_of_each_query(variant):
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
 
 
-def test_share_of_negative_weights_and_entropy_of_small_attention_maps_equal_exact_values():
+def test_negative_share_and_entropy_of_small_attention_maps_equal_exact_values():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
     assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]

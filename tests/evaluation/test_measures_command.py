@@ -92,7 +92,7 @@ def test_outliers_evaluation_equals_result_of_outliers_command(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_evaluate_needs_corpus_only_for_new_results_and_rejects_changed_corpus(
+def test_evaluate_command_computes_new_results_only_if_unchanged_corpus_is_available(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = data_words(tmp_path)

@@ -44,7 +44,7 @@ def close(found, expected, rel):
         assert found[name] == pytest.approx(value, rel=within), name
 
 
-def test_outlier_statistics_of_values_added_in_parts_equal_statistics_of_all_values():
+def test_outlier_statistics_accumulated_over_parts_equal_statistics_of_whole_array():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
     values = values.astype(np.float32)
@@ -55,7 +55,7 @@ def test_outlier_statistics_of_values_added_in_parts_equal_statistics_of_all_val
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_top_10_and_kurtosis_of_five_equal_values_equal_none():
+def test_outlier_statistics_of_five_equal_values_have_none_as_kurtosis_and_top_10():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()
@@ -172,7 +172,7 @@ def test_outlier_statistics_find_channel_with_planted_large_value():
         assert planted["hidden"]["kurtosis"] > 10 * plain["hidden"]["kurtosis"]
 
 
-def test_outlier_measurement_names_layer_whose_output_is_not_finite():
+def test_outlier_measurement_raises_error_with_layer_number_if_layer_output_is_not_finite():
     model = tiny("standard")
     tokens = torch.randint(4, 64, (1, T))
     with torch.no_grad():

@@ -88,7 +88,7 @@ def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
 
 
 @torch.no_grad()
-def test_position_evaluation_in_batches_equals_single_documents_in_float64(
+def test_batched_position_evaluation_equals_float64_evaluation_of_each_document(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, data = measured
@@ -116,7 +116,7 @@ def test_position_evaluation_in_batches_equals_single_documents_in_float64(
                 assert line[kind][name] == [pytest.approx(nats, rel=1e-4), tokens]
 
 
-def test_position_scores_are_means_over_tokens_with_bootstrap_over_documents(
+def test_position_scores_equal_mean_loss_over_tokens_with_interval_from_document_bootstrap(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, _ = measured
@@ -189,6 +189,6 @@ def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
     assert least <= covered / 400 <= 0.98
 
 
-def test_document_bootstrap_returns_none_for_7_documents_and_interval_for_8_documents() -> None:
+def test_document_bootstrap_returns_interval_only_if_at_least_8_documents_have_tokens() -> None:
     assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
     assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

@@ -92,7 +92,7 @@ class Letters:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
 
 
-def test_question_tokens_equal_tokens_of_prompt_with_candidate() -> None:
+def test_question_context_and_continuation_tokens_match_tokenized_prompt_with_candidate() -> None:
     example = Example("to be", (" ab", " ac", " b"), 1)
     question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
@@ -107,7 +107,7 @@ def test_question_tokens_equal_tokens_of_prompt_with_candidate() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", [1, 2**18])
-def test_scoring_questions_with_common_context_reads_context_once(
+def test_scoring_runs_model_on_common_context_of_several_questions_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """One context is a prefix of the next context, and two texts are scored one after the other."""

@@ -11,9 +11,7 @@ WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_int
 
 
 @pytest.mark.slow
-def test_resume_skips_damaged_checkpoint_and_ends_with_weights_of_uninterrupted_run(
-    corpus, tmp_path
-):
+def test_resume_after_skipping_damaged_checkpoint_matches_uninterrupted_run(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(corpus, straight, *WORDS)
     gate = Gate(broken, 19)

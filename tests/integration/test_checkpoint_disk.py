@@ -41,7 +41,9 @@ def assert_clean(run: Path, output: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_failed_checkpoint_save_only_warns_until_file_size_limit_is_lifted(corpus, tmp_path, ranks):
+def test_training_continues_with_warning_if_checkpoint_exceeds_file_size_limit(
+    corpus, tmp_path, ranks
+):
     """With two ranks, only the last rank has the limit."""
     run = tmp_path / "run"
     gates = [Gate(run, 6), Gate(run, 16)]
@@ -91,7 +93,7 @@ def test_failed_last_checkpoint_save_ends_run_and_keeps_older_checkpoints(corpus
     assert steps(run)[-1] == LAST
 
 
-def test_failed_checkpoint_save_on_full_disk_only_warns_until_space_is_free(corpus, small_disk):
+def test_training_continues_with_warning_if_checkpoint_save_fails_on_full_disk(corpus, small_disk):
     run, filler = small_disk / "run", small_disk / "filler"
     gates = [Gate(run, 6), Gate(run, 16)]
     process = start(corpus, run, *WORDS)

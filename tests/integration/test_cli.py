@@ -58,7 +58,7 @@ def test_repeated_train_command_of_finished_run_changes_no_file(
     assert not changes(before, snapshot(workplace))
 
 
-def test_run_log_contains_output_of_first_launch_and_of_resume_but_not_of_refused_launch(
+def test_run_log_contains_output_of_every_launch_except_refused_launches(
     tmp_path, tiny, environment, finished_run
 ):
     words = [*tiny, "run.name=logged", "run.report=false"]
@@ -141,7 +141,7 @@ PROMPTS = ["a=b, {c}", "x[1]", "${seed} 'a\"=", "  def f(\n\t", "null", "1e3"]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_generate_continues_prompt_verbatim(finished_run, capfd, prompt):
+def test_generate_output_starts_with_unchanged_prompt(finished_run, capfd, prompt):
     """A prompt is not parsed by Hydra's grammar and loses no character."""
     before = snapshot(finished_run)
     out = continued(finished_run, capfd, prompt)

@@ -45,7 +45,7 @@ def test_resume_on_full_disk_fails_without_data_loss(corpus, small_disk, pages, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_heldout_evaluation_is_repeated_after_full_disk(corpus, small_disk, ranks):
+def test_resume_completes_heldout_evaluation_that_failed_on_full_disk(corpus, small_disk, ranks):
     run = small_disk / "run"
     gate = Gate(run, "heldout")
     process = start(corpus, run, *WORDS, ranks=ranks)

@@ -54,7 +54,7 @@ def test_summary_records_run_without_finite_heldout_loss_as_diverged(corpus, sha
 
 
 @pytest.mark.slow
-def test_output_of_sweep_and_of_report_contains_name_of_diverged_run(tmp_path, environment, tiny):
+def test_sweep_and_report_commands_print_name_of_diverged_run(tmp_path, environment, tiny):
     words = ["-m", *tiny, "optim.lr=1e-3,100", *DIVERGES[1:], "run.sweep=rates", "steps=6"]
     swept = train(words, tmp_path, environment)
     assert swept.code == 0, swept

@@ -43,7 +43,7 @@ def shown(path: Path) -> dict[str, dict[int, float]]:
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
 
 
-def test_tensorboard_values_equal_metrics_jsonl_and_profile_contains_chosen_steps(
+def test_tensorboard_and_profile_files_match_metrics_and_profiled_steps_of_run(
     corpus, tmp_path, capfd
 ):
     path = tmp_path / "run"

@@ -139,7 +139,7 @@ def test_consolidate_of_older_run_writes_same_parameters_as_stored_export(diffll
 
 
 @pytest.mark.slow
-def test_export_of_older_run_equals_stored_export_and_stored_export_can_be_imported(
+def test_export_and_import_of_older_run_match_results_of_older_version(
     diffllm: Any,
 ) -> None:
     diffllm("export", "run=outputs/run", "out=again")
@@ -188,7 +188,7 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
-def test_finished_sweep_of_older_version_starts_no_run_and_is_reported(
+def test_repeated_sweep_of_older_version_changes_no_run_and_writes_equal_report(
     place: Path, diffllm: Any
 ) -> None:
     sweep = place / "outputs" / "sweep"

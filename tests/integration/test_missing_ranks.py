@@ -142,7 +142,7 @@ def test_error_names_rank_whose_config_or_code_or_corpus_differs_from_other_rank
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_error_names_rank_and_tensor_with_different_parameter_values(corpus, tmp_path):
+def test_training_raises_error_naming_rank_and_tensor_if_model_replicas_differ(corpus, tmp_path):
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:

@@ -10,7 +10,7 @@ from diffllm.compare.report import write_report
 RAMP = "data.curriculum=[{at: 0.1, weights: {code: 3, prose: 1}}, {at: 0.9, weights: {prose: 1}}]"
 
 
-def test_metrics_summary_and_report_of_run_list_every_mixture_source(tmp_path):
+def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     run, prose = tmp_path / "run", tmp_path / "prose.jsonl"
     code = write_jsonl(tmp_path / "code.jsonl", documents(60), "content")
     write_jsonl(prose, [f"Document {i} tells of {i * 7} days. " * (i % 9 + 2) for i in range(300)])

@@ -118,7 +118,7 @@ CASES = [(name, fault) for name in RESULTS for fault in FAULTS]
     ("name", "fault"),
     slow_but([("count", "full"), ("train --help", "closed"), ("count", "no reader")], CASES),
 )
-def test_failed_write_of_result_to_stdout_is_an_error_unless_reader_has_exited(
+def test_command_fails_if_its_result_cannot_be_written_to_stdout_unless_reader_has_exited(
     name, fault, finished_run, tmp_path, environment
 ):
     """A reader that exits early is no error; any other fault prints one error line."""

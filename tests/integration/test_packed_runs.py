@@ -45,7 +45,7 @@ def shares(overrides: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_packed_run_on_two_ranks_equals_run_on_single_rank_and_reports_padding(corpus, tmp_path):
+def test_packed_run_on_two_ranks_matches_samples_and_losses_of_run_on_single_rank(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     overrides = words(corpus, one, *PACKED)
     said = ForkedRun(overrides, 1, one).finish()
@@ -65,7 +65,7 @@ def test_packed_run_on_two_ranks_equals_run_on_single_rank_and_reports_padding(c
 
 
 @pytest.mark.slow
-def test_resume_with_new_packing_requires_allow_changes_and_restarts_sample_order(corpus, tmp_path):
+def test_resume_with_changed_packing_is_refused_unless_allowed_in_allow_changes(corpus, tmp_path):
     run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
     packed = PACKED[:1]
     ForkedRun(words(corpus, run), 1, run).finish()

@@ -152,7 +152,7 @@ def test_commands_that_compose_a_config_accept_plugin_and_config_dir(place, mine
     assert "initial: 1.0" in shown.out, shown
 
 
-def test_package_provides_plugin_by_entry_point(tmp_path, environment):
+def test_command_finds_plugin_by_entry_point_name_of_installed_package(tmp_path, environment):
     site = write_package(tmp_path / "site")
     env = {**environment, "PYTHONPATH": str(site)}
     done = tool(["count", "--json", "plugins=[counted]", "experiment=count_up"], tmp_path, env)
@@ -178,7 +178,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_plugin_import_error_prints_single_line(place, tmp_path, name):
+def test_command_prints_single_error_line_if_plugin_import_fails(place, tmp_path, name):
     _, env = place
     source, *parts = ERRORS[name]
     (tmp_path / "bad.py").write_text(source)
@@ -200,7 +200,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", slow_but(["source"], FAILING))
-def test_error_in_plugin_code_prints_single_traceback(place, tmp_path, name):
+def test_train_command_prints_single_traceback_if_plugin_code_raises_error(place, tmp_path, name):
     _, env = place
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
     source = file.read_text().replace(*FAILING[name])

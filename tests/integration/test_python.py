@@ -96,7 +96,9 @@ def interrupted(words: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_train_function_saves_and_raises_keyboard_interrupt(tmp_path, tiny, environment):
+def test_train_function_saves_checkpoint_and_raises_keyboard_interrupt_after_ctrl_c(
+    tmp_path, tiny, environment
+):
     done = forked_call(interrupted, tiny, tmp_path, environment)
     assert done.code == 0, done
     assert "outputs" not in os.listdir(tmp_path)

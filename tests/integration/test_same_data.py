@@ -90,7 +90,7 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, straight, tmp_path,
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
-def test_resume_with_changed_data_requires_allow_changes_and_records_changes(
+def test_resume_with_changed_data_requires_every_changed_key_in_allow_changes(
     corpus, tmp_path, change, allowed
 ):
     other = tmp_path / "other.jsonl"

@@ -94,7 +94,7 @@ def run_command(_: Fault, words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", slow_but(["prepare"], ["prepare", "report", "export", "import"]))
-def test_ctrl_c_in_command_prints_single_line(tmp_path, monkeypatch, name):
+def test_command_prints_single_line_after_ctrl_c(tmp_path, monkeypatch, name):
     module = cli.module_of_command(name).rpartition(".")[2]
     (tmp_path / "hanging.py").write_text(HANGING.format(module=module, name=name))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -96,7 +96,9 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_config_error_names_unusable_path_of_mixture_source_or_of_cache_variable(monkeypatch):
+def test_load_config_refuses_unusable_path_in_data_sources_or_in_diffllm_cache_variable(
+    monkeypatch,
+):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
         load_config(["model=tiny", "data=mixture", mixture])
@@ -118,7 +120,9 @@ def test_load_run_config_reads_config_with_unusable_tokenizer_path(finished_run,
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_training_with_unusable_path_names_key_and_changes_no_file(tmp_path, environment, key, rng):
+def test_train_refuses_unusable_path_with_error_that_contains_its_config_key(
+    tmp_path, environment, key, rng
+):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():
@@ -143,7 +147,7 @@ def assert_refused(words, start, tmp_path, environment):
 
 
 @pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
-def test_command_error_names_argument_with_unusable_path(
+def test_command_refuses_unusable_path_with_error_that_contains_argument_name(
     finished_run, tmp_path, environment, command, name
 ):
     others = {"run": str(finished_run), **OTHERS}

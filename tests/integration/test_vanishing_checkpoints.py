@@ -77,7 +77,9 @@ def test_commands_skip_checkpoint_that_is_deleted_during_the_command(
         assert [path.name for path in (run / "consolidated").iterdir()] == ["step-00000008"]
 
 
-def test_load_model_names_deleted_checkpoint_of_requested_step(run, monkeypatch):
+def test_load_model_raises_error_if_checkpoint_of_requested_step_is_deleted_during_load(
+    run, monkeypatch
+):
     vanishing(monkeypatch, run, reader, "read_index")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4; available steps:"):
         load_model(run, 4)

@@ -81,7 +81,9 @@ def service_of(parent: int) -> int:
 
 
 @pytest.mark.slow
-def test_killed_wandb_service_prints_single_line_and_training_continues(directory, corpus):
+def test_training_continues_with_single_warning_line_after_wandb_service_is_killed(
+    directory, corpus
+):
     run = directory / "killed"
     gate = Gate(run, 6)
     overrides = (*SMALL, "steps=12", "log_interval=1", "eval.interval=10")

@@ -105,7 +105,9 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_damaged_model_directory_is_refused_or_has_tensor_shapes_that_match_config(tmp_path, name):
+def test_damaged_model_directory_raises_user_error_unless_tensor_shapes_match_config(
+    tmp_path, name
+):
     directory = write(tmp_path / "hf", LAYOUTS["llama"])
     file = directory / name
     whole = file.read_bytes()

@@ -150,7 +150,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", slow_but(["qk_norm"], KINDS))
 @torch.no_grad()
-def test_conversion_of_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp_path, kind):
+def test_import_of_standard_attention_as_diff_v2_and_back_keeps_logits(make_run, tmp_path, kind):
     run = make_run("source", "attention=standard", *KINDS[kind])
     two, back = tmp_path / "two", tmp_path / "back"
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
@@ -167,7 +167,7 @@ def test_conversion_of_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp_p
     "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
 )
 @torch.no_grad()
-def test_conversion_of_diff_v2_with_constant_lambda_to_standard_keeps_logits(
+def test_import_as_standard_attention_keeps_logits_of_diff_v2_with_token_independent_lambda(
     make_run, tmp_path, name
 ):
     words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
@@ -178,7 +178,7 @@ def test_conversion_of_diff_v2_with_constant_lambda_to_standard_keeps_logits(
 
 
 @torch.no_grad()
-def test_perturb_in_conversion_to_diff_v2_changes_only_second_query_of_each_pair(
+def test_import_with_perturb_changes_only_second_query_of_each_diff_v2_head_pair(
     make_run, tmp_path
 ):
     run, out = make_run("source", "attention=standard"), tmp_path / "out"

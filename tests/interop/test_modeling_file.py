@@ -115,7 +115,9 @@ def test_continuous_batching_returns_same_tokens_as_generate(opened, name, imple
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_output_attentions_returns_causal_map_of_each_head_over_cached_and_new_keys(opened, name):
+def test_output_attentions_returns_causal_attention_map_of_each_head_with_and_without_kv_cache(
+    opened, name
+):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -254,7 +256,9 @@ def test_exported_config_with_unknown_or_invalid_setting_raises_value_error():
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
     ],
 )
-def test_modeling_file_refuses_rope_settings_that_import_refuses(rope, said):
+def test_modeling_file_raises_value_error_for_rope_settings_that_model_import_does_not_support(
+    rope, said
+):
     rope = {"rope_theta": 10_000.0, **rope}
     with pytest.raises(ValueError, match=r"RoPE|partial_rotary_factor|has no"):
         rope_of(ForeignConfig({"rope_parameters": rope}))

@@ -100,7 +100,7 @@ def test_torchrun_script_uses_rendezvous_endpoint_only_for_several_nodes(tmp_pat
         ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
     ],
 )
-def test_launch_script_without_rendezvous_endpoint_or_torchrun_or_sbatch_starts_no_process(
+def test_launch_script_prints_error_and_starts_no_process_if_requirement_is_missing(
     tmp_path, script, installed, message
 ):
     seen, script = tmp_path / "seen", SCRIPT.with_name(script)
@@ -126,7 +126,7 @@ def test_launch_script_without_rendezvous_endpoint_or_torchrun_or_sbatch_starts_
         (143, False, True, 143),
     ],
 )
-def test_torchrun_script_exits_with_75_to_request_requeue_else_with_exit_code_of_torchrun(
+def test_torchrun_script_exits_with_75_only_after_success_with_requeue_file_in_run_directory(
     tmp_path, code, marker, named, expected
 ):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")

@@ -86,7 +86,7 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_stage_names_go_to_progress_display_on_terminal_and_to_stderr_lines_otherwise(
+def test_stage_names_appear_in_progress_display_if_console_is_terminal_else_on_stderr(
     monkeypatch, capsys
 ):
     screen = io.StringIO()

@@ -142,7 +142,7 @@ def has_total(metric):
     return metric.name.endswith("/*") and metric.quantity in NAMES
 
 
-def test_each_metric_name_matches_exactly_one_row_of_metrics_table():
+def test_each_metric_name_matches_exactly_one_metric_definition():
     for metric in METRICS:
         for name in examples(metric.name):
             assert metric_of(name) is metric

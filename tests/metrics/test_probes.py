@@ -138,7 +138,7 @@ def test_measuring_attention_maps_adds_statistics_without_changing_loss(variant)
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
 
 
-def test_statistics_probes_evaluations_and_checkpoints_are_due_at_their_configured_intervals():
+def test_due_returns_true_for_each_periodic_action_only_at_its_configured_steps():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
     words += ["distributed.check_interval=5", "profile.steps=[12,13]"]
@@ -165,7 +165,7 @@ def test_statistics_probes_evaluations_and_checkpoints_are_due_at_their_configur
     assert [step for step, now in steps.items() if now.save] == [14]
 
 
-def test_probe_positions_contain_one_random_position_per_segment_and_depend_on_seed_and_step():
+def test_probe_positions_contain_one_position_per_segment_chosen_randomly_from_seed_and_step():
     cfg = DiagnosticsConfig()
     drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
     for positions in drawn:

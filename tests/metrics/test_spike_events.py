@@ -107,7 +107,7 @@ def test_consecutive_nan_losses_count_as_single_spike_event():
     assert (counter.total, counter.judged) == (1, 50)
 
 
-def test_event_counter_takes_logarithms_of_gradient_norms():
+def test_event_counter_with_log_finds_spike_in_log_normal_values_and_ignores_nonpositive_values():
     rng = np.random.default_rng(2)
     norms = np.exp(rng.normal(0, 0.3, 200))
     norms[100] *= 8
@@ -118,7 +118,7 @@ def test_event_counter_takes_logarithms_of_gradient_norms():
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 2.302585092994046, 1e-12])
-def test_constant_series_has_no_spike_event_until_first_rise(value):
+def test_event_counter_finds_spike_in_constant_series_only_at_first_increase(value):
     assert flags([value] * 400)[0] == []
     assert flags([*[value] * 100, value + 0.1])[0] == [100]
 
@@ -191,7 +191,7 @@ def test_spikes_in_pure_noise_occur_at_documented_rates():
         assert law == "t(5)" or told[law] < 0.1
 
 
-def test_recorded_runs_have_known_numbers_of_spike_events():
+def test_event_counter_finds_known_numbers_of_spike_events_in_recorded_runs():
     expected = {"micro_standard": [0, 3], "micro_diff_v2": [0, 5], "tiny_gated": [0, 39]}
     for names, known in expected.items():
         counts = [

@@ -128,9 +128,7 @@ def alternating(count):
         (-50.0, False, True),
     ],
 )
-def test_spike_is_more_than_6_sigma_above_mean_and_olmo2_spike_at_least_7_sigma_from_mean(
-    value, window128, olmo2
-):
+def test_both_spike_counters_use_their_documented_sigma_thresholds(value, window128, olmo2):
     found = counted([*alternating(128), value])
     assert found == {
         "spikes": [128] if window128 else [],
@@ -139,7 +137,7 @@ def test_spike_is_more_than_6_sigma_above_mean_and_olmo2_spike_at_least_7_sigma_
 
 
 @pytest.mark.parametrize(("before", "counts"), [(126, False), (127, False), (128, True)])
-def test_finite_loss_is_no_spike_before_128_losses(before, counts):
+def test_finite_loss_is_not_counted_as_spike_after_fewer_than_128_losses(before, counts):
     series = [*alternating(128)[:before], 100.0]
     expected = [before] if counts else []
     assert counted(series) == {"spikes": expected, "spikes_olmo2": expected}
@@ -150,7 +148,7 @@ def test_constant_loss_has_no_spikes(value):
     assert counted([value] * 1200) == {"spikes": [], "spikes_olmo2": []}
 
 
-def test_rise_after_constant_loss_is_a_spike():
+def test_loss_increase_after_128_constant_losses_is_counted_as_spike():
     found = counted([*([2.0] * 128), 2.1])
     assert found == {"spikes": [128], "spikes_olmo2": [128]}
 
@@ -176,7 +174,7 @@ def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_judged_count_excludes_first_128_finite_losses_but_spike_score_divides_by_all_steps():
+def test_spike_monitor_reports_correct_judged_count_and_spike_score_with_nonfinite_losses():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)
@@ -210,7 +208,7 @@ def test_spike_monitor_restored_from_json_state_continues_without_difference(cut
     assert second.longest_skip == whole.longest_skip
 
 
-def test_recent_loss_is_mean_of_last_n_finite_losses():
+def test_recent_loss_returns_mean_of_last_n_finite_losses():
     monitor = SpikeMonitor()
     assert math.isnan(monitor.recent_loss(10))
     for value in [5.0, 1.0, NAN, 3.0]:

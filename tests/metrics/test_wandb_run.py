@@ -62,7 +62,7 @@ OWN = {"WANDB_BASE_URL": "https://wandb.example.org:8080"}
         ("api.wandb.ai", {"WANDB_MODE": "disabled"}, "disabled"),
     ],
 )
-def test_wandb_mode_auto_is_online_only_with_api_key_of_server(
+def test_wandb_mode_auto_becomes_online_only_if_api_key_for_configured_server_is_found(
     home, monkeypatch, machine, variables, mode
 ):
     """The API key is in the environment or in netrc; WANDB_MODE overrides both."""

@@ -51,7 +51,7 @@ def documents_of(tokens, end=END):
     ),
     st.integers(0, 4),
 )
-def test_document_ids_positions_and_masks_equal_loop_over_tokens(rows, end):
+def test_document_ids_and_positions_and_masks_equal_reference_loop_over_tokens(rows, end):
     tokens = torch.tensor(rows)
     batch, length = tokens.shape
     documents = Documents.of(tokens, end)

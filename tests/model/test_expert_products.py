@@ -43,7 +43,7 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_grouped_product_leaves_gradients_of_unused_experts_uninitialised_on_blackwell_and_rocm(
+def test_leaves_garbage_returns_true_only_for_blackwell_and_rocm_devices(
     monkeypatch, major, minor, garbage
 ):
     capability(monkeypatch, major, minor)
@@ -95,7 +95,7 @@ def test_uninitialised_weight_gradients_of_experts_without_tokens_are_set_to_zer
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_product_is_chosen_only_for_supported_device_dtype_expert_count_and_widths(
+def test_grouped_matmul_is_selected_only_if_device_and_dtype_and_weight_shapes_are_supported(
     device, dtype, n_experts, widths, value
 ):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
@@ -149,7 +149,9 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_product_for_gate_and_up_weights_equals_two_products(monkeypatch, dtype, adjacent):
+def test_single_matmul_with_joined_gate_and_up_weights_equals_two_separate_matmuls(
+    monkeypatch, dtype, adjacent
+):
     """Compare outputs and gradients; some experts have no rows."""
     layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
     expected = run(layer, x, weights)
@@ -163,7 +165,7 @@ def test_one_product_for_gate_and_up_weights_equals_two_products(monkeypatch, dt
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_one_product_for_gate_and_up_weights_compiles_to_one_graph_without_copies(
+def test_single_matmul_with_joined_gate_and_up_weights_compiles_to_one_graph_without_weight_copies(
     monkeypatch, dynamic
 ):
     """The graph does not copy the weights."""
@@ -187,7 +189,7 @@ def test_one_product_for_gate_and_up_weights_compiles_to_one_graph_without_copie
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adjacent", [True, False])
-def test_one_product_for_gate_and_up_weights_on_gpu_equals_two_products_on_cpu(adjacent):
+def test_single_matmul_with_joined_gate_and_up_weights_on_gpu_equals_two_matmuls_on_cpu(adjacent):
     """Some experts have no rows, and the freed GPU memory contains NaN."""
     layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
     expected = run(layer, x, weights)

@@ -55,7 +55,7 @@ def test_greedy_generation_equals_repeated_full_forward_passes(model):
     assert len(set(said(prompt, out))) > 3  # the continuation must not be constant
 
 
-def test_generate_accepts_one_token_prompt_zero_new_tokens_and_empty_prompt_list():
+def test_generate_supports_shortest_prompt_and_zero_new_tokens_and_empty_list_of_prompts():
     model, prompt = tiny(), prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]

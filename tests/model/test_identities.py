@@ -161,7 +161,9 @@ def close(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_with_identical_heads_per_pair_equals_standard_times_1_minus_lambda(shape):
+def test_diff_v2_with_identical_heads_in_each_pair_equals_standard_attention_times_1_minus_lambda(
+    shape,
+):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
@@ -177,7 +179,7 @@ def test_diff_v2_with_identical_heads_per_pair_equals_standard_times_1_minus_lam
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_diff_v2_with_constant_lambda_equals_standard_with_twice_the_heads_and_lambda_in_wo(
+def test_diff_v2_with_constant_lambda_equals_standard_attention_with_doubled_heads_and_adapted_wo(
     shape, lam
 ):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
@@ -192,7 +194,7 @@ def test_diff_v2_with_constant_lambda_equals_standard_with_twice_the_heads_and_l
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_diff_v2_output_depends_on_lambda_value_and_not_on_formula_and_is_linear_in_lambda(
+def test_diff_v2_output_is_same_linear_function_of_lambda_in_all_constant_lambda_variants(
     shape, lam
 ):
     """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
@@ -248,14 +250,16 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_with_identical_heads_per_pair_equals_standard_times_1_minus_lambda(shape):
+def test_diff_v1_with_identical_heads_in_each_pair_equals_standard_attention_times_1_minus_lambda(
+    shape,
+):
     aux, halves = equal_pairs("diff_v1", shape)
     close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_clamped_diff_v1_with_identical_heads_equals_standard_if_lambda_below_1_else_zero(shape):
+def test_clamped_diff_v1_with_identical_heads_in_each_pair_equals_standard_attention_or_zero(shape):
     """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
@@ -295,7 +299,9 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_learned_sink_with_very_low_logit_equals_standard_and_with_logit_0_equals_unit_sink(shape):
+def test_learned_sink_with_extreme_or_zero_logit_equals_attention_variant_without_learned_sink(
+    shape,
+):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
         other = layer_of(variant, shape)
@@ -391,7 +397,7 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_standard_context_rms_over_n_keys_with_unit_rms_values_is_between_1_over_sqrt_n_and_1(
+def test_context_rms_of_standard_attention_over_n_keys_is_between_1_over_sqrt_n_and_1(
     shape, sharpness
 ):
     values, _ = context_rms("standard", shape, sharpness)
@@ -411,7 +417,9 @@ def test_context_rms_with_gate_or_sink_and_values_of_rms_1_is_between_0_and_1(va
 
 @given(shape=shapes(**WIDE))
 @many
-def test_context_rms_of_uniform_attention_is_lower_with_unit_sink(shape):
+def test_context_rms_of_uniform_attention_with_unit_sink_over_n_keys_equals_sqrt_n_over_n_plus_1(
+    shape,
+):
     """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
     values, _ = context_rms("standard_off_by_one", shape, 0.0)
     n = positions(shape)

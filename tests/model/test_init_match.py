@@ -38,7 +38,9 @@ FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 
 @pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
-def test_init_match_gives_every_layer_the_attention_output_rms_of_standard(variant, more):
+def test_init_match_gives_every_layer_same_attention_output_rms_as_standard_attention(
+    variant, more
+):
     cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
     expected = writes(build_model(config("standard", *more)), tokens)
@@ -49,7 +51,7 @@ def test_init_match_gives_every_layer_the_attention_output_rms_of_standard(varia
         assert factors == pytest.approx([2.0, 2.0, 2.0], rel=1e-6)
 
 
-def test_init_match_with_masked_documents_gives_attention_output_rms_of_standard():
+def test_init_match_with_masked_documents_gives_same_attention_output_rms_as_standard_attention():
     cfg, tokens = config("diff_v2"), torch.randint(12, (8, 24))
     documents = Documents.of(tokens, 7)
     factors = write_factors(cfg, variant_config("standard"), tokens, documents)

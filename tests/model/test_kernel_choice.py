@@ -68,7 +68,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
     ],
 )
-def test_attention_kernel_depends_on_backend_device_dtype_and_head_width(
+def test_training_kernel_is_selected_from_backend_and_device_and_dtype_and_head_width(
     machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
@@ -100,7 +100,7 @@ def test_training_kernel_on_cpu_with_slow_bf16_computes_in_float32(monkeypatch):
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
     ],
 )
-def test_attention_kernel_for_masked_documents_depends_on_gpu_and_installed_packages(
+def test_training_kernel_for_masked_documents_is_selected_from_gpu_and_installed_packages(
     machine, capability, packages, width, expected, reason
 ):
     done = machine(capability, packages)
@@ -295,7 +295,7 @@ NOT_INSTALLED = "needs a flash-attn package: install flash-attn 2"
         (V2, HOPPER, FLOAT32, "backend=flash needs precision=bf16"),
     ],
 )
-def test_flash_backend_without_package_or_in_float32_raises_config_error(
+def test_flash_backend_raises_config_error_in_float32_or_without_installed_package_for_gpu(
     machine, packages, capability, dtype, said
 ):
     machine(capability, packages)

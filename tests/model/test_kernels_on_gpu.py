@@ -150,7 +150,7 @@ def test_bf16_attention_of_4096_tokens_agrees_with_float32_attention_maps(backen
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
-def test_gpu_batches_with_any_number_of_documents_share_one_compiled_graph(monkeypatch, kernel):
+def test_block_on_gpu_compiles_once_for_batches_with_any_number_of_documents(monkeypatch, kernel):
     """Compile forward and backward for the GPU; None is the kernel chosen for this machine."""
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))

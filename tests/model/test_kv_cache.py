@@ -37,7 +37,7 @@ def new(batch, tokens):
     )
 
 
-def test_kv_cache_stores_heads_before_positions_and_append_returns_views():
+def test_kv_cache_stores_heads_before_positions_and_its_append_method_returns_views_of_cache():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
     assert held.v.shape == (2, 1, 6, 5)
@@ -78,7 +78,7 @@ FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
 
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
-def test_decoding_in_chunks_or_with_different_sequence_lengths_equals_full_forward_pass(
+def test_decoding_in_chunks_or_from_unequal_sequence_lengths_equals_full_forward_pass(
     variant, shape, extra
 ):
     model = shared_model(variant, *shape, extra)

@@ -69,7 +69,7 @@ def chosen_of(logits):
     return logits.topk(TOP_K).indices.sort().values
 
 
-def test_split_product_has_float32_gradient_of_weight_and_bf16_gradient_of_input(no_cuda):
+def test_split_product_returns_weight_gradient_in_float32_and_input_gradient_in_bf16(no_cuda):
     """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()

@@ -41,7 +41,7 @@ def held(function, *shapes):
     return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 
-def test_simulated_compiled_gated_ffn_saves_inputs_of_matrix_products_and_gate_but_no_silu_result():
+def test_simulated_compiled_gated_ffn_does_not_save_silu_output_for_backward():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
     forward, kept, backward, found = held(gated, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])

@@ -67,7 +67,7 @@ def test_plan_that_exceeds_gpu_memory_suggests_smallest_config_change_that_fits_
     assert change.words == words
 
 
-def test_plan_distinguishes_invalid_change_from_change_that_does_not_fit_memory():
+def test_outcome_returns_none_for_invalid_change_and_plan_for_change_that_exceeds_memory():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits
@@ -76,7 +76,7 @@ def test_plan_distinguishes_invalid_change_from_change_that_does_not_fit_memory(
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_collective_seconds_are_computed_from_node_with_fewest_participating_ranks():
+def test_planned_time_of_collective_is_limited_by_node_with_fewest_participating_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4

@@ -128,7 +128,7 @@ def test_simulated_peak_memory_equals_peak_of_step_with_real_tensors(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_simulated_activation_bytes_and_collectives_equal_values_of_real_processes(
+def test_simulated_activation_bytes_and_collective_calls_equal_values_of_real_processes(
     overrides, tmp_path
 ):
     step = simulate(load_config(overrides), 2)

@@ -44,7 +44,7 @@ def test_paired_and_welch_t_tests_equal_scipy():
     assert (other.seeds, other.base_seeds) == (4, 5)
 
 
-def test_t_test_of_gap_without_variance_over_seeds_has_p_value_1():
+def test_t_test_returns_p_value_1_if_variance_over_seeds_is_zero():
     for own in ([3.8, 4.0], [3.8, 4.0, 4.1]):
         base = [x + 0.2 for x in own]
         found = paired(by_seed(own), by_seed(base))
@@ -60,7 +60,7 @@ def test_t_test_of_gap_without_variance_over_seeds_has_p_value_1():
     assert one.df == pytest.approx(2)
 
 
-def test_single_seed_gives_gap_without_p_value():
+def test_t_tests_of_single_seed_return_gap_without_p_value():
     for found in (paired({0: 4.0}, {0: 4.5}), welch({0: 4.0}, {0: 4.5, 1: 4.6})):
         assert found.mean < 0
         assert found.p is found.p_below() is found.low is found.interval() is None
@@ -73,7 +73,7 @@ def test_paired_t_test_raises_for_loss_that_is_not_finite():
         paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
 
 
-def test_seed_correlation_needs_three_common_seeds():
+def test_seed_correlation_equals_none_for_fewer_than_three_common_seeds():
     assert seed_correlation(by_seed([1.0, 2.0]), by_seed([1.0, 2.0])) is None
     assert seed_correlation(by_seed([1.0, 2, 4]), by_seed([3.0, 5, 9])) == pytest.approx(1)
     assert seed_correlation(by_seed([1.0, 2, 3]), {9: 0.0, **by_seed([3.0, 1, 2])}) == (
@@ -108,7 +108,7 @@ def test_equivalence_test_equals_two_one_sided_t_tests_of_scipy():
         equivalence(found, 0.0)
 
 
-def test_share_of_diverged_runs_has_exact_confidence_interval():
+def test_fraction_of_diverged_runs_has_exact_binomial_confidence_interval():
     """0 of 10: upper end 1 - 0.025^(1/10); 1 of 3: 0.8% to 90.6%, from printed tables."""
     assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
     assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
@@ -137,7 +137,7 @@ def test_wilson_interval_is_within_0_and_1_and_has_95_percent_mean_coverage():
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.booleans())
-def test_confidence_interval_limited_to_possible_values_contains_mean(shares, gap):
+def test_confidence_interval_contains_mean_after_clipping_to_possible_values(shares, gap):
     values = [2 * x - 1 for x in shares] if gap else shares
     found = estimate(values).within(-1.0 if gap else 0.0, 1.0)
     assert (-1 if gap else 0) <= found.low <= found.mean <= found.high <= 1
@@ -195,7 +195,7 @@ def test_pairs_returns_standard_deviation_of_paired_differences():
 # Documents and seeds
 
 
-def test_bootstrap_gap_equals_token_weighted_mean_and_is_withheld_for_few_seeds_or_documents():
+def test_bootstrap_returns_token_weighted_gap_but_is_refused_for_too_few_seeds_or_documents():
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 100, 40)
     gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
@@ -258,7 +258,7 @@ def excess_events(own, base):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 5), (4, 4)])
-def test_log_rank_p_value_equals_enumeration_of_all_labels(sizes):
+def test_log_rank_p_value_equals_p_value_from_all_permutations_of_arm_labels(sizes):
     rng = np.random.default_rng(0)
     for _ in range(10):
         sides = [
@@ -283,7 +283,7 @@ def test_log_rank_p_value_agrees_with_scipy():
     assert log_rank(own, base) == pytest.approx(found.pvalue, abs=0.02)
 
 
-def test_permutation_tests_use_all_permutations_if_few_and_random_permutations_if_many():
+def test_permutation_test_is_exact_for_few_seeds_and_uses_random_permutations_for_many_seeds():
     rng = np.random.default_rng(2)
     own, base = rng.normal(0.5, 1, 5), rng.normal(0, 1, 4)
     assert label(own, base) == pytest.approx(

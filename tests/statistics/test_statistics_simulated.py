@@ -61,7 +61,7 @@ def test_paired_and_welch_confidence_intervals_cover_true_gap_in_95_percent(seed
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 @pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
-def test_gap_intervals_cover_95_percent_at_any_seed_correlation_and_variance_ratio(
+def test_confidence_intervals_cover_true_gap_in_95_percent_at_any_correlation_and_variance_ratio(
     seeds, correlation, ratio
 ):
     both = list(arms(seeds, 6000, correlation, ratio=ratio))
@@ -155,7 +155,7 @@ def test_holm_correction_limits_probability_of_any_false_gap_to_5_percent():
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
-def test_equivalence_is_shown_in_at_most_5_percent_if_true_gap_equals_margin(seeds):
+def test_equivalence_test_is_significant_in_at_most_5_percent_if_true_gap_equals_margin(seeds):
     both = list(arms(seeds, gap=0.04))
     wrong = rate(equivalence(welch(*each), 0.04).p < 0.05 for each in both)
     assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / DRAWS)

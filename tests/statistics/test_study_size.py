@@ -61,7 +61,7 @@ def test_chance_that_pilot_recommends_too_few_seeds_equals_simulation_with_4_deg
 
 @pytest.mark.parametrize("df", [1, 4, 10])
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
-def test_seed_number_from_upper_limit_of_sd_is_too_small_in_at_most_20_percent_of_pilots(df, unit):
+def test_upper_limit_of_sd_recommends_too_few_seeds_in_at_most_20_percent_of_pilots(df, unit):
     """Small gaps have the largest share, because their numbers of seeds are nearly continuous."""
     shares = []
     for gap in (0.1, 0.7, 1.3, 2.0, 3.0):
@@ -83,7 +83,7 @@ def test_chance_of_too_few_seeds_returns_none_if_power_is_unreachable():
 
 @pytest.mark.parametrize("seeds", [3, 8])
 @pytest.mark.parametrize("margin", [0.8, 1.2])
-def test_equivalence_of_equal_arms_is_shown_with_predicted_power(seeds, margin):
+def test_equivalence_test_of_equal_arms_is_significant_with_predicted_power(seeds, margin):
     rng = np.random.default_rng([seeds, int(10 * margin)])
     for test, predicted in (
         (paired, paired_equivalence_power(margin, math.sqrt(2), seeds)),

@@ -85,7 +85,9 @@ def test_common_points_returns_x_after_first_tenth_of_training_where_all_curves_
 @pytest.mark.slow
 @pytest.mark.parametrize("test", [paired, welch])
 @pytest.mark.parametrize(("seeds", "correlation"), [(3, 0.9), (5, 0.0), (5, 0.9), (8, 0.9)])
-def test_gap_slope_intervals_cover_95_percent_under_autocorrelated_noise(test, seeds, correlation):
+def test_confidence_intervals_cover_true_gap_slope_in_95_percent_under_autocorrelated_noise(
+    test, seeds, correlation
+):
     rng = np.random.default_rng([seeds, int(10 * correlation)])
     hits = [
         found.low <= SLOPE <= found.high

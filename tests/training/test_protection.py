@@ -209,7 +209,7 @@ def train_with_less_protection():
     )
 
 
-def test_gradient_spike_is_applied_with_skip_step_nonfinite_and_nan_gradient_with_skip_step_off(
+def test_skip_step_nonfinite_applies_gradient_spike_and_skip_step_off_applies_nan_gradient(
     tmp_path,
 ):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)

@@ -61,7 +61,7 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 # Names
 
 
-def test_refused_run_directory_contains_no_lock_file(tmp_path):
+def test_run_directory_leaves_no_lock_file_if_directory_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("another's")
     directory = RunDirectory(tmp_path, tiny())
     with pytest.raises(ConfigError, match=r"but no config\.yaml"):
@@ -116,7 +116,9 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_resume_with_changed_config_fails_with_key_and_writes_no_file(begun, override, key):
+def test_resume_with_changed_config_raises_error_that_names_changed_key_and_changes_no_file(
+    begun, override, key
+):
     before = snapshot(begun)
     with pytest.raises(ConfigError, match="was made with another config") as caught:
         RunDirectory(begun, tiny(override)).check()
@@ -144,7 +146,9 @@ def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, ove
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_ignores_saved_value_of_setting_that_device_now_determines(tmp_path, tokenizer):
+def test_resume_accepts_saved_diff_v1_values_setting_that_new_config_leaves_to_device(
+    tmp_path, tokenizer
+):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
@@ -192,7 +196,7 @@ def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_pa
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
 
 
-def test_run_is_finished_only_if_summary_has_all_steps(begun):
+def test_run_is_finished_only_if_steps_in_summary_reach_configured_steps(begun):
     directory = RunDirectory(begun, tiny())
     assert ending(directory.path, directory.cfg) is None
     directory.finish({"steps": tiny().steps})
@@ -201,7 +205,7 @@ def test_run_is_finished_only_if_summary_has_all_steps(begun):
     assert ending(directory.path, directory.cfg) is None, "the finished run had fewer steps"
 
 
-def test_diverged_run_resumes_only_with_changed_training_settings(begun):
+def test_diverged_run_can_be_resumed_only_if_settings_that_affect_training_are_changed(begun):
     directory = RunDirectory(begun, tiny())
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
@@ -220,7 +224,7 @@ def test_diverged_run_resumes_only_with_changed_training_settings(begun):
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])
-def test_finished_run_with_changed_settings_is_refused(begun, change):
+def test_resume_of_finished_run_with_changed_settings_raises_config_error(begun, change):
     directory = RunDirectory(begun, tiny("run.allow_changes=[steps,optim,eval,seed]", change))
     directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
     before = snapshot(begun)
@@ -229,7 +233,7 @@ def test_finished_run_with_changed_settings_is_refused(begun, change):
     assert snapshot(begun) == before
 
 
-def test_new_run_without_run_name_in_existing_sweep_is_refused(tmp_path, monkeypatch):
+def test_new_unnamed_run_in_existing_sweep_raises_config_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = tiny("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")
@@ -252,7 +256,7 @@ def test_run_directory_without_write_access_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_saved_config_yaml_restores_equal_config_and_initial_parameters(
+def test_config_loaded_from_run_directory_equals_original_and_builds_equal_initial_parameters(
     tmp_path, tokenizer, variant
 ):
     cfg = tiny(

@@ -62,7 +62,7 @@ def test_epochs_setting_determines_number_of_steps(corpus):
         (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),
     ],
 )
-def test_invalid_training_length_fails_with_single_line_error(words, said):
+def test_load_config_raises_single_line_error_if_training_length_is_invalid(words, said):
     with pytest.raises(ConfigError, match=said) as error:
         load_config([*words, "data.cache_dir=/nowhere"])
     assert "\n" not in str(error.value)

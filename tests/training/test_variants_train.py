@@ -197,7 +197,7 @@ def expected_lambda(variant, t, layer, logits):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_attention_lambda_is_computed_in_float32_in_bf16_model(variant):
+def test_bf16_model_computes_attention_lambda_in_float32(variant):
     """All variants on one rank; tests/distributed covers diff_v1 on two ranks."""
     t = training(variant, Precision.bf16, **SHARP)
     for step in range(2):

@@ -106,7 +106,8 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
     """Repeat each head of the query weights `wq`, and add noise to the second copy of each head.
 
     `wq` is (heads * head_dim, dim); the result is (2 * heads * head_dim, dim), with the two copies
-    of a head next to each other. `noise` is the standard deviation relative to the RMS of `wq`.
+    of a head next to each other. `noise` is the standard deviation of the noise, relative to the
+    RMS of `wq`.
     """
     pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
     if noise:

@@ -73,7 +73,7 @@ PARTS = {
 def llama_name(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """Convert the diffllm parameter name `name` to the name in the Llama class of transformers.
 
-    `parts` contains additional text replacements: each key is replaced by the value of the key.
+    `parts` contains additional replacements: in the name, each key is replaced by its value.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -89,9 +89,10 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return `Layout.exported` and `Layout.imported` for parameters that only need a new name.
+    """Return the rules for parameters that only need a new name.
 
-    `names` contains diffllm parameter names. `parts` is passed to `llama_name`.
+    The first list is for `Layout.exported`, the second list is for `Layout.imported`. `names`
+    contains diffllm parameter names. `parts` is passed to `llama_name`.
     """
     there = {name: llama_name(name, parts) for name in names}
     return (
@@ -292,8 +293,8 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 def is_plain_softmax(model: ModelConfig) -> bool:
     """Return whether the Llama class of transformers supports the attention of `model`.
 
-    The attention must be softmax attention with `sink` none and `context_scale` 1. The number of
-    query heads must divide `model.dim`, because LlamaConfig requires this.
+    The attention must be softmax attention with the settings `sink=none` and `context_scale=1`.
+    `model.dim` must be a multiple of the number of query heads, because LlamaConfig requires this.
     """
     attention = model.attention
     return (

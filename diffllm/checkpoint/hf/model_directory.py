@@ -1,8 +1,9 @@
 """Read a decoder from a Hugging Face model directory.
 
 Supported model classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the DiffLLM class
-in modeling_diffllm.py. Code and pickles in the directory are never executed. Functions raise
-ValueError for unsupported settings; the caller prints the file name before the error message.
+in modeling_diffllm.py. Code and pickles in the directory are never executed. The functions
+that read config.json raise ValueError for unsupported settings. These error messages do not contain
+the file name; the caller adds it.
 """
 
 import math
@@ -294,8 +295,8 @@ class ModelDirectory:
     def tokenizer(self) -> Path:
         """Return the path of the tokenizer file: tokenizer.model, or tokenizer.json as a fallback.
 
-        Raises CheckpointError if neither file can be read, or if the tokenizer has more tokens than
-        the vocabulary of the model.
+        Raises CheckpointError if neither file can be read, or if the vocabulary of the tokenizer is
+        larger than the vocabulary of the model.
         """
         refused = f"{self.path} has neither {MODEL} nor {FAST}"
         most = self.model.vocab_size

@@ -41,7 +41,7 @@ def check_form(dtype: str, max_shard_size: str) -> None:
 
 @contextmanager
 def writing(name: str) -> Iterator[None]:
-    """Convert write errors in a `with` block to ConfigError("<name> cannot be written: ...")."""
+    """Raise ConfigError("<name> cannot be written: ...") if the `with` block fails to write."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -51,7 +51,7 @@ def writing(name: str) -> Iterator[None]:
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a meta tensor for each parameter and MoE router buffer of `model`, by diffllm name.
 
-    Parameters have dtype `dtype`, but the parameters in `fp32_parameters` stay float32. Raises
+    Parameters have dtype `dtype`, but parameters that `fp32_parameters` names stay float32. Raises
     CheckpointError if `checkpoint` and `model` have different parameter names or shapes.
     """
     empty = without_storage(model)
@@ -93,8 +93,8 @@ def write_safetensors(
     Args:
         directory: existing directory for the new files.
         ours: meta tensors from `tensors_of`, by diffllm name.
-        exported: rules that compute the tensors to write from diffllm tensors; None writes the
-            tensors named in `ours` without changes of names or shapes.
+        exported: rules that compute the output tensors from the tensors named in `ours`. If None,
+            write the tensors named in `ours` without changes of names or shapes.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]

@@ -29,7 +29,8 @@ class Comparison:
 
     Attributes:
         rows: sets of runs that differ only in the seed.
-        baseline: attention variant that others are compared with; None without a comparison.
+        baseline: attention variant that others are compared with; None if there is
+            only one row, its variant is not `standard`, and no baseline was requested.
         differences: config keys whose values prevent a comparison between groups.
         groups: sets of rows whose losses can be compared.
         score_notes: those `notes` that also apply to the evaluation scores in `evaluated`.
@@ -134,10 +135,11 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     """Return the row of `rows` that `row` is compared with, or None if there is no such row.
 
-    The returned row has the attention variant `baseline`, a comparable model size, and the other
-    config keys of `row` except `model.attention`. If several rows qualify, return the row without
-    overrides of `model.attention`. The result can be `row` itself. Return None if the config of
-    `row` changed during training, because no single config then explains the loss.
+    The returned row has the attention variant `baseline` and a comparable model size. All other
+    config keys, except `model.attention`, have the same values as in `row`. If several rows
+    qualify, return the row without overrides of `model.attention`. The result can be `row` itself.
+    If the config of `row` changed during training, return None, because no single config then
+    explains the loss.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -183,9 +185,9 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """Bootstrap the loss gap of `row` to `base` over documents and seeds.
+    """Estimate the loss gap of `row` to `base` with a bootstrap over documents and seeds.
 
-    Return (gap with interval, ""). If no interval can be computed, return (None, reason for this).
+    Return (gap with interval, ""). If no interval can be computed, return (None, the reason).
     """
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())

@@ -23,7 +23,8 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 class Band:
     """Mean and range over seeds of a metric, as curves at common x values.
 
-    All arrays have shape (n,). `mean`, `low` and `high` are NaN at each x that any seed lacks.
+    All arrays have shape (n,). `mean`, `low` and `high` are NaN at each x at which a seed
+    has no value.
     """
 
     x: Array
@@ -212,8 +213,8 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 def increasing(costs: Array, values: Array) -> Series | None:
     """Return the curve of the finite `values` (n,) over `costs` (n,), such as training FLOPs.
 
-    Return None if no value is finite. Also return None if a cost is not finite, not positive, or
-    smaller than the previous cost.
+    First remove the values that are not finite, and their costs. Return None if no value is left,
+    or if a remaining cost is not finite, not positive, or smaller than the previous cost.
     """
     known = np.isfinite(values)
     costs, values = costs[known], values[known]
@@ -230,11 +231,12 @@ def last_common(curves: Iterable[Series]) -> float | None:
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """Return the loss gap of a row to its baseline after equal tokens, training FLOPs or seconds.
+    """Return the loss gap of a row to its baseline after an equal amount of `budget`.
 
-    The gap is at the largest cost for which all runs have a loss. Return None if no such cost
-    exists, if the row has no gap, or if a run did not record the cost. Also return None if the
-    cost is in seconds and the runs used different machines.
+    The budget is the number of training tokens, the training FLOPs, or the training seconds. The
+    amount is the largest one for which all runs have a loss. Return None if no such amount exists,
+    if the row has no gap, or if the amount is unknown for a run. Also return None if the budget is
+    in seconds and the runs used different machines.
     """
     if row.gap is None or row.baseline is None:
         return None

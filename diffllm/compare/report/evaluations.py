@@ -73,11 +73,14 @@ def gathered(
     """Combine the scores of the evaluation `name` over all runs.
 
     Skip a run if its number of training tokens or its evaluation settings differ from those of the
-    first evaluated run. Return the scores, or None if no run has a score, and a note about skipped
-    runs, or "" if no run is skipped.
+    first evaluated run.
 
     Args:
         by_run: results by run directory, then by checkpoint step, then by evaluation name.
+
+    Returns:
+        Two values: the scores, None if no run has a score; and a note about skipped runs, "" if no
+        run is skipped.
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -247,7 +250,8 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
     """Add Wilson's interval to an accuracy that was measured on `examples` independent examples.
 
-    Return `cell` unchanged if the accuracy varies between seeds: it has an interval over seeds.
+    If the accuracy varies between seeds, return `cell` unchanged, because it already has an
+    interval over seeds.
     """
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal

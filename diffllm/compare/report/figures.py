@@ -250,7 +250,8 @@ def draw_gaps(
     """Draw gaps with their intervals; an arrow marks a gap or interval that leaves the axis.
 
     Args:
-        hollow: gaps to draw as a ring (not significant after Holm's correction); empty for none.
+        hollow: for each gap, whether to draw a ring instead of a dot, because the gap is not
+            significant after Holm's correction; if empty, draw only dots.
         sides: labels of the negative side and the positive side of the axis.
         ends: description of the intervals, for the legend.
     """
@@ -293,9 +294,10 @@ def draw_gaps(
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
     """Return the lower and upper end of an axis that contains 0, the mean gaps and intervals.
 
-    Ignore the intervals of gaps that have fewer seeds than other gaps, because they are wider. Clip
-    the axis to OUTLYING times the median, over the gaps with the most seeds, of the largest
-    absolute value of a gap or of the ends of its interval.
+    Ignore the intervals of gaps that have fewer seeds than other gaps, because they are wider. The
+    axis does not extend to values beyond a limit. The limit is OUTLYING times the median size of
+    the gaps with the most seeds. The size of a gap is the largest absolute value of its mean and
+    its interval ends.
     """
     most = max(gap.seeds for gap in gaps)
     bounds = [

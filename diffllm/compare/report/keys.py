@@ -175,8 +175,8 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 def determine(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
     """Return whether the values of `keys` determine the value of `key`, which must differ.
 
-    Return True if `key` has different values in the runs, but equal values in any two runs that
-    agree in all of `keys`. `values` contains one dict per run, from key to value.
+    Return True if the runs have different values of `key`, but any two runs with equal values of
+    `keys` also have equal values of `key`. `values` contains one dict per run, from key to value.
     """
     seen: dict[str, set[str]] = {}
     for each in values:

@@ -194,7 +194,8 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
 
     `gap/<row>` is the mean over seeds, and `gap/<row>/low` and `gap/<row>/high` are the minimum and
     maximum. `gap/noise_floor` is half the width of the noise floor. The wandb mode and project come
-    from the config of the first run. Return False if no row has a gap, or if wandb is disabled.
+    from the config of the first run. If no row has a gap, or if wandb is disabled, log nothing and
+    return False; otherwise return True.
     """
     rows = [row for row in comparison.rows if row.gap]
     bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}

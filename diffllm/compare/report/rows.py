@@ -30,7 +30,10 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
 @dataclass(frozen=True)
 class EqualGap:
-    """Loss gap of a row to its baseline after equal tokens, training FLOPs or seconds."""
+    """Loss gap of a row to its baseline after an equal amount of one budget.
+
+    The budget is the number of training tokens, the training FLOPs, or the training seconds.
+    """
 
     gap: Estimate
     at: float
@@ -218,8 +221,8 @@ class Group:
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     """Divide the rows of a report into groups of comparable rows, and set the label of each row.
 
-    Sort the groups by their number of rows with a loss, largest first. A group with only one
-    attention variant, or with config changes after the start of its runs, is counted as empty.
+    Sort the groups by their number of rows with a loss, largest first. This number is taken as 0
+    if these rows have only one attention variant, or if the config changed during the runs.
     """
     together: dict[str, list[Row]] = {}
     for row in rows:
@@ -252,10 +255,11 @@ def rows_to_compare(group: Group) -> int:
 
 
 def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = False) -> str:
-    """Return a label that distinguishes `row` from `rows`, such as "diff_v2 lr=0.001".
+    """Return a label that distinguishes `row` from the other `rows`, such as "diff_v2 lr=0.001".
 
     Args:
-        shown_together: keys that the label omits because it contains `model=<choice>` instead.
+        shown_together: keys that the label omits. Unless empty, the label contains
+            `model=<choice>` instead of these keys.
         inside: whether to omit keys whose values are equal in all of `rows`.
     """
     own, parts = overrides(row.runs[0]), []
@@ -283,7 +287,8 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
     """Return the config keys that `model=<choice>` sets, such as model.dim for `model=mini`.
 
     Return only keys that differ between runs. Labels show `model=<choice>` instead of these keys.
-    Return an empty set if only one key is found, or if two choices agree in all found keys.
+    Return an empty set if only one key is found, or if two choices have the same values of all
+    found keys.
     """
     values = [
         {**each, "choice": run.cfg.run.choices["model"]}
@@ -297,7 +302,7 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
-    """Return the keys that differ between groups but not within a group, with the values of `row`.
+    """Map each key that differs between groups but not within a group to its value in `row`.
 
     Args:
         shown_together: keys that `model=<choice>` sets. Unless empty, the result also contains

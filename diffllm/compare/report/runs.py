@@ -156,7 +156,7 @@ class Run:
         The field `values` has shape (steps, layers), or (0, 0) if there is no such step.
 
         Args:
-            quantity: name of the metric without the layer suffix, such as "/layer_00".
+            quantity: name of the metric without its layer suffix; "/layer_00" is such a suffix.
         """
         columns = [
             self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
@@ -214,7 +214,9 @@ def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def keys_seen(metrics: Metrics) -> Series:
-    """Return the number of attended keys, summed over all queries so far, over training tokens.
+    """Return the total number of attended keys as a function of training tokens.
+
+    Each value is the sum over all queries since the start of training.
 
     The result is empty if the run did not use data.mask_documents.
     """
@@ -251,7 +253,7 @@ class Found(NamedTuple):
 
 
 def find_runs(named: list[Path]) -> Found:
-    """Find all runs and sweeps in the directories `named` and below; paths can be globs.
+    """Find all runs and sweeps in and below the directories in `named`, which can be globs.
 
     Raises ConfigError if there is no run in or below one of the paths.
     """

@@ -234,7 +234,9 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
-    """Remove columns in which all cells are equal, but never the first column or those of KEPT.
+    """Remove columns in which all cells are equal.
+
+    The first column, and columns whose title starts with a string in KEPT, are never removed.
 
     Returns the remaining table, and sentences that state the values of the removed columns.
     """

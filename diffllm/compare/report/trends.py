@@ -69,7 +69,7 @@ def seeds_text(slope: Gap) -> str:
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
-    """Return one sentence per loss gap about its trend over training tokens.
+    """Return one sentence for each loss gap: how the gap changes over training tokens.
 
     If there are more than NAMED gaps, describe only the trend with the largest absolute slope.
     This trend is chosen from the trends that are significant after Holm's correction, or from all

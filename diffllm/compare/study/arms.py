@@ -275,9 +275,9 @@ def number_of(run: Run, name: str) -> float | None:
 def value_of(runs: list[StudyRun], study: Study) -> float | None:
     """Return the metric of one arm and seed; None if every run in `runs` diverged.
 
-    With scale=log, return the logarithm of the metric; raise ConfigError if the metric is not above
-    0. `runs` contains the single run of this arm and seed. In a study with `lr_sweep`, `runs`
-    contains one run per learning rate.
+    `runs` contains the single run of this arm and seed. In a study with `lr_sweep`, `runs` contains
+    one run per learning rate, and the metric is the result of `lr_sensitivity`. With scale=log,
+    return the logarithm of the metric, and raise ConfigError if the metric is not above 0.
     """
     value = runs[0].value
     if study.lr_sweep:
@@ -286,7 +286,10 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
 
 
 def on_scale(value: float, run: str, study: Study) -> float:
-    """Return `value`, or log(value) with scale=log, where value <= 0 raises ConfigError."""
+    """Return `value` if the study has scale=linear, and log(value) if it has scale=log.
+
+    With scale=log, raise ConfigError if `value` is not above 0.
+    """
     if study.scale == "linear":
         return value
     if value <= 0:

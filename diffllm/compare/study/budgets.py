@@ -1,4 +1,7 @@
-"""Held-out loss gaps between arms at equal tokens, equal parameters and equal training FLOPs."""
+"""Held-out loss gaps between arms at three equal budgets.
+
+There is one gap at equal tokens, one at equal parameters, and one at equal training FLOPs.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -66,10 +69,11 @@ class EqualGaps:
 def arms_at_budget(
     study: Study, rule: Rule, own: StudyArm, base: StudyArm
 ) -> tuple[StudyArm, StudyArm]:
-    """Return both arms; if the rule has at=flops, interpolate values at equal training FLOPs.
+    """Return both arms with the values that the rule compares.
 
-    If no seed can be compared, return the arms unchanged, because the numbers of diverged runs may
-    still decide the rule. Raises ConfigError if interpolation is impossible.
+    If the rule has at=flops, the values are interpolated at equal training FLOPs. Otherwise, or if
+    no seed can be compared, the arms are unchanged: without a seed to compare, the numbers of
+    diverged runs may decide the rule. Raises ConfigError if interpolation is impossible.
     """
     if rule.at != "flops" or not seeds_compared(study, own, base):
         return own, base
@@ -130,7 +134,7 @@ def flops_curve(run: StudyRun) -> Series | None:
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return a copy of `arm` with `values`, a dict by run name, instead of its final values.
+    """Return a copy of `arm` whose final values are replaced by `values`, a dict by run name.
 
     The values of diverged seeds remain None. With scale=log, store the logarithm of each value.
     Remove the losses per document, because they were measured at the end of training.
@@ -145,9 +149,10 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """For the two arms of each rule, return the loss gaps at equal tokens, parameters and FLOPs.
+    """Return the loss gaps between the two arms of each rule, at three equal budgets.
 
-    The list is empty if the study's metric is not heldout_loss.
+    There is one gap at equal tokens, one at equal parameters, and one at equal FLOPs. The list is
+    empty if the study's metric is not heldout_loss.
     """
     if study.metric != "heldout_loss":
         return []

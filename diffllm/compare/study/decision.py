@@ -3,7 +3,8 @@
 Each rule has a test whose alternative is the claim, and a test whose alternative is the opposite
 claim. Holm's correction is applied to the tests of the claims, and separately to the tests of the
 opposite claims. The probability that a study has a false "shown" is therefore at most alpha. The
-same holds for a false "refuted". Tests whether a gap is within its margin form a third family.
+same holds for a false "refuted". The tests whether a gap is within its margin are also corrected
+separately.
 """
 
 from collections.abc import Sequence

@@ -131,7 +131,9 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return a warning if an exact test with `seeds` per arm cannot have a p below `alpha`, or "".
+    """Return a warning if an exact test with `seeds` seeds per arm cannot have a p below `alpha`.
+
+    The p is after Holm's correction. Return "" if the test can have such a p.
 
     Args:
         test: "paired" or "welch".

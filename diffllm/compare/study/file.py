@@ -85,9 +85,9 @@ class Rule:
 class Rates:
     """The key `lr` of a study file: each arm uses the learning rate with the lowest loss in `grid`.
 
-    Runs of the grid have other seeds than the compared runs. `steps` is the length of these runs;
-    None means the length of the compared runs. If the best rate is the first or last of `grid`, up
-    to `extend` further rates are tried at this end.
+    Runs of the grid have other seeds than the compared runs. `steps` is the length of the runs of
+    the grid; None means the length of the compared runs. If the best rate is the first or last of
+    `grid`, up to `extend` further rates are tried at this end.
     """
 
     grid: list[float]

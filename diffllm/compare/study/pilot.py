@@ -55,8 +55,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
     has two seeds with a finite loss, or if all losses are equal.
 
     Returns:
-        The JSON object, and statistics of the loss differences between arms at equal seeds. These
-        are None with fewer than two arms, or with fewer than two seeds that all arms have.
+        The JSON object, and statistics of the loss differences between arms at equal seeds. The
+        statistics are None if there are fewer than two arms, or if the arms share fewer than two
+        seeds.
     """
     comparison, _ = read(paths)
     first, *others = sorted(
@@ -125,10 +126,10 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
     """Return how many seeds per arm a study needs, as entries of `diffllm power --json`.
 
-    Keys that begin with `seeds` contain the number for the estimated standard deviation and for
-    confidence limits of the standard deviation. `too_few` is the probability that a pilot of this
-    size recommends too few seeds for goal.power. `design` is "paired" or "unpaired". `spread` is
-    the standard deviation between the seeds of the pilot.
+    `design` is "paired" or "unpaired". `spread` is the standard deviation between the seeds of the
+    pilot. The result has several keys that begin with `seeds`: one number of seeds for the
+    estimated standard deviation, and one for each confidence limit of it. `too_few` is the
+    probability that a pilot of this size recommends too few seeds for goal.power.
     """
     name, test = TESTS[design]
 

@@ -142,8 +142,8 @@ def read_mark(path: Path) -> str | None:
 def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     """Return the overrides that start or resume a planned run.
 
-    `out` is the directory of the study's runs, and `digest` the hash of the study, which a new run
-    records in `run.study`.
+    `out` is the directory of the study's runs, and `digest` is the hash of the study. A new run
+    records this hash in `run.study`.
     """
     path = out / planned.name
     if (mark := read_mark(path)) is None:
@@ -168,7 +168,8 @@ def strayed(
 ) -> str:
     """Describe the differences between the saved and the planned config, except `ignored_keys`.
 
-    Without differences, return a note if the config changed during the run, otherwise "".
+    If there are no differences, but the config changed during the run, return a note that says so.
+    If it did not change either, return "".
     """
     found = changes_to(saved, planned, ignored_keys)
     changes = {key: values for key, values in found.items() if key != "run.study"}
@@ -185,10 +186,10 @@ def change_during_run(run_path: Path) -> str:
 class ChosenRate:
     """The learning rate of an arm, chosen by the losses of a grid of runs.
 
-    `losses` maps each rate, in increasing order, to its mean loss: infinite if a seed diverged,
-    None if a seed has not ended. `wanted` lists the runs of the grid that have not ended. `lr` is
-    None if `wanted` is not empty or if every rate diverged. `problem` says why `lr` cannot be
-    trusted.
+    `losses` maps each rate, in increasing order, to its mean loss over seeds. The mean is infinite
+    if a seed diverged, and None if a seed has not ended. `wanted` lists the runs of the grid that
+    have not ended. `lr` is None if `wanted` is not empty or if every rate diverged. `problem` says
+    why `lr` cannot be trusted.
     """
 
     arm: str
@@ -199,7 +200,10 @@ class ChosenRate:
 
 
 def rate_losses(out: Path) -> dict[str, float]:
-    """Return final losses of ended runs in the learning rate grid; infinite for diverged runs."""
+    """Map the names of ended runs in the learning rate grid to their final losses.
+
+    The loss of a diverged run is infinite.
+    """
     paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
     losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
     return {name: loss for name, loss in losses.items() if loss is not None}

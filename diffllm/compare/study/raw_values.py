@@ -97,7 +97,8 @@ class RateValues:
 class Values:
     """Content of values.json: all measured values from which the verdict of a study is computed.
 
-    `facts`, `settings` and `texts` contain each distinct value once; `runs` contains their indices.
+    `facts`, `settings` and `texts` contain each distinct value once. Each entry of `runs` contains
+    indices into these lists.
     """
 
     format: int

@@ -184,7 +184,7 @@ def combined(first: Side, second: Side, choose: Callable[..., float], factor: in
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
-    """Return BELOW or ABOVE, and the bound: the rule claims a gap on this side of the bound."""
+    """Return whether the claimed gap is BELOW or ABOVE a bound, and the bound."""
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
@@ -236,7 +236,8 @@ def undocumented(*arms: StudyArm) -> list[str]:
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
     """Describe a ceiling effect (both accuracies near 1) or floor effect (both at chance level).
 
-    Return "" without such an effect, for other metrics, and if all runs of an arm diverged.
+    Return "" if there is no such effect, if the metric is not an accuracy on a linear scale, or if
+    all runs of an arm diverged.
     """
     chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
     if not chances or study.scale != "linear" or not (own.finite and base.finite):
@@ -257,9 +258,11 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 def with_divergence(tested: Tested, upwards: int) -> Tested:
     """Adjust the p-values of a rule for diverged runs, which t tests ignore.
 
-    An arm with a larger share of diverged runs is never shown to be better. If a test finds this
-    share significantly larger, the claim that this arm is better can be refuted. This test can
-    show that the other arm is better if all runs of one arm and no run of the other arm diverged.
+    An arm with a larger share of diverged runs is never shown to be better. A test compares the
+    shares of both arms. If it finds the larger share significantly larger, it can refute the claim
+    that the arm with this share is better. If all runs of this arm and no run of the other arm
+    diverged, the test can also show that the other arm is better.
+
     `upwards` is ABOVE if larger metric values are better, BELOW if smaller are better, otherwise 0.
     """
     own, base = tested.outcome.own, tested.outcome.base
@@ -306,7 +309,7 @@ def either(side: Side, divergence_p: float) -> Side:
     """Combine `side` with a test of diverged runs, whose p-value is `divergence_p`.
 
     Return the p-values of the test with the smaller p, doubled (Bonferroni) and at most 1. If
-    side.p is None, return `divergence_p` unchanged.
+    side.p is None, all p-values of the result are `divergence_p`, not doubled.
     """
     if side.p is None:
         return Side(divergence_p, divergence_p, divergence_p, diverged=True)

@@ -43,7 +43,8 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         added: plugins and --config-dir options for the command lines of the runs.
 
     Returns:
-        0 if every run has ended and every arm has a learning rate, 128 + n after signal n, else 1.
+        0 if every run has ended and every arm has a learning rate. If signal n stopped the study,
+        128 + n. Otherwise 1.
     """
     world = join_ranks()
 

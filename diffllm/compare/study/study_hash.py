@@ -56,6 +56,9 @@ def planned_digests(study: Study) -> dict[str, str]:
 
 
 def study_hash(study: Study, digests: Mapping[str, str]) -> str:
-    """Return a common hash of the study file and of `digests`, the config SHA-256 of each run."""
+    """Return one hash of the study file and `digests` together.
+
+    `digests` maps each run name to the SHA-256 of the run's config.
+    """
     lines = [study.hash, *(f"{digest} {name}" for name, digest in digests.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Trend rules compare slopes of two arms: of the metric over tokens, positions or parameters."""
+"""Trend rules: compare two arms by the slope of the metric over tokens, positions or parameters."""
 
 import math
 from collections.abc import Mapping

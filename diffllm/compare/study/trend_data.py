@@ -61,7 +61,10 @@ def position_losses(run: Run) -> PositionLosses:
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if a trend over tokens has too few evaluations or `check_sizes` fails."""
+    """Raise ConfigError if the trend of a rule cannot be computed.
+
+    A trend over tokens needs enough evaluations. A trend over parameters must pass `check_sizes`.
+    """
     for rule in study.rules:
         if rule.over == PARAMETERS:
             check_sizes(rule, {arm: totals(configs[arm].model)["params"] for arm in configs})

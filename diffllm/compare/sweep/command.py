@@ -27,7 +27,8 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     starts if a config is invalid.
 
     Returns:
-        The exit status: 0 if all runs are finished, 128 + n after signal n, else 1.
+        The exit status: 0 if all runs are finished. If signal n stopped the sweep, 128 + n.
+        Otherwise 1.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(

@@ -212,8 +212,8 @@ class Stops:
 def path_for_jobs() -> str:
     """Return the PYTHONPATH that lets child processes import the same modules as this process.
 
-    It contains the parent directory of the package diffllm unless that directory is site-packages,
-    then sys.path[0], then the current entries of PYTHONPATH.
+    It contains, in this order: the parent directory of the package diffllm, sys.path[0], and the
+    current entries of PYTHONPATH. If the parent directory is site-packages, it is omitted.
     """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

@@ -150,8 +150,8 @@ def label_value(label: str, value: Any) -> str:
 class SweepDirectory:
     """The directory of a sweep or study, and the contents of the file sweep.json as `record`.
 
-    record["keys"] contains the keys whose values form the run names. By run name, record["runs"]
-    contains the overrides of these keys, and record["jobs"] the SLURM job ids.
+    record["keys"] contains the keys whose values form the run names. record["runs"] maps each run
+    name to the overrides of these keys. record["jobs"] maps each run name to its SLURM job id.
     """
 
     def __init__(self, path: Path, kind: str = "sweep"):
@@ -227,9 +227,10 @@ def plan_sweep(
 
 
 def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list[str]) -> list[str]:
-    """Return the keys whose values form the run names: those in sweep.json, then new swept keys.
+    """Return the keys whose values form the run names.
 
-    Raises ConfigError if `all_keys`, the keys of all overrides, lacks a key in sweep.json.
+    These are the keys in sweep.json, followed by the swept keys that are not in it. `all_keys`
+    contains the keys of all overrides. Raises ConfigError if it lacks a key of sweep.json.
     """
     keys = directory.record["keys"] or []
     if not {*keys} <= {*all_keys}:
@@ -241,7 +242,7 @@ def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list
 
 
 def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return {run name: saved config} for the started runs, without damaged runs."""
+    """Return {run name: saved config} for all runs that have started and are not damaged."""
     begun = {}
     for name in directory.record["runs"]:
         with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
@@ -250,9 +251,10 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
 
 
 def check_queue(job_ids: dict[str, str]) -> None:
-    """Raise ConfigError if a job in `job_ids` is in SLURM's queue, so its run cannot be renamed.
+    """Raise ConfigError if a job in `job_ids` is in SLURM's queue.
 
-    `job_ids` maps the names of the runs to the ids of their SLURM jobs.
+    The run of such a job cannot be renamed. `job_ids` maps the names of the runs to the ids of
+    their SLURM jobs.
     """
     from diffllm.compare.sweep.cluster import in_queue
 

@@ -67,8 +67,8 @@ class PartRecord:
 class Encoding:
     """Encodes parts of a corpus to token shards in the subdirectory "tokens" of `partial`.
 
-    Documents whose hash is below `heldout_below` are held out. If `cut` is true, the parts contain
-    pieces of a single document instead, and all pieces of the last part are held out.
+    If `cut` is false, documents whose hash is below `heldout_below` are held out. If `cut` is true,
+    the parts contain pieces of a single document, and all pieces of the last part are held out.
     """
 
     corpus: Corpus
@@ -203,7 +203,10 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
             try:
                 batch.append(Document(text.encode(), tuple(map(str.encode, before))))
             except UnicodeEncodeError as error:
-                raise DataError(f"{part.name}: UTF-8 cannot encode a document: {error}") from error
+                raise DataError(
+                    f"{part.name}: a document has a character that UTF-8 cannot encode ({error}); "
+                    "remove the character"
+                ) from error
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch, empty
@@ -230,7 +233,7 @@ def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
     `training`, (k, 3), with one row per chosen hash, in ascending order.
 
     Args:
-        training: (n, 3) int64, columns: hash, number of documents with this hash, their tokens.
+        training: (n, 3) int64, columns: hash, documents with this hash, tokens in these documents.
         held: (2,) int64, numbers of documents and tokens that are already held out.
     """
     hashes, places = np.unique(training[:, 0], return_inverse=True)

@@ -141,7 +141,7 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
     Returns a corpus with these pieces, or None if `corpus` has prompts or several distinct
     documents. The held-out pieces are spread evenly over the text. Together they contain about
     `fraction` of the text, or more if the held-out split needs more for its minimum size. Raises
-    DataError for a corpus without text, with several equal documents only, or too short to cut.
+    DataError if the corpus has no text, consists of several equal documents or is too short to cut.
     """
     too_few = DataError(
         "the corpus has fewer than two distinct documents, so none can be held out; "
@@ -152,7 +152,7 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
     texts = corpus.texts()
     text = next(texts, None)
     if text is None:
-        raise DataError(f"{corpus.description}: no document contains text")
+        raise DataError(f"{corpus.description}: no document contains text; add documents with text")
     second = next(texts, None)
     if second is not None:
         if all(text == other for other in chain([second], texts)):
@@ -173,8 +173,9 @@ def held_out_borders(text: str, fraction: float) -> list[int]:
     """Return the borders of the held-out pieces of a text, as ascending character positions.
 
     The list contains start and end of each piece: start, end, start, end, ..., start. The last end
-    is omitted, because the last piece extends to the end of the text. At most LEAST_DOCUMENTS
-    pieces end at even distances in the text. Together they contain about `fraction` of the text.
+    is omitted, because the last piece extends to the end of the text. There are at most
+    LEAST_DOCUMENTS pieces, and their ends are evenly spaced in the text. Together the pieces
+    contain about `fraction` of the text.
     """
     end = len(text.rstrip())
     number = min(LEAST_DOCUMENTS, max(1, int(fraction * end) // PIECE))

@@ -40,8 +40,8 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 class TokensJob:
     """Encodes a corpus to token shards in the new directory `final`.
 
-    About `heldout_fraction` of the documents are held out. If `cut` is true, the corpus parts
-    contain pieces of a single document instead, and all pieces of the last part are held out.
+    If `cut` is false, about `heldout_fraction` of the documents are held out. If `cut` is true, the
+    corpus parts contain pieces of a single document, and all pieces of the last part are held out.
     """
 
     corpus: Corpus
@@ -158,18 +158,19 @@ class TokensJob:
 def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash limit of the held-out split: documents with a lower hash are held out.
 
-    `records` are the records of all parts, which were encoded with the limit `below`. If `below`
-    leaves the training or the held-out split empty, the new limit puts one distinct document there.
-    If the held-out split is below its minimum size, the limit rises until the split has this size;
-    at most LARGEST_SHARE of the corpus is held out for this purpose. Otherwise, returns `below`.
-    Raises DataError if the corpus has fewer than two distinct documents.
+    `records` are the records of all parts, which were encoded with the limit `below`. If the
+    training or held-out split is empty with this limit, the returned limit puts one distinct
+    document into this split. If the held-out split is below its minimum size, the returned limit is
+    high enough for this size, but at most LARGEST_SHARE of the corpus is held out for this purpose.
+    Otherwise, returns `below`. Raises DataError if the corpus has fewer than two distinct
+    documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)
     if least == most:
         raise DataError(
-            "the corpus has fewer than two distinct documents that are not blank, so none can be "
-            "held out; add documents"
+            "the corpus must contain at least two different documents with text, because "
+            "one document is held out; add documents"
         )
     below = least + 1 if least >= below else min(below, most)
     train, held = (

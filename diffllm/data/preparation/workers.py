@@ -38,7 +38,10 @@ class PrepareConfig:
 
 
 class Counts:
-    """Shared-memory arrays per part: text bytes, tokens, state (0: waiting, READING or DONE)."""
+    """Shared-memory arrays with one entry per corpus part: text bytes, tokens and state.
+
+    The state is 0 (waiting), READING or DONE.
+    """
 
     def __init__(self, parts: int) -> None:
         self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
@@ -133,7 +136,8 @@ def available_cores() -> int:
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
     """Print progress, throughput, remaining time and files in progress (`reading`) to stderr.
 
-    The share `share` (0 to 1) of the corpus is finished now; `before` was finished `seconds` ago.
+    The share `share` (0 to 1) of the corpus is finished now. The share `before` was finished
+    `seconds` seconds ago.
     """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "

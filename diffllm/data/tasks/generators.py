@@ -75,7 +75,10 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """A text of key-value pairs and filler, its pairs, and the indices `asked` of queried pairs."""
+    """The text `context` of key-value pairs and filler words, and the queries about it.
+
+    Pair i is (keys[i], values[i]). The list `asked` contains the indices of the queried pairs.
+    """
 
     context: str
     keys: list[str]
@@ -204,9 +207,9 @@ class Needle(Task):
     def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
         """Generate a haystack in which the needle of the last query is at `depth`.
 
-        Depth 0 is the start of the haystack, and depth 4 is the end. Raises ValueError unless
-        1 <= queries <= needles, or if `length` is too short for 20 unrelated sentences. These
-        three settings are in `level`.
+        Depth 0 is the start of the haystack, and depth 4 is the end. `level` contains the settings
+        length, needles and queries. Raises ValueError if queries is not between 1 and needles, or
+        if length is too short for 20 unrelated sentences.
         """
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
@@ -266,7 +269,10 @@ def question(city: str) -> str:
 
 
 class Shots(NamedTuple):
-    """Pairs of a word and its label (0 or 1), a query word, and the right label of this word."""
+    """Labelled words and a query word.
+
+    `shown` contains pairs of a word and its label (0 or 1). `right` is the label of `query`.
+    """
 
     shown: list[tuple[str, int]]
     query: str
@@ -278,8 +284,8 @@ class Icl(Task):
     """Many-shot classification in context.
 
     A prompt contains words with labels, then a word to classify. A random rule assigns a label to
-    each first consonant. Four examples share the same words and rule, with different word orders
-    and label names. These four examples are not independent.
+    each first consonant. The examples form groups of four. The examples of a group have the same
+    words and rule, but different word orders and label names, and are not independent.
     """
 
     by = ("order", "labels")
@@ -291,8 +297,9 @@ class Icl(Task):
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         """Generate `number` examples of difficulty `level`, in blocks of 200 examples.
 
-        A block uses 50 random sets of words; each set has its own rule. Examples i, i + 50, i + 100
-        and i + 150 of a block use the same set, with different word orders and label names.
+        A block uses 50 random sets of words; each set has its own rule. For i < 50, examples i,
+        i + 50, i + 100 and i + 150 of a block use the same set, with different word orders and
+        label names.
         """
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)

@@ -60,9 +60,9 @@ class Example:
 def levels_of(settings: Any, key: str) -> list[Level]:
     """Return one level for each combination of the values in `settings`.
 
-    For example, {"filler": [0, 64]} gives the levels {"filler": 0} and {"filler": 64}. Error
-    messages call the settings `key`. Raises ConfigError for invalid settings or more than 1000
-    combinations.
+    For example, {"filler": [0, 64]} gives the levels {"filler": 0} and {"filler": 64}. `key`
+    is the name of the settings in error messages. Raises ConfigError for invalid settings or more
+    than 1000 combinations.
     """
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]

@@ -21,7 +21,8 @@ class TextBatch(NamedTuple):
     Attributes:
         texts: text of each document; None if the text is missing.
         prompts: prompt before each text; None for a corpus without prompts. A prompt is a string,
-            None (missing), or a sequence: context, predicted text, ..., context.
+            None (missing), or a sequence of strings. Such a sequence alternates between context and
+            predicted text, and begins and ends with context.
     """
 
     texts: list[str | None]

@@ -100,7 +100,10 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
 
 
 def contains_rows(path: Path, column: str) -> bool:
-    """Return whether a .json file begins with an array or a one-line object with key `column`."""
+    """Return whether a .json file begins like a file of rows; only the first line is read.
+
+    The line must begin an array (its content is not checked), or be an object with key `column`.
+    """
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -166,10 +169,11 @@ def naming(source: Path | str) -> Iterator[None]:
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
     """Find the files for `cfg.paths`, a list of files, directories and glob patterns.
 
-    Return a dict, and the number of skipped hidden files and hidden subdirectories. The dict maps
-    each file found in a directory to the listed or matched directory, and any other file to None.
-    If a glob pattern matches files and directories, the directories are ignored. Raises DataError
-    if an entry of `cfg.paths` matches nothing.
+    Return a dict, and the number of skipped hidden files and hidden subdirectories. The keys of the
+    dict are the files. If a file was found in a listed or matched directory, its value is this
+    directory. If the file itself is listed or matched, its value is None. If a glob pattern matches
+    files and directories, the directories are ignored. Raises DataError if an entry of `cfg.paths`
+    matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0
@@ -192,9 +196,10 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
 
 
 def files_below(root: Path) -> tuple[list[Path], int]:
-    """List regular files below a directory; count skipped hidden files and subdirectories.
+    """Return the regular files below a directory, and the number of skipped hidden entries.
 
-    The files are sorted by relative path. Links are followed, but no directory is searched twice.
+    Hidden files and hidden subdirectories are skipped. The files are sorted by relative path. Links
+    are followed, but no directory is searched twice.
     """
     files: list[Path] = []
     hidden, seen = 0, {os.path.realpath(root)}

@@ -36,7 +36,7 @@ ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the .py files of the packages that REFERENCE lists as a corpus.
+    """Make a corpus from the .py files of the packages that REFERENCE lists.
 
     Skip generated files, blank files and duplicates. `Corpus.note` lists the packages that differ
     from REFERENCE. Raises DataError if none of the packages is installed.
@@ -48,7 +48,10 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
         by_text.setdefault(facts[path].sha256, path)
     if not by_text:
         names = ", ".join(REFERENCE)
-        raise DataError(f"data=packages needs one of {names}; install a package or use data=stdlib")
+        raise DataError(
+            f"data=packages reads installed packages, but none of {names} is installed; "
+            "install one of these packages or use data=stdlib"
+        )
     kept = list(by_text.values())
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
     identity = texts_hash([facts[path] for path in kept])

@@ -78,9 +78,9 @@ def slices_of(
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
     """Divide the row groups of a parquet file into ranges of at least `least` bytes.
 
-    Yield (size, first, stop) for the row groups `first` to `stop - 1`, which have `size`
-    uncompressed bytes in `columns`. The last range may be smaller. Raises DataError if a column is
-    missing or is not text.
+    For each range, yield (size, first, stop): the range consists of the row groups first to
+    stop - 1, which have `size` uncompressed bytes in `columns`. The last range may be smaller.
+    Raises DataError if a column is missing or is not text.
     """
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         types = {field.name: field.type for field in file.schema_arrow}
@@ -177,7 +177,7 @@ def _read_text(part: Slice) -> Iterator[TextBatch]:
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield 0, then offsets of lines at least `least` bytes apart, then `size`, the file size."""
+    """Yield byte offsets: 0, line starts at least `least` bytes apart, and the file size `size`."""
     yield 0
     with path.open("rb") as file:
         place = least

@@ -73,10 +73,11 @@ class AttentionConfig:
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return value and reason of each setting that depends on `device`, by setting name.
+        """Return the chosen value of each setting that depends on `device`, and the reason for it.
 
-        "attention" is the training `Kernel`; variants may add other settings. `dtype` is the dtype
-        of queries and keys. If `documents` is true, queries see only keys of the same document.
+        The keys are setting names. "attention" is the training `Kernel`; variants may add other
+        settings. `dtype` is the dtype of queries and keys. If `documents` is true, queries see only
+        keys of the same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 
@@ -101,8 +102,8 @@ class AttentionConfig:
         """Raise ConfigError if the attention kernel cannot run on `device`.
 
         For backend=flash, load the flash-attn package and run its kernel on small tensors. `dtype`
-        is the dtype of queries and keys; None means that any dtype passes. If `documents` is true,
-        queries see only keys of the same document.
+        is the dtype of queries and keys; None means that the dtype is not checked. If `documents`
+        is true, queries see only keys of the same document.
         """
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
@@ -131,9 +132,9 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, T, heads, width) to the cache; return all cached keys and values.
 
-        Both results have shape (B, S, heads, width), where S is the length of the longest sequence.
-        Raises ValueError if S would exceed S_max, or if T > 1 and the cached sequences differ in
-        length. The cache is unchanged after an error.
+        Both results have shape (B, S, heads, width). S is the length of the longest sequence,
+        including the new tokens. Raises ValueError if S would exceed S_max, or if T > 1 and the
+        cached sequences differ in length. The cache is unchanged after an error.
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
@@ -285,7 +286,7 @@ class Attention(nn.Module):
     def logits(self, q: Tensor, k: Tensor) -> Maps:
         """Return the unmasked logits q k / sqrt(d) of each softmax map: (B, heads, T, S) each.
 
-        The dict has the same names of softmax maps as the result of `maps`, such as "map 1".
+        The keys of the dict are the names of these maps in the result of `maps`, such as "map 1".
         """
         return {"map": attention_scores(q, k)}
 
@@ -304,7 +305,10 @@ class Attention(nn.Module):
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
-        """Initialise all buffers, and all parameters except matrices and norm weights."""
+        """Initialise all buffers, and all parameters except matrices and norm weights.
+
+        `diffllm.model.transformer.initialise` initialises the matrices and norm weights.
+        """
 
     def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
         """Count training FLOPs per token: weight matrices, attention logits and weighted values.

@@ -30,6 +30,8 @@ class Pairing(Enum):
 class Lambda(Enum):
     """Formula of lambda, the factor of the second attention map.
 
+    `w_lambda` is a learned matrix, and x is the input of the attention layer.
+
     sigmoid: sigmoid(w_lambda x), one value per token and head.
     raw: w_lambda x, one value per token and head.
     scalar: sigmoid of a learned parameter, one value per head.
@@ -72,9 +74,10 @@ class DiffV2Config(AttentionConfig):
 class DiffV2Attention(Attention):
     """Differential attention V2: attn1 - lambda * attn2.
 
-    By default, lambda = sigmoid(w_lambda x), with one value per token and head, and query heads 2i
-    and 2i + 1 form a pair. With H = model.n_heads, one kernel call with 2H query heads computes
-    attn1 and attn2 of all H pairs.
+    attn1 and attn2 are the softmax attention outputs of the two query heads of a pair. By default,
+    lambda = sigmoid(w_lambda x), with one value per token and head, and query heads 2i and 2i + 1
+    form a pair. With H = model.n_heads, one kernel call with 2H query heads computes attn1 and
+    attn2 of all H pairs.
     """
 
     def __init__(self, model: ModelConfig, cfg: DiffV2Config):

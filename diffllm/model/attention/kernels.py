@@ -31,7 +31,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """Attention kernel for training; at its start, a run prints the value of the chosen member."""
+    """Attention kernel for training. At the start, a run prints the value of the chosen member."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -126,7 +126,7 @@ def prepare_backend(
 
     Args:
         width: largest head width of queries, keys and values.
-        dtype: dtype of queries and keys; None means that any dtype passes.
+        dtype: dtype of queries and keys; None means that the dtype is not checked.
         documents: whether queries see only keys of the same document.
     """
     name = f"model.attention.backend={backend.name}"
@@ -256,7 +256,7 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Try to activate flash-attn-4 with document masking on `device` at head width `width`.
+    """Activate flash-attn-4 if it runs with document masking on `device` at head width `width`.
 
     Return "" on success. On failure, restore torch's own kernels and return an error text.
     """

@@ -161,9 +161,10 @@ def for_all_heads(mask: Tensor) -> bool:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the last dimension of q, k and v with zeros to the same multiple of `multiple`.
+    """Pad the last dimension of q, k and v with zeros to one width, which `multiple` divides.
 
-    The zeros do not change the products of queries and keys.
+    The zeros do not change the products of queries and keys. The attention output has the padded
+    width; its channels after the first dv are zero.
     """
     width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
@@ -323,9 +324,10 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """Multiply attention weights (B, H, T, S) by v (B, S, K, dv): (B, T, H, dv).
+    """Multiply attention weights (B, H, T, S) by v (B, S, K, dv).
 
-    The result has the dtype of `weights`. H / K consecutive query heads share one value head.
+    The result is (B, T, H, dv), in the dtype of `weights`. H / K consecutive query heads share one
+    value head.
     """
     v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))

@@ -102,7 +102,7 @@ class StandardAttention(Attention):
 def with_sink(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Return the arguments with which `attend` computes attention with a sink.
+    """Return arguments for `attend` that add an attention sink to the attention of q, k and v.
 
     The sink adds exp(logit), or 1 if `logit` is None, to the softmax denominator. The sink is an
     additional first key whose value is zero. For a learned logit, q and k get 8 more channels,

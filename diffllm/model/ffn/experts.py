@@ -100,9 +100,9 @@ def leaves_garbage(device: torch.device) -> bool:
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Choose the mean number of rows per expert from which one product serves `w1` and `w3`.
+    """Choose the least mean number of rows per expert at which `w1` and `w3` share one product.
 
-    Below this number, `w1` and `w3` have one product each. None: always one product each.
+    With fewer rows, `w1` and `w3` have one product each. If the value is None, they always do.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -136,13 +136,14 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 def expert_linear(
     x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
 ) -> Tensor:
-    """Return weight[e] @ x[i] for each row i of x (M, in), where e is its expert: (M, out).
+    """Return weight[e] @ x[i] for each row i of x (M, in): (M, out). Row i belongs to expert e.
 
     Args:
         weight: (E, out, in), in the dtype of x.
         beside: if given, a second weight (E, out, in); the result is then (M, 2 out).
         ends: (E,) int32, the index after the last row of each expert; x is sorted by expert.
-        transposed: multiply x (M, out), or (M, 2 out), by transposed weights; return (M, in).
+        transposed: multiply by transposed weights: x is then (M, out), or (M, 2 out) with
+            `beside`, and the result is (M, in).
     """
     weight = weight if beside is None else joined(weight, beside)
     weight = weight.transpose(1, 2) if transposed else weight
@@ -154,7 +155,7 @@ def expert_linear(
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Compute the gradient of `weight` in `expert_linear`, (E, out, in).
+    """Compute the gradient of the argument `weight` of `expert_linear`: (E, out, in).
 
     Args:
         grad: gradient of the output, (M, out).
@@ -189,8 +190,8 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the arguments of `expert_linear`; None for non-differentiable ones.
 
-    `weight` and `beside` have one gradient product each. One product for both would return one
-    tensor, so its halves would need copies.
+    The gradients of `weight` and `beside` are computed by one product each. One product for both
+    would return one tensor, whose halves would need copies into two gradients.
     """
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()

@@ -65,7 +65,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Return the layer's output (B, T, D) for x (B, T, D), token counts and router losses.
+        """For input x (B, T, D), return the output (B, T, D), and token counts and router losses.
 
         If `aux` is given, set aux["router"] to the expert scores (N, E), scaled to sum 1 per token.
         """
@@ -93,7 +93,7 @@ class MoE(nn.Module):
     def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
         """Compute the router losses of this layer; return the losses and `counts`.
 
-        `counts` (E,) is the number of tokens per expert; `length` is the number per sequence.
+        `counts` (E,) holds the tokens per expert; `length` is the number of tokens per sequence.
         """
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
@@ -158,6 +158,6 @@ class _Return(torch.autograd.Function):
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
     """Sum the k rows of each of n tokens: `rows` (n k, D) become (n, D).
 
-    `rows` are sorted by expert; `inverse` (n k,) contains the row indices sorted by token.
+    `rows` are sorted by expert, and rows[inverse] by token; `inverse` is (n k,).
     """
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

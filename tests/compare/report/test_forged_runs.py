@@ -57,7 +57,7 @@ def test_reading_run_json_with_impossible_value_raises_error(tmp_path: Path, fac
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_metrics_skip_and_count_lines_whose_step_does_not_increase(
+def test_metrics_reader_skips_and_counts_lines_whose_step_does_not_increase(
     places: list[tuple[int, int] | None],
 ):
     lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
@@ -66,7 +66,7 @@ def test_metrics_skip_and_count_lines_whose_step_does_not_increase(
     assert (np.diff(metrics.steps) > 0).all()
 
 
-def test_metrics_keep_lines_whose_token_count_decreases():
+def test_metrics_reader_keeps_lines_whose_token_count_decreases():
     metrics = Metrics({"step": step, "tokens": tokens} for step, tokens in [(1, 64), (2, 48)])
     assert metrics.skipped == 0
     assert metrics.tokens.tolist() == [64, 48]
@@ -162,7 +162,7 @@ def backwards(texts: list[str], number: int) -> list[str]:
     ],
     ids=["loss", "signs", "small", "logs", "facts", "flops", "metrics", "clock", "order", "odd"],
 )  # fmt: skip
-def test_commands_on_corrupted_run_directories_succeed_or_report_error_with_exit_code_2(
+def test_commands_exit_with_code_0_or_2_if_run_directories_are_corrupted(
     kept, tmp_path, monkeypatch, forge
 ):
     shutil.copytree(kept, tmp_path / "copy")

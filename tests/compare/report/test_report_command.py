@@ -58,7 +58,7 @@ def files(root):
         ),
     ],
 )
-def test_report_is_written_next_to_runs_with_run_names_in_title(
+def test_report_directory_and_title_are_derived_from_run_paths(
     swept, capsys, words, home, title, found
 ):
     before = files(swept)
@@ -71,7 +71,7 @@ def test_report_is_written_next_to_runs_with_run_names_in_title(
     assert read([Path(word) for word in words])[0].title == title
 
 
-def test_find_runs_returns_run_with_several_paths_only_once(swept):
+def test_find_runs_returns_run_once_if_several_paths_lead_to_the_run(swept):
     link = swept / "link"
     link.symlink_to(swept / "cmp1")
     paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
@@ -80,7 +80,7 @@ def test_find_runs_returns_run_with_several_paths_only_once(swept):
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
-def test_report_needs_out_argument_if_common_directory_is_more_than_one_level_above_runs(
+def test_report_command_requires_out_if_common_directory_is_more_than_one_level_above_runs(
     swept, tmp_path, monkeypatch, capsys
 ):
     for name in ("a/x", "b/y", "b/z"):
@@ -98,7 +98,7 @@ def test_report_needs_out_argument_if_common_directory_is_more_than_one_level_ab
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
-def test_report_notes_sweep_runs_that_have_not_started(swept):
+def test_report_contains_note_about_sweep_runs_that_have_not_started(swept):
     names = [path.name for path in sorted(Path("cmp1").iterdir())]
     planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
     record = swept / "cmp1/sweep.json"
@@ -194,7 +194,9 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
         ("summary.json", ""),
     ],
 )
-def test_report_of_damaged_run_adds_note_and_shows_other_runs(swept, capsys, name, text):
+def test_report_contains_note_about_damaged_run_and_results_of_other_runs(
+    swept, capsys, name, text
+):
     Path("cmp1/standard-seed1", name).write_text(text)
     code, out, err = report(capsys, "cmp1")
     assert (code, err) == (0, "")

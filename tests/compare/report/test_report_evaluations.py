@@ -57,7 +57,7 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_report_shows_mean_and_gap_of_needle_scores_by_depth(runs: Path) -> None:
+def test_report_contains_mean_needle_score_and_gap_to_baseline_at_each_depth(runs: Path) -> None:
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
@@ -73,7 +73,9 @@ def test_report_shows_mean_and_gap_of_needle_scores_by_depth(runs: Path) -> None
     assert "512, depth 0.75" in page(comparison)
 
 
-def test_evaluation_scores_are_averaged_over_seeds_and_paired_by_seed(runs: Path) -> None:
+def test_report_computes_mean_evaluation_score_of_each_variant_and_gap_between_runs_of_same_seed(
+    runs: Path,
+) -> None:
     (mqar,) = compared(runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
     assert [line.of for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]

@@ -82,7 +82,7 @@ def test_report_page_contains_command_and_commit_and_duration_and_text_generated
 
 
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
+def test_report_page_omits_values_of_wrong_type_in_run_json_and_summary_json(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
     summary = json.loads((path / "summary.json").read_text())

@@ -88,7 +88,7 @@ def test_report_states_how_many_gaps_survive_holm_correction(four, shown):
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
-def test_gap_figure_fills_markers_of_gaps_that_survive_holm_correction(four):
+def test_gap_figure_draws_filled_marker_only_for_gap_that_survives_holm_correction(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
@@ -117,7 +117,7 @@ def test_gap_figure_shows_arrow_and_value_for_gap_beyond_axis(four, seeds):
     assert legend == ["95% interval", "mean", "off the scale"]
 
 
-def test_loss_gap_without_variance_or_with_single_seed_is_never_significant():
+def test_loss_gap_is_not_significant_with_equal_values_of_all_seeds_or_single_seed():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
     found = compared(losses)
     gated, diff_v2 = found.rows[1:]
@@ -179,7 +179,7 @@ def with_documents(tmp_path, seeds, texts=40):
     return runs
 
 
-def test_loss_gap_has_bootstrap_interval_over_documents_and_seeds(tmp_path):
+def test_loss_gap_has_bootstrap_interval_only_if_all_runs_store_losses_of_same_documents(tmp_path):
     runs = with_documents(tmp_path, LEAST_SEEDS)
     found = compare(runs, title="made")
     row = found.rows[1]

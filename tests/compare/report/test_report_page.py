@@ -188,7 +188,7 @@ def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     return {column.title: column.cells for column in columns}
 
 
-def test_gap_cell_shows_tag_no_difference_if_confidence_interval_contains_0():
+def test_gap_cell_contains_text_no_difference_shown_if_confidence_interval_contains_0():
     comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
     base, row = comparison.rows
 
@@ -257,7 +257,7 @@ def test_smoothed_curve_equals_centred_running_mean(n, points):
     assert smooth[0] == pytest.approx(series.values[: half + 1].mean())
 
 
-def test_downsampled_curve_keeps_minimum_and_maximum():
+def test_downsampled_curve_contains_minimum_and_maximum_loss_of_all_seeds():
     y = np.random.default_rng(0).normal(size=(3, 2000))
     y[0, 333], y[1, 1555] = 90, -90
     band = curves.over_seeds([Series(np.arange(2000), seed) for seed in y])
@@ -277,7 +277,7 @@ def with_baseline(comparison: Comparison) -> Comparison:
     return comparison
 
 
-def test_loss_gap_curve_is_paired_by_seed():
+def test_loss_gap_curve_equals_mean_loss_difference_between_runs_of_same_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
@@ -291,7 +291,7 @@ def test_loss_gap_curve_is_paired_by_seed():
     assert curves.gap_band(base) is None
 
 
-def test_layer_figure_uses_last_common_step_of_finished_runs_or_else_of_all_runs():
+def test_layer_figure_ignores_unfinished_runs_if_at_least_one_run_is_finished():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])

@@ -220,7 +220,9 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_loss_gap_compares_row_to_baseline_runs_with_same_config_values(tmp_path, case):
+def test_loss_gap_of_swept_variant_uses_baseline_runs_with_same_values_of_swept_keys(
+    tmp_path, case
+):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]
@@ -265,7 +267,7 @@ OF_NO_EFFECT = [
         OF_NO_EFFECT,
     ),
 )
-def test_runs_that_differ_only_in_config_keys_without_effect_on_loss_share_one_row(
+def test_comparison_averages_runs_that_differ_only_in_seed_and_config_keys_without_effect_on_loss(
     tmp_path, override
 ):
     variant = "diff_v1" if "values" in override else "standard"
@@ -388,7 +390,9 @@ def test_loss_of_heldout_sample_is_not_compared_with_loss_of_whole_split(tmp_pat
     assert values == {"5000", "12345678901"}
 
 
-def test_loss_with_eval_tokens_above_heldout_size_is_comparable_to_loss_of_whole_split(tmp_path):
+def test_run_with_eval_tokens_above_heldout_size_is_comparable_to_run_evaluated_on_whole_split(
+    tmp_path,
+):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
     whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
     assert compare([whole, more]).differences == []
@@ -398,7 +402,9 @@ def test_loss_with_eval_tokens_above_heldout_size_is_comparable_to_loss_of_whole
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
-def test_adding_run_with_other_config_value_does_not_change_gaps_of_other_rows(tmp_path, override):
+def test_comparison_returns_unchanged_loss_gaps_if_runs_with_different_config_are_added(
+    tmp_path, override
+):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
@@ -439,7 +445,7 @@ def test_unfinished_run_is_in_table_but_excluded_from_loss_and_gap(tmp_path):
     assert said(found, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
 
 
-def test_nan_loss_of_run_adds_note_and_is_excluded_from_mean_loss(tmp_path):
+def test_mean_loss_excludes_seeds_with_nan_or_null_heldout_loss(tmp_path):
     runs = written(tmp_path, ("standard", 4.0), ("standard seed=1", math.nan), ("standard seed=2",))
     runs[2].summary["heldout_loss"] = None
     found = compare(runs)
@@ -449,7 +455,7 @@ def test_nan_loss_of_run_adds_note_and_is_excluded_from_mean_loss(tmp_path):
     assert len(said(found, "is not finite")) == 2
 
 
-def test_loss_gap_uses_common_seeds_and_note_names_other_seeds(tmp_path):
+def test_loss_gap_excludes_seeds_that_only_variant_or_only_baseline_has(tmp_path):
     seeds = {"standard": (0, 1, 2), "diff_v2": (2, 1, 5), "gated": (8,)}
     words = [(f"{variant} seed={seed}",) for variant, own in seeds.items() for seed in own]
     found = compare(written(tmp_path, *words))
@@ -499,7 +505,9 @@ def test_note_on_unequal_parameter_counts_suggests_match_params_to(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "notes"), [(1_005_000, 0), (1_005_100, 1), (994_900, 1)])
-def test_parameter_difference_above_half_a_percent_adds_note(tmp_path, count, notes):
+def test_comparison_adds_note_if_parameter_counts_differ_by_more_than_half_a_percent(
+    tmp_path, count, notes
+):
     counts = {"standard": 1_000_000, "gated": count}
     runs = written(tmp_path, *((name, 4.0, {"parameters": n}) for name, n in counts.items()))
     assert len(compare(runs).notes) == notes
@@ -508,7 +516,9 @@ def test_parameter_difference_above_half_a_percent_adds_note(tmp_path, count, no
 @pytest.mark.parametrize(
     ("facts", "named"), [({"device": "H"}, "device (CPU, H)"), ({"ranks": 8}, "ranks (1, 8)")]
 )
-def test_runs_on_different_machines_have_gap_and_note_on_speed(tmp_path, facts, named):
+def test_comparison_of_runs_on_different_hardware_computes_loss_gap_and_adds_note_on_throughput(
+    tmp_path, facts, named
+):
     other = ("standard_sink compile=true", 4.0, facts | {"compiled": True})
     found = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
     assert found.differences == []
@@ -538,7 +548,7 @@ def test_damaged_metrics_line_adds_note_unless_last_line_is_incomplete(tmp_path)
 # Columns
 
 
-def test_report_csv_columns_contain_statistics_over_seeds(tmp_path):
+def test_report_csv_contains_mean_or_minimum_or_maximum_of_each_metric_over_seeds(tmp_path):
     for seed in (0, 1):
         lines = metric_lines(20, 256, 4.0)
         for line in lines:
@@ -646,7 +656,9 @@ def write_config_change(path, step, **made):
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 
-def test_run_with_config_changed_during_training_has_separate_row_without_gap(tmp_path):
+def test_run_with_config_changed_during_training_does_not_affect_loss_gap_of_unchanged_runs(
+    tmp_path,
+):
     paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})
     before = compare(loaded(paths))
     extended = write_run(tmp_path / "b", "attention=diff_v2", "seed=0", loss=1.0)
@@ -662,7 +674,7 @@ def test_run_with_config_changed_during_training_has_separate_row_without_gap(tm
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
-def test_runs_with_config_changed_after_first_step_have_no_loss_gap_to_baseline(
+def test_comparison_computes_no_loss_gap_for_runs_with_config_changed_after_step_0(
     tmp_path, step, gap
 ):
     paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})

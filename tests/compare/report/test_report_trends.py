@@ -67,7 +67,7 @@ def sentence(found):
         (-0.03, 0.002, "shows no trend: +0.0020 nats"),
     ],
 )
-def test_verb_of_trend_sentence_follows_from_slope_and_sign_of_loss_gap(
+def test_trend_sentence_states_whether_loss_gap_grows_or_shrinks_or_crosses_0_or_has_no_trend(
     tmp_path, start, slope, words
 ):
     said = sentence(compared(tmp_path, start, slope))

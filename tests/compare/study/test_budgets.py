@@ -109,13 +109,13 @@ def test_study_rule_with_log_scale_and_at_flops_raises_if_metric_value_is_zero(t
         apply_rules(study_file(tmp_path / "study.yaml", rule, **ARMS, **more), arms)
 
 
-def test_study_gap_at_equal_parameters_is_omitted_if_arms_differ_in_size(tmp_path):
+def test_study_computes_no_gap_at_equal_parameters_if_parameter_counts_of_arms_differ(tmp_path):
     found = judged(tmp_path, sizes={**SIZES, "v2": (11_200, 66_000.0)})
     assert found.equal[0].parameters == "not measured: v2 has 12% more parameters"
     assert "| not measured: v2 has 12% more parameters |" in markdown(found)
 
 
-def test_verdict_with_unknown_flops_has_no_gap_at_equal_flops_and_rejects_rule_with_at_flops(
+def test_verdict_computes_no_gap_at_equal_flops_if_training_flops_of_arm_are_unknown(
     tmp_path,
 ):
     sizes = {**SIZES, "v2": (10_040, None)}

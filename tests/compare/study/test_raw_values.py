@@ -142,7 +142,7 @@ def change(*keys, value):
         (change("texts", 0, "tokens", 0, value=0), "texts[0] has documents without tokens"),
     ],
 )
-def test_values_json_that_is_damaged_or_of_other_study_prints_single_error_line(
+def test_verdict_command_prints_single_error_line_if_values_json_is_invalid_or_of_different_study(
     forty, tmp_path, capsys, edit, said
 ):
     study, file = forty

@@ -80,7 +80,7 @@ def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
 
 
-def test_log_rank_rule_with_equal_times_in_all_runs_is_underpowered(tmp_path):
+def test_log_rank_rule_is_underpowered_if_all_runs_reach_target_accuracy_at_same_time(tmp_path):
     arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert (found.verdict, found.p) == ("underpowered", 1)
@@ -113,7 +113,7 @@ def test_log_rank_test_censors_run_that_diverges_after_reaching_target_accuracy(
         ("hidden_top1", HIGHER, 1),
     ],
 )
-def test_difference_rule_never_shows_that_arm_with_more_diverged_runs_is_better(
+def test_difference_rule_is_underpowered_if_better_arm_has_more_diverged_runs(
     tmp_path, metric, rule, sign
 ):
     half = 3.0 + noise(8)
@@ -130,7 +130,7 @@ def test_difference_rule_never_shows_that_arm_with_more_diverged_runs_is_better(
     assert other.verdict == "underpowered"
 
 
-def test_log_rank_rule_never_shows_that_arm_with_more_diverged_runs_is_faster(tmp_path):
+def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert (found.verdict, found.p) == ("underpowered", 1)
@@ -152,7 +152,7 @@ def test_log_rank_rule_never_shows_that_arm_with_more_diverged_runs_is_faster(tm
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
-def test_divergence_of_all_runs_of_one_arm_decides_the_rule(
+def test_loss_or_accuracy_rule_treats_arm_as_worse_if_all_of_its_runs_diverged(
     tmp_path, metric, rule, v2_diverges, verdict
 ):
     arms = [[NAN] * 4, list(4 + noise(4))]
@@ -164,7 +164,7 @@ def test_divergence_of_all_runs_of_one_arm_decides_the_rule(
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_confidence_bounds_exclude_zero_if_and_only_if_rule_is_shown_or_refuted(
+def test_difference_rule_is_shown_or_refuted_if_and_only_if_confidence_bounds_exclude_0(
     tmp_path, shift, test
 ):
     half = 4 + noise(8)
@@ -179,7 +179,7 @@ def test_confidence_bounds_exclude_zero_if_and_only_if_rule_is_shown_or_refuted(
             assert f"95% {word} bound {bound:+.4g}" in found.reason
 
 
-def test_p_value_of_refutation_is_adjusted_for_all_rules_of_study(tmp_path):
+def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_path):
     half, standard = 4 + noise(6), 4.02 + noise(6, seed=7)
     v2 = half + 0.005 + noise(6, 0.008, seed=1)
     arms = [*two(v2, half), forged("standard", standard)]
@@ -208,7 +208,7 @@ def test_p_value_of_refutation_is_adjusted_for_all_rules_of_study(tmp_path):
         (0.05, ALIKE, "refuted"),
     ],
 )
-def test_verdict_on_gap_within_margin_states_whether_gap_is_significant(
+def test_verdict_distinguishes_significant_from_insignificant_gap_within_margin(
     tmp_path, shift, rule, verdict
 ):
     half = 4 + noise(8)
@@ -218,7 +218,7 @@ def test_verdict_on_gap_within_margin_states_whether_gap_is_significant(
     assert found.verdict == verdict, found.reason
 
 
-def test_holm_correction_counts_equivalence_rules_and_rules_with_margin_together(tmp_path):
+def test_holm_correction_of_equivalence_rule_also_counts_difference_rules_with_margin(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
@@ -298,7 +298,9 @@ def with_documents(gaps, sd, n=24, seeds=8):
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_verdict_is_not_robust_if_gap_varies_between_documents(tmp_path, scale, test):
+def test_verdict_is_not_robust_if_document_bootstrap_interval_of_gap_contains_0(
+    tmp_path, scale, test
+):
     words = {"scale": scale, "test": test}
     if scale == "log":
         for arm in (arms := with_documents(-0.02, 0.2)):
@@ -325,7 +327,7 @@ def test_verdict_is_underpowered_if_document_bootstrap_bounds_lie_outside_margin
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_study_bootstrap_over_documents_needs_eight_seeds(tmp_path):
+def test_difference_rule_omits_document_bootstrap_if_arms_have_fewer_than_eight_seeds(tmp_path):
     (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
     assert (found.verdict, found.documents) == ("shown", None)
 
@@ -381,7 +383,9 @@ def test_run_whose_final_metric_is_not_finite_counts_as_diverged(tmp_path):
 
 @pytest.mark.parametrize("lost", ["v2", "half", None])
 @pytest.mark.parametrize(("rule", "gap"), [(LOWER, -0.3), (HIGHER, 0.3), (ALIKE, 0.0)])
-def test_lr_sensitivity_rule_never_favours_arm_with_more_diverged_runs(tmp_path, rule, gap, lost):
+def test_lr_sensitivity_rule_is_underpowered_if_claimed_better_arm_has_more_diverged_runs(
+    tmp_path, rule, gap, lost
+):
     half = 0.4 + noise(5)
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite

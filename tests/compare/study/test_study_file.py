@@ -30,7 +30,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_load_study_reads_all_numbers_of_study_file(tmp_path):
+def test_load_study_parses_numbers_in_scientific_notation_without_decimal_point(tmp_path):
     study = load_study(written(tmp_path, GOOD))
     assert study.lr.grid == [1e-3, 2e-3, 4e-3]  # text in YAML 1.1
     assert study.rule.words(study.metric) == (

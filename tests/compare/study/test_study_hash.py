@@ -63,7 +63,9 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(written):
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_verdict_names_first_run_whose_config_differs_from_study(written, old, new, said):
+def test_verdict_is_exploratory_and_contains_differing_key_if_config_of_run_differs_from_study(
+    written, old, new, said
+):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
     found = judge(study, out)
@@ -76,7 +78,7 @@ def test_verdict_names_first_run_whose_config_differs_from_study(written, old, n
     ("metric", "file"),
     [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
 )
-def test_error_about_missing_metric_names_arm_seed_and_file(tmp_path, metric, file):
+def test_error_about_missing_metric_contains_arm_and_seed_and_file_path(tmp_path, metric, file):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, metric=metric)
     out = tmp_path / "out"
     write_arms(study, out, LOSSES)

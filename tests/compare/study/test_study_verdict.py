@@ -248,7 +248,7 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
 
 
-def test_study_rule_accepts_any_logged_metric_and_raises_if_missing(tmp_path):
+def test_study_rule_accepts_only_metrics_that_runs_have_logged(tmp_path):
     found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
@@ -287,7 +287,7 @@ def chosen(study, arm, out):
     return next(choice for choice in choose_all(study, out) if choice.arm == arm)
 
 
-def test_best_learning_rate_at_end_of_grid_extends_the_grid(tmp_path):
+def test_learning_rate_grid_is_extended_if_best_rate_is_at_its_end(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
     assert [run.lr for run in chosen(study, "v2", out).wanted] == [0.0005]
@@ -321,7 +321,7 @@ def test_study_run_exits_1_and_names_arm_that_diverged_at_every_learning_rate(
 
 
 @pytest.mark.slow
-def test_verdict_is_not_comparable_if_best_learning_rate_is_at_end_of_grid(tmp_path):
+def test_verdict_is_not_comparable_if_best_learning_rate_is_at_end_of_extended_grid(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
@@ -335,7 +335,7 @@ def test_verdict_is_not_comparable_if_best_learning_rate_is_at_end_of_grid(tmp_p
 # Written pages
 
 
-def test_verdict_page_markdown_and_command_show_same_verdict(tmp_path, capsys):
+def test_html_and_markdown_and_json_output_of_study_verdict_contain_same_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     text = verdict_html(found)
@@ -360,7 +360,7 @@ def test_verdict_page_markdown_and_command_show_same_verdict(tmp_path, capsys):
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
 
 
-def test_verdict_page_states_run_sizes_and_which_conditions_are_equal_across_arms(tmp_path):
+def test_verdict_page_describes_sizes_of_runs_and_differences_between_arms(tmp_path):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -432,7 +432,7 @@ def dry_run(study, out, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_study_dry_run_estimates_time_from_pilot_runs_until_study_has_finished_runs(
+def test_study_dry_run_estimates_time_from_pilot_runs_if_study_has_no_finished_runs(
     tmp_path, capsys
 ):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
@@ -457,7 +457,7 @@ def test_study_dry_run_estimates_time_from_pilot_runs_until_study_has_finished_r
     assert not (out / "sweep.json").exists()
 
 
-def test_study_flops_with_document_masks_use_visible_keys_from_config_or_run_summary(tmp_path):
+def test_study_flops_with_document_masking_are_computed_from_number_of_visible_keys(tmp_path):
     masked = "data.mask_documents=true"
 
     def cost(name, *words):
@@ -576,7 +576,7 @@ def test_log_rank_rule_is_underpowered_if_one_arm_has_no_run(tmp_path):
     assert "0 of 0 runs of half reach it" in found.reasons[-1]
 
 
-def test_verdict_composes_one_config_per_arm_for_any_number_of_seeds(tmp_path, monkeypatch):
+def test_judge_composes_config_once_per_arm_for_any_number_of_seeds(tmp_path, monkeypatch):
     counts = []
     for seeds in (4, 40):
         place = tmp_path / str(seeds)

@@ -86,7 +86,7 @@ def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, boun
     assert found.reason.startswith(said)
 
 
-def test_trend_rule_is_underpowered_if_slopes_are_equal_or_if_runs_of_only_one_arm_diverge(
+def test_trend_rule_is_underpowered_if_slopes_are_equal_or_only_one_arm_diverges(
     tmp_path,
 ):
     slopes = -0.01 + NOISE
@@ -99,7 +99,7 @@ def test_trend_rule_is_underpowered_if_slopes_are_equal_or_if_runs_of_only_one_a
     assert both.gap.seeds == 4
 
 
-def test_trend_rule_compares_slopes_of_seeds_with_welch_test_and_with_log_scale(tmp_path):
+def test_trend_rule_compares_slopes_of_arms_with_welch_test_or_on_log_scale(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -111,7 +111,7 @@ def test_trend_rule_compares_slopes_of_seeds_with_welch_test_and_with_log_scale(
     assert "nats" not in found.reason
 
 
-def test_trend_rule_raises_error_if_common_points_are_too_few_or_evaluated_documents_differ(
+def test_trend_rule_raises_error_if_arms_have_too_few_common_points_or_different_documents(
     tmp_path,
 ):
     study = study_file(tmp_path / "study.yaml", TOKENS)
@@ -160,7 +160,7 @@ def test_trend_over_parameters_is_slope_of_gaps_over_model_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
-def test_trend_over_parameters_raises_error_for_equal_or_wrongly_ordered_model_sizes(
+def test_trend_over_parameters_raises_error_if_model_sizes_are_equal_or_last_arm_is_not_largest(
     tmp_path, parameters
 ):
     with pytest.raises(
@@ -218,7 +218,9 @@ def test_trend_rule_raises_error_if_metric_has_no_training_curve_or_position_los
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
 
-def test_study_with_too_few_evaluations_or_wrongly_ordered_model_sizes_does_not_start(tmp_path):
+def test_study_check_raises_error_if_trend_has_too_few_evaluations_or_last_arm_is_not_largest(
+    tmp_path,
+):
     study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
     check_study_runs(study, tmp_path / "out", 1)
     text = study.path.read_text()
@@ -256,9 +258,7 @@ def written(tmp_path, rule, **more):
 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
-def test_verdict_page_describes_change_of_loss_gap_of_first_rule_over_training_tokens(
-    tmp_path, test
-):
+def test_verdict_page_describes_how_loss_gap_changes_over_training_tokens(tmp_path, test):
     difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
     found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
@@ -283,7 +283,7 @@ def test_trend_rule_over_tokens_uses_losses_logged_during_training(tmp_path):
     )
 
 
-def test_trend_rule_over_position_reads_evaluation_of_last_step(tmp_path):
+def test_trend_rule_over_position_uses_position_evaluation_at_last_step(tmp_path):
     study, out = written(tmp_path, POSITION), tmp_path / "out"
     for name in ("half", "v2"):
         for seed, noise in enumerate(NOISE):

@@ -93,7 +93,7 @@ def test_sweep_over_continuous_interval_of_values_raises_error() -> None:
         combinations(split_overrides(["optim.lr=interval(0,1)"])[0])
 
 
-def test_launcher_overrides_are_separated_from_run_overrides() -> None:
+def test_split_overrides_separates_launcher_overrides_from_run_overrides() -> None:
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
     overrides, launcher = split_overrides(["seed=0,1", *words])
     assert launcher == words

@@ -66,7 +66,7 @@ def test_sweep_with_added_values_runs_only_new_combinations() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
-def test_sweep_resume_with_changed_value_of_unswept_key_raises_error_that_names_key() -> None:
+def test_sweep_resume_raises_error_if_value_of_unswept_config_key_was_changed() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
     for values in ("0,1", "2,3"):  # The same runs, and different runs.
@@ -147,7 +147,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
-def test_command_for_run_sweep_or_study_fails_without_file_changes_in_directory_of_another_kind(
+def test_command_prints_error_if_output_directory_was_created_by_another_type_of_command(
     workplace: Path, there: str, words: list[str], said: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
@@ -168,7 +168,7 @@ def test_command_for_run_sweep_or_study_fails_without_file_changes_in_directory_
     assert snapshot(workplace) == before
 
 
-def test_sweep_with_resume_never_raises_error_if_runs_exist() -> None:
+def test_sweep_raises_error_if_runs_exist_and_resume_is_set_to_never() -> None:
     pretend(planned("seed=0,1")[:1])
     with pytest.raises(ConfigError, match="mine/seed0 contains a run, but resume=never"):
         planned("seed=0,1", "resume=never")
@@ -201,7 +201,7 @@ def job(path: Path, number: int = 1) -> Job:
     return Job(number, 2, path.name, str(path), 10, [], False)
 
 
-def test_sweep_output_lists_result_or_failure_reason_of_each_run(
+def test_sweep_prints_loss_or_failure_reason_of_each_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, failed = Path("s/done"), Path("s/failed")
@@ -319,7 +319,7 @@ def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
         in_queue("7_0")
 
 
-def test_adding_swept_key_raises_error_if_slurm_has_queued_runs_of_sweep(squeue):
+def test_sweep_plan_raises_error_if_swept_key_is_added_while_runs_are_in_slurm_queue(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
