@@ -139,7 +139,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_damaged_evaluation_result_is_skipped_or_read_with_original_values(ended: Path) -> None:
+def test_damaged_evaluation_file_never_gives_wrong_values(ended: Path) -> None:
     file = ended / "evaluation" / "step-00000004" / "own.jsonl"
     whole, before = file.read_bytes(), read_result(file, KEY)
     first, *lines = whole.splitlines(keepends=True)
@@ -156,7 +156,7 @@ def test_damaged_evaluation_result_is_skipped_or_read_with_original_values(ended
     try_all(check, damaged(whole) | other_first, 100)
 
 
-def test_damaged_file_of_document_losses_is_refused_or_read_with_original_values(
+def test_damaged_document_losses_file_never_gives_wrong_values(
     ended: Path,
 ) -> None:
     file = ended / "heldout" / "step-00000004.npz"

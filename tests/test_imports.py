@@ -131,7 +131,7 @@ def test_distributed_package_does_not_import_attention_classes():
 
 
 @pytest.mark.parametrize("part", STANDALONE)
-def test_data_optim_checkpoint_metrics_and_core_do_not_import_model_or_training(part):
+def test_standalone_packages_do_not_import_model_or_training_package(part):
     files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of models
     assert files
     assert all(path.is_file() for path in files)
@@ -177,7 +177,7 @@ TRAINING = (
 """Layers of modules in `training`; a module imports only from earlier layers."""
 
 
-def test_training_package_imports_no_evaluation_module_except_heldout_and_no_compare_module():
+def test_training_package_imports_only_heldout_from_evaluation_package():
     files = modules("training")
     assert len(files) > 10
     for path in files:
@@ -207,7 +207,7 @@ def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
     return below_it.union(*(reachable(imports, other) for other in below_it))
 
 
-def test_architecture_diagram_equals_transitive_reduction_of_package_imports():
+def test_architecture_diagram_matches_package_imports():
     """The diagram has one arrow per import, except imports that follow from other arrows."""
     imports = rooms()
     expected = {

@@ -78,7 +78,7 @@ def test_weight_decay_applies_only_to_tensors_with_two_or_more_dimensions():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-5)])
-def test_optimizer_steps_equal_adamw_steps_computed_from_equations(dtype, tolerance):
+def test_optimizer_steps_match_adamw_equations(dtype, tolerance):
     cfg = OptimConfig(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
     params = tensors(dtype)
     theta = {name: param.detach().double() for name, param in params.items()}
@@ -114,7 +114,7 @@ def test_optimizer_steps_equal_adamw_steps_computed_from_equations(dtype, tolera
         )
 
 
-def test_optimizer_step_uses_moments_if_written_in_place_into_result_of_optimizer_tensors():
+def test_optimizer_step_uses_moments_loaded_in_place():
     params = tensors(torch.float32)
     optimizer = build_optimizer(params, OptimConfig(lr=0.1))
     state = optimizer_tensors(optimizer, params)

@@ -125,7 +125,7 @@ SECRET = SECRETS["WANDB_API_KEY"]
         (f"wandb={{mode: offline, api_key: {SECRET}}}", "wandb"),
     ],
 )
-def test_error_for_secret_in_overrides_omits_secret(word, key):
+def test_override_error_omits_secret_value(word, key):
     with pytest.raises(ConfigError, match=r"set secrets in the environment") as caught:
         load_config(["model=tiny", word])
     assert str(caught.value).startswith(f"{key}: ")
@@ -135,13 +135,13 @@ def test_error_for_secret_in_overrides_omits_secret(word, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["-m", "seed=0,1"], []])
-def test_train_command_with_secret_in_overrides_leaks_no_secret(tmp_path, environment, words):
+def test_train_command_leaks_no_secret_from_overrides(tmp_path, environment, words):
     given = train_command([*words, f"wandb.api_key={SECRET}"])
     output = output_without_secrets(given, tmp_path, environment, 2)
     assert output.startswith("error: wandb.api_key: set secrets in the environment")
 
 
-def test_config_keys_with_names_similar_to_secrets_are_accepted():
+def test_config_keys_similar_to_secret_names_are_accepted():
     cfg = load_config(["data.tokenizer=token.model", "data.tokenizer_sample_bytes=7"])
     assert (cfg.data.tokenizer, cfg.data.tokenizer_sample_bytes) == ("token.model", 7)
     cfg = load_config(["data.sample_prompt='the secret: key=3, token: 4'"])

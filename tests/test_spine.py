@@ -102,7 +102,7 @@ def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
     return [(file, function) for file, function in json.loads(printed[-1])]
 
 
-def test_number_of_source_files_and_package_changes_in_training_step_is_limited(tmp_path):
+def test_training_step_enters_limited_number_of_source_files(tmp_path):
     calls = calls_of_a_step(tmp_path)
     assert calls[0] == ("distributed/watch.py", "reached")
     assert {"train_step", "forward", "judge"} <= {function for _, function in calls}
@@ -114,7 +114,7 @@ def test_number_of_source_files_and_package_changes_in_training_step_is_limited(
 
 
 @pytest.mark.parametrize("masked", ["false", "true"])
-def test_training_step_without_logging_does_not_read_tensor_values_on_host(tmp_path, masked):
+def test_unlogged_training_step_reads_no_tensor_value_on_host(tmp_path, masked):
     printed = trained_by(HOST, tmp_path, f"data.mask_documents={masked}")
     assert {"step 3", "step 5", "the end, after step 6"} <= set(printed)
 
@@ -124,7 +124,7 @@ def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-def test_training_functions_have_no_nested_functions_and_at_most_six_arguments():
+def test_training_functions_meet_structure_limits():
     files = sorted((PACKAGE / "training").glob("*.py"))
     assert {"loop.py", "run.py", "start.py", "step.py"} <= {path.name for path in files}
     for path in files:
@@ -138,7 +138,7 @@ def test_training_functions_have_no_nested_functions_and_at_most_six_arguments()
             assert count <= 6, f"{where} takes {count} arguments"
 
 
-def test_functions_passed_to_rank_0_broadcasts_do_not_append_to_lists():
+def test_callbacks_of_rank_0_broadcasts_do_not_append_to_lists():
     """Callbacks must return rank 0's objects through `broadcast_and_keep`."""
     chosen = 0
     for path in sorted(PACKAGE.rglob("*.py")):

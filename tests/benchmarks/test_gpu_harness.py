@@ -36,7 +36,7 @@ def measured(folder, items, resume=False, seconds=1000, **changes):
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
 
 
-def test_gpu_harness_records_failures_and_timeouts_and_then_runs_remaining_measurements(tmp_path):
+def test_gpu_harness_runs_remaining_measurements_after_failure_or_timeout(tmp_path):
     child = tmp_path / "child"
     hanging = {"how": "hangs", "child": str(child)}
     items = [item("raises"), item("dies"), item("slow"), item("fast")]
@@ -56,14 +56,14 @@ def test_gpu_harness_records_failures_and_timeouts_and_then_runs_remaining_measu
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_gpu_harness_returns_names_of_measurements_skipped_for_lack_of_time_before_deadline(
+def test_gpu_harness_skips_measurement_that_cannot_end_before_deadline(
     tmp_path,
 ):
     lines, left = measured(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 
 
-def test_gpu_harness_resume_skips_only_successful_measurements_of_same_code_and_arguments(tmp_path):
+def test_resumed_gpu_harness_repeats_failed_and_changed_measurements(tmp_path):
     items = [item("fast"), item("raises")]
     measured(tmp_path, items)
     for words, again in (
@@ -95,7 +95,7 @@ def test_config_of_every_gpu_measurement_loads(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_harness_measures_duration_of_training_step_and_of_each_part_of_step(tmp_path):
+def test_gpu_harness_measures_duration_of_each_part_of_training_step(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
     names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
@@ -126,7 +126,7 @@ def test_gpu_harness_measures_duration_of_training_step_and_of_each_part_of_step
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>", "pointwise"),
     ],
 )
-def test_profiled_kernel_is_assigned_by_name_to_part_of_training_step(kernel, part):
+def test_kernel_name_determines_part_of_training_step(kernel, part):
     assert part_of(kernel) == part
 
 
@@ -134,7 +134,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_flops_per_token_counts_all_keys_for_full_and_visible_keys_for_causal_attention():
+def test_causal_flop_count_includes_only_visible_keys():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len
@@ -146,7 +146,7 @@ def test_flops_per_token_counts_all_keys_for_full_and_visible_keys_for_causal_at
     assert full == pytest.approx(products + maps)
 
 
-def test_loss_of_plain_llama_model_equals_loss_of_diffllm_model_with_standard_attention():
+def test_plain_llama_model_returns_same_loss_as_diffllm_model():
     cfg = tiny("attention=standard", "model.init_std=0.2").model
     model, plain = build_model(cfg), PlainLlama(cfg)
     with torch.no_grad():

@@ -24,7 +24,7 @@ def row(number, contestant, speed):
     }  # fmt: skip
 
 
-def test_benchmark_summary_contains_speed_ratios_of_frameworks_measured_in_same_round():
+def test_benchmark_summary_computes_speed_ratios_within_each_round():
     speeds = {
         "LitGPT": [50, 100, None],
         "diffllm": [100, 150, 300],
@@ -41,9 +41,7 @@ def test_benchmark_summary_contains_speed_ratios_of_frameworks_measured_in_same_
     assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in lines
 
 
-def test_benchmark_skips_framework_that_is_not_installed_and_prints_reason_in_one_line(
-    tmp_path, monkeypatch, capsys
-):
+def test_benchmark_skips_framework_that_is_not_installed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peers, "PEERS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--contestants", "diffllm", "LitGPT"])
     monkeypatch.setattr(peers, "measure", lambda name, *_: row(0, name, 100))
@@ -54,9 +52,7 @@ def test_benchmark_skips_framework_that_is_not_installed_and_prints_reason_in_on
 
 
 @pytest.mark.parametrize("contestant", slow_but(["diffllm"], ["diffllm", "diffllm trainer"]))
-def test_benchmark_measures_step_and_whole_trainer_of_diffllm_on_tiny_model(
-    contestant, tmp_path, monkeypatch
-):
+def test_benchmark_measures_speed_of_diffllm_on_tiny_model(contestant, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "SHAPES", {"A": TINY})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     args = Namespace(seconds=0.1, attention="gated")

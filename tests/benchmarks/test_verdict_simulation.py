@@ -14,7 +14,7 @@ import verdict_simulation as simulation
 
 
 @pytest.mark.slow
-def test_simulated_error_rates_of_verdicts_exceed_allowed_rates_by_at_most_4_standard_errors():
+def test_verdict_error_rates_stay_within_limits_in_simulation():
     # Four standard errors: some of about 200 shares exceed two standard errors by chance.
     rows = simulation.run(150, echo=lambda line: None, errors=4)
     assert [row for row in rows if row["beyond_limits"]] == []
@@ -23,7 +23,7 @@ def test_simulated_error_rates_of_verdicts_exceed_allowed_rates_by_at_most_4_sta
     assert by_name["log-rank, sooner", 8, "labels"]["decided"] > 0.9
 
 
-def test_verdict_simulation_reports_problem_if_decision_rule_ignores_diverged_runs(monkeypatch):
+def test_verdict_simulation_detects_rule_that_ignores_diverged_runs(monkeypatch):
     scenario = simulation.SCENARIOS["better, but diverges"]
     rng = np.random.default_rng(1)
     honest = simulation.simulate(scenario, "paired", 5, 40, rng)

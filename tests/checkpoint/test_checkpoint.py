@@ -79,7 +79,7 @@ def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
     return checkpointer.directory / f"step-{number:08d}"
 
 
-def test_resume_restores_recent_losses_and_gradient_norms_used_by_spike_detection(checkpointer):
+def test_resume_restores_loss_history_for_spike_detection(checkpointer):
     spike = ["train.skip_step=spike"]
     t, state = training("diff_v2", *spike), LoopState()
     for i in range(130):
@@ -240,7 +240,7 @@ def test_list_checkpoints_sorts_by_step_and_ignores_all_other_paths(checkpointer
     ("name", "shape", "said"),
     [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read the checkpoint")],
 )
-def test_load_tensors_raises_error_if_tensor_is_missing_or_has_different_shape(
+def test_load_tensors_raises_error_for_missing_tensor_or_wrong_shape(
     checkpointer, name, shape, said
 ):
     path = saved(checkpointer)

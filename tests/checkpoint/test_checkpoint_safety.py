@@ -154,7 +154,7 @@ class Got:
         return getattr, self.words
 
 
-def test_unpickling_checkpoint_index_allows_getattr_only_for_enum_members():
+def test_checkpoint_index_unpickler_allows_getattr_only_for_enum_members():
     def read(kind: Any, name: str) -> Any:
         return RecordUnpickler(io.BytesIO(pickle.dumps(Got(kind, name)))).load()
 
@@ -214,7 +214,7 @@ def test_forged_checkpoint_is_refused_by_every_command(run, tmp_path, name, capf
 
 
 @pytest.mark.parametrize("forge", [pickle_as_index, pickle_inside_the_index, bytes_entry])
-def test_forged_checkpoint_runs_code_if_loaded_by_torch_directly(run, tmp_path, forge):
+def test_plain_torch_executes_code_of_forged_checkpoint(run, tmp_path, forge):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     forge(path, marker)
     with warnings.catch_warnings(), contextlib.suppress(Exception, CheckpointException):
@@ -353,9 +353,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", slow_but(["plugins alone", "a variant"], NAMED))
-def test_commands_do_not_import_plugin_named_only_in_config_of_run_directory(
-    run, evil, name, capfd
-):
+def test_commands_do_not_import_plugins_named_in_run_config(run, evil, name, capfd):
     file = run / "config.yaml"
     text = file.read_text()
     for old, new in [("plugins: []\n", "plugins:\n- evil_plugin\n"), *NAMED[name]]:
@@ -408,7 +406,7 @@ GUARDED = [
 ]
 
 
-def test_unsafe_loaders_such_as_pickle_are_called_only_in_files_of_allowlist():
+def test_unsafe_loaders_are_called_only_in_allowlisted_files():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))

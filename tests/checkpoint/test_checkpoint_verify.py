@@ -89,7 +89,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_resume_reports_damaged_checkpoints_and_does_not_delete_files(three, capfd):
+def test_resume_prints_warning_for_each_damaged_checkpoint(three, capfd):
     flip_bit(three[2] / ".metadata")
     (three[1] / "state.json").unlink()
     before = content(three[2]), content(three[1])
@@ -139,9 +139,7 @@ def kept(directory: Path) -> list[int]:
     ("keep_last", "keep_every", "left"),
     [(2, 30, [30, 60, 80, 90]), (0, 30, [10, 20, 30, 40, 50, 60, 70, 80, 90])],
 )
-def test_prune_keeps_checkpoints_selected_by_keep_last_and_keep_every(
-    tmp_path, keep_last, keep_every, left
-):
+def test_checkpoint_pruning_obeys_keep_last_and_keep_every(tmp_path, keep_last, keep_every, left):
     save_steps(tmp_path, *range(10, 100, 10), keep_last=keep_last, keep_every=keep_every)
     assert kept(tmp_path) == left
 
@@ -167,7 +165,7 @@ def test_new_save_renames_damaged_checkpoint_of_same_step(tmp_path, capfd):
     assert verify(tmp_path / "step-00000040") == []
 
 
-def test_save_to_full_disk_prints_warning_and_writes_no_file(tmp_path, capfd, monkeypatch):
+def test_checkpoint_save_to_full_disk_prints_warning(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 8_000))
     save_steps(tmp_path, 10)
     said = capfd.readouterr().err
@@ -181,7 +179,7 @@ def test_save_to_full_disk_prints_warning_and_writes_no_file(tmp_path, capfd, mo
     ("word", "steps", "seconds"),
     [("7", 7, None), ("30min", 0, 1800), ("1.5min", 0, 90), ("2h", 0, 7200), ("90s", 0, 90)],
 )
-def test_checkpoint_interval_is_parsed_as_number_of_steps_or_as_duration(word, steps, seconds):
+def test_checkpoint_interval_accepts_steps_or_duration(word, steps, seconds):
     cfg = load_config(["model=tiny", f"checkpoint.interval={word}"]).checkpoint
     assert (cfg.steps, cfg.seconds) == (steps, seconds)
 
@@ -211,7 +209,7 @@ def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[i
     return code, json.loads(capfd.readouterr().out)
 
 
-def test_checkpoints_command_lists_each_checkpoint_as_good_damaged_or_incomplete(tmp_path, capfd):
+def test_checkpoints_command_shows_state_of_each_checkpoint(tmp_path, capfd):
     save_steps(tmp_path / "checkpoints", 10, 20, 30, keep_last=0)
     (tmp_path / "checkpoints" / ".step-00000040.incomplete").mkdir()
     code, rows = listed(tmp_path, capfd)

@@ -85,7 +85,7 @@ def test_consolidate_merges_experts_from_two_ranks(tmp_path):
         torch.testing.assert_close(model(TOKENS), torch.tensor(logits), atol=1e-5, rtol=0)
 
 
-def test_consolidate_with_dtype_bf16_keeps_parameters_that_need_float32_in_float32(run, tmp_path):
+def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(run, tmp_path):
     path, _, values = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "dtype=bf16"]) == 0
     with torch.device("meta"):
@@ -147,7 +147,7 @@ def test_consolidate_leaves_no_files_after_failed_write(run, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_consolidate_removes_partial_files_left_by_killed_consolidate_command(run, tmp_path):
+def test_consolidate_removes_partial_files_left_by_killed_process(run, tmp_path):
     (tmp_path / ".model.partial" / "half").mkdir(parents=True)
     assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}"]) == 0
     assert not list(tmp_path.glob(".*"))

@@ -29,12 +29,12 @@ class Composing:
 
 
 @pytest.mark.parametrize("word", ["--json", "json=true", "--json=true"])
-def test_parse_accepts_flag_with_dashes_or_equals_sign(word):
+def test_parse_accepts_every_spelling_of_flag(word):
     assert parse(Plain, [word], "") == Plain(json=True)
     assert parse(Composing, [word, "gpus=2"], "") == Composing(2, json=True)
 
 
-def test_parse_treats_path_that_contains_equals_sign_as_positional_argument(tmp_path, monkeypatch):
+def test_path_with_equals_sign_is_parsed_as_positional_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     words = ["a", "run=b", "lr=1", "out/c=d*", "lambda=0.5", "--dry-run"]
@@ -57,7 +57,7 @@ def test_parse_collects_unknown_arguments_as_overrides_in_order():
         (["lambda=2"], "lambda=2.0 must be at most 1"),
     ],
 )
-def test_parse_error_for_unknown_argument_or_wrong_type_names_argument(words, message):
+def test_parse_error_contains_faulty_argument(words, message):
     with pytest.raises(ConfigError) as caught:
         parse(Plain, words, "")
     assert str(caught.value).startswith(message)

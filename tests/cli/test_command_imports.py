@@ -40,14 +40,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["report", "out"], {"torch", "scipy", "matplotlib"}),
     ],
 )
-def test_command_imports_only_heavy_libraries_allowed_for_the_command(
+def test_command_does_not_import_unneeded_heavy_libraries(
     place: Path, words: list[str], allowed: set[str]
 ) -> None:
     """Commands that read a config import torch, because the variant's file defines its class."""
     assert {*HEAVY} & loaded_after(words, place, 0)[1] <= allowed
 
 
-def test_train_command_imports_no_heavy_library_except_torch_before_first_printed_line(
+def test_train_command_delays_heavy_imports_other_than_torch(
     place: Path,
 ) -> None:
     """The preparation fails after the first line, because all documents are equal."""

@@ -60,9 +60,7 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameter_and_flop_counts_equal_independent_calculation_for_every_attention_variant(
-    size, variant
-):
+def test_parameter_and_flop_counts_match_independent_calculation(size, variant):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -94,7 +92,7 @@ def test_moe_30a3_has_published_total_and_active_parameter_counts():
     assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
 
 
-def test_moe_parameter_count_includes_shared_experts_and_layers_without_experts():
+def test_moe_parameter_count_includes_shared_experts_and_dense_layers():
     extra = ("model.moe.n_shared=2", "model.moe.n_dense_layers=1", "model.tie_embeddings=true")
     cfg = config("moe_tiny", "diff_v2", *extra)
     counts = count(cfg)
@@ -107,7 +105,7 @@ def test_moe_parameter_count_includes_shared_experts_and_layers_without_experts(
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_parameter_saving_over_standard_attention_with_2x_query_heads_equals_formula(
+def test_parameter_saving_of_diff_v2_equals_closed_form(
     size,
 ):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
@@ -126,7 +124,7 @@ def test_diff_v2_parameter_saving_over_standard_attention_with_2x_query_heads_eq
         assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
-def test_attention_variants_add_number_of_parameters_stated_in_papers():
+def test_parameters_added_by_attention_variant_match_paper():
     variants = ("standard", "gated", "diff_v1", "diff_v2")
     totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
@@ -136,7 +134,7 @@ def test_attention_variants_add_number_of_parameters_stated_in_papers():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_parameter_count_equals_parameters_of_built_model(variant):
+def test_parameter_count_matches_built_model(variant):
     cfg = config("tiny", variant)
     params = dict(build_model(cfg.model).named_parameters())
     counts = count(cfg)
@@ -146,7 +144,7 @@ def test_parameter_count_equals_parameters_of_built_model(variant):
 
 
 @pytest.mark.parametrize("variant", families(VARIANTS))
-def test_flop_count_uses_visible_keys_per_token_from_config_if_documents_are_masked(variant):
+def test_flop_count_uses_configured_visible_keys_if_documents_are_masked(variant):
     words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
     cfg = config("tiny", variant, *words)
     counts = count(cfg)
@@ -165,11 +163,11 @@ def test_flop_count_uses_visible_keys_per_token_from_config_if_documents_are_mas
         ("moe_30a3", "diff_v1", 25499467776),
     ],
 )
-def test_flop_count_without_document_mask_equals_stored_reference_value(size, variant, flops):
+def test_flop_count_without_document_mask_matches_reference(size, variant, flops):
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
-def test_count_command_prints_visible_keys_per_query_in_title_if_documents_are_masked(capsys):
+def test_count_command_shows_visible_keys_if_documents_are_masked(capsys):
     masked = ["count", "model=tiny", "data.mask_documents=true"]
     assert tools.main(masked) == 0
     assert "FLOPs of whole sequences (set data.visible_keys=" in capsys.readouterr().out
@@ -179,14 +177,14 @@ def test_count_command_prints_visible_keys_per_query_in_title_if_documents_are_m
     assert capsys.readouterr().out.startswith("tiny, seq_len 512\n")
 
 
-def test_count_command_with_json_prints_all_counts_as_json(capsys):
+def test_count_command_json_output_contains_all_counts(capsys):
     argv = ["count", "model=dense_7b", "attention=diff_v1", "seq_len=2048", "--json"]
     assert tools.main(argv) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_command_json_contains_matched_ffn_dim_and_target_counts_if_match_params_to_is_set(
+def test_count_command_json_output_contains_target_of_parameter_matching(
     capsys,
 ):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
@@ -248,14 +246,14 @@ def printed(capsys, *words):
     return out
 
 
-def test_count_with_compare_prints_change_from_first_variant_and_equals_sign_for_unchanged_count(
+def test_count_command_compares_other_variants_with_first_variant(
     capsys,
 ):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 
 
-def test_count_compare_with_json_maps_variants_to_counts(capsys):
+def test_count_command_json_output_contains_counts_of_compared_variants(capsys):
     overrides = ["model=tiny", "model.match_params_to=gated"]
     given = json.loads(printed(capsys, *overrides, "--compare", "standard,diff_v2", "--json"))
     assert list(given) == ["standard", "diff_v2"]
@@ -283,9 +281,7 @@ def test_count_compare_with_json_maps_variants_to_counts(capsys):
         ),
     ],
 )
-def test_count_command_with_invalid_compare_argument_prints_error_line_and_exits_with_2(
-    capsys, words, named
-):
+def test_count_command_prints_error_for_invalid_compare_argument(capsys, words, named):
     assert tools.main(["count", "model=tiny", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

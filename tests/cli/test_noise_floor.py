@@ -73,7 +73,7 @@ def optimum(noise1, noise2, signal):
 
 @pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
-def test_snr_and_attention_weight_of_signal_key_equal_values_computed_from_definition(signal, lam):
+def test_snr_and_signal_weight_match_direct_calculation(signal, lam):
     expected = explicit(NOISE1, NOISE2, signal, lam)
     assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
 
@@ -106,7 +106,7 @@ def test_snr_with_many_keys_approaches_closed_form_limit(correlation):
 
 
 @pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
-def test_noise_of_attention_maps_has_requested_correlation_and_amplitude(correlation, monkeypatch):
+def test_random_attention_noise_has_requested_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "diffllm.cli.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
@@ -118,7 +118,7 @@ def test_noise_of_attention_maps_has_requested_correlation_and_amplitude(correla
     assert np.corrcoef(noise1, noise2)[0, 1] == pytest.approx(correlation, abs=0.02)
 
 
-def test_average_returns_mean_and_standard_error_of_snr_and_signal_weight_over_random_draws():
+def test_average_returns_mean_and_standard_error_over_random_draws():
     maps = drawn([(100, 1.0), (200, 1.0)], 0.5, signal=4.0, draws=5, seed=1)
     curve = average(maps, np.array([0.2, 0.7]))
     for i, lam in enumerate((0.2, 0.7)):
@@ -133,7 +133,7 @@ def test_average_returns_mean_and_standard_error_of_snr_and_signal_weight_over_r
 
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 3.0])
-def test_usable_noise_amplitude_is_largest_amplitude_with_snr_above_threshold(best, threshold):
+def test_snr_equals_threshold_at_usable_noise_amplitude(best, threshold):
     cfg = NoiseFloorArguments(keys=1000, draws=4, threshold=threshold)
     found = usable_amplitude(cfg, best)
 
@@ -147,7 +147,7 @@ def test_usable_noise_amplitude_is_largest_amplitude_with_snr_above_threshold(be
 # Everything
 
 
-def test_noise_floor_curves_agree_at_shared_settings_and_best_lambda_maximizes_snr():
+def test_noise_floor_curves_are_consistent_with_each_other():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())
@@ -174,7 +174,7 @@ def output(capsys, *words):
     return out
 
 
-def test_noise_floor_command_with_json_prints_result_as_json(capsys, tmp_path):
+def test_noise_floor_command_prints_json_if_requested(capsys, tmp_path):
     out = tmp_path / "figure.png"
     words = [*FAST, "lambda=0.4", "correlation=0.5", f"out={out}", "--json"]
     printed = json.loads(output(capsys, *words))
@@ -215,7 +215,7 @@ def test_noise_floor_command_prints_tables_and_writes_figure(capsys, tmp_path, m
     ],
     ids=str,
 )
-def test_noise_floor_with_extreme_arguments_returns_finite_numbers_and_draws_figure(extreme):
+def test_noise_floor_result_is_finite_for_extreme_arguments(extreme):
     cfg = NoiseFloorArguments(**{**SMALL, **extreme})
     result = noise_floor(cfg)
     json.dumps(result, default=np.ndarray.tolist, allow_nan=False)
@@ -237,7 +237,7 @@ def test_noise_floor_with_extreme_arguments_returns_finite_numbers_and_draws_fig
         ("out=figure.pdf", ".png"),
     ],
 )
-def test_noise_floor_with_invalid_argument_prints_error_line_and_exits_with_2(
+def test_noise_floor_command_prints_error_for_invalid_argument(
     capsys, tmp_path, monkeypatch, word, named
 ):
     monkeypatch.chdir(tmp_path)

@@ -108,11 +108,11 @@ def test_error_for_mistyped_command_line_suggests_correction(
         (["steps=" + "[" * 2**17], "has too many nested brackets"),
     ],
 )
-def test_hint_is_empty_for_error_that_is_not_caused_by_typing_mistake(words, error):
+def test_hint_is_empty_if_error_is_no_typing_mistake(words, error):
     assert hint(words, error) == ""
 
 
-def test_valid_overrides_similar_to_typing_mistakes_are_accepted():
+def test_valid_override_that_resembles_typing_mistake_is_accepted():
     cfg = load_config(
         ["data.paths=[a.txt, b.txt]", "data.sample_prompt='a, b'", "max_tokens=1_000_000"]
     )
@@ -120,7 +120,7 @@ def test_valid_overrides_similar_to_typing_mistakes_are_accepted():
     assert (cfg.data.sample_prompt, cfg.max_tokens) == ("a, b", 1e6)
 
 
-def test_train_without_installed_packages_prints_single_error_line(tmp_path):
+def test_train_command_prints_single_error_line_if_packages_are_missing(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-S", TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -66,9 +66,7 @@ def has_got(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
-def test_stopped_slurm_job_saves_checkpoint_and_resumes_after_requeue(
-    cluster, corpus, tmp_path, how
-):
+def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus, tmp_path, how):
     run = tmp_path / "run"
     last = 60
     words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
@@ -136,9 +134,7 @@ def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
     assert "Traceback" not in log
 
 
-def test_two_srun_tasks_train_as_ranks_of_one_run_on_one_node_or_two_nodes(
-    cluster, corpus, tmp_path
-):
+def test_two_srun_tasks_train_as_ranks_of_one_run(cluster, corpus, tmp_path):
     """Two tasks on two nodes, and two tasks on one node."""
     runs = [tmp_path / name for name in ("apart", "together")]
     apart = ["srun", "--nodes=2", "--ntasks-per-node=1"]
@@ -154,5 +150,5 @@ def test_two_srun_tasks_train_as_ranks_of_one_run_on_one_node_or_two_nodes(
     "nodes",
     ["gpu1", "gpu[003-006,9]", "gpu[7,9-12],login1", "a-b[05],c", "rack[0-1]node[10-12]"],
 )
-def test_first_host_of_slurm_node_list_equals_result_of_scontrol(cluster, nodes):
+def test_first_host_of_slurm_node_list_matches_scontrol(cluster, nodes):
     assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]

@@ -96,9 +96,7 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     return losses(run)
 
 
-def test_losses_of_training_on_two_nodes_equal_losses_of_training_on_single_node(
-    nodes, corpus, tmp_path
-):
+def test_losses_on_two_nodes_match_losses_on_single_node(nodes, corpus, tmp_path):
     words = overrides(corpus, tmp_path / "run", "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
@@ -125,9 +123,7 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_elastic_run_continues_on_one_node_after_node_loss_and_on_both_after_node_returns(
-    nodes, corpus, tmp_path, host, cut
-):
+def test_elastic_run_continues_after_node_loss_and_node_return(nodes, corpus, tmp_path, host, cut):
     """Ranks are ordered by node name; the lost node does not host the rendezvous."""
     words = overrides(corpus, tmp_path / "run", *LONG)
     cluster = Cluster(nodes, host, tmp_path / "run", words)

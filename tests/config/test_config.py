@@ -59,7 +59,7 @@ def test_load_config_without_overrides_returns_config_of_quickstart_experiment()
     assert load_config([]) == load_config(["experiment=quickstart"]) == load_config()
 
 
-def test_changes_of_a_loaded_config_do_not_affect_next_load_config():
+def test_load_config_returns_independent_configs():
     first = load_config(["model=tiny"])
     first.data.paths.append("changed")
     first.optim.lr = 99.0
@@ -86,7 +86,7 @@ def of_variant(name: str) -> TrainConfig:
     return load_config(["model=tiny", f"attention={name}"])
 
 
-def test_name_of_attention_yaml_starts_with_module_name_of_its_config_class():
+def test_every_attention_yaml_is_named_after_module_of_config_class():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
         kind = type(variant_config(path.stem))
@@ -109,13 +109,13 @@ def test_attention_variants_change_only_attention_section_of_config():
 
 
 @pytest.mark.parametrize("name", slow_but(families(variants()), variants()))
-def test_variant_config_equals_attention_section_of_full_config(name):
+def test_variant_config_returns_attention_section_of_full_config(name):
     alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
     assert type(alone) is type(composed)
     assert alone == composed
 
 
-def test_config_keys_without_value_default_to_related_key_or_environment_variable(
+def test_unset_config_keys_take_default_from_related_keys(
     monkeypatch,
 ):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
@@ -133,7 +133,7 @@ def test_config_keys_without_value_default_to_related_key_or_environment_variabl
 # Ranks (test_fuzz_config.py draws invalid numbers)
 
 
-def test_fsdp_yaml_shards_over_all_ranks_and_hsdp_yaml_replicates_per_node():
+def test_fsdp_and_hsdp_yaml_set_expected_mesh_sizes():
     assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16, 1)
     assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8, 1)
 
@@ -169,9 +169,7 @@ CORPORA = [
     ("words", "source", "paths", "dataset"),
     slow_but(CORPORA[::3], CORPORA),
 )
-def test_override_of_data_paths_or_data_dataset_also_sets_data_source(
-    words, source, paths, dataset
-):
+def test_corpus_override_also_sets_data_source(words, source, paths, dataset):
     cfg = load_config(words)
     assert cfg.data.source == cfg.run.choices["data"] == source
     assert (cfg.data.paths, cfg.data.dataset) == (paths, dataset)
@@ -199,12 +197,12 @@ def test_corpus_keys_that_contradict_explicit_data_source_are_refused(words, nam
     ("key", "kind"),
     [("data.paths", "list"), ("data.document_lengths", "mapping"), ("model.moe", "mapping")],
 )
-def test_number_interpolated_into_list_or_mapping_is_refused(key, kind):
+def test_list_or_mapping_key_refuses_interpolated_number(key, kind):
     with pytest.raises(ConfigError, match=f"{key} is interpolated as 7, but must be a {kind}"):
         load_config(["seed=7", f"{key}=${{seed}}"])
 
 
-def test_error_for_key_of_another_variant_suggests_only_keys_of_chosen_variant():
+def test_error_suggests_only_keys_of_chosen_attention_variant():
     with pytest.raises(ConfigError, match=r"unknown key model\.attention\.pairing") as caught:
         load_config(["attention=diff_v1", "model.attention.pairing=halves"])
     assert "did you mean model.attention.pairing" not in str(caught.value)
@@ -225,9 +223,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_experiment_yaml_with_syntax_error_or_invalid_key_raises_single_line_error(
-    tmp_path, monkeypatch, text
-):
+def test_invalid_experiment_yaml_raises_single_line_error(tmp_path, monkeypatch, text):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(text)

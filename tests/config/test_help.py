@@ -19,7 +19,7 @@ LONGEST = 90
         [f"{group}={name}" for group, options in choices().items() for name in options],
     ),
 )
-def test_config_keys_have_short_descriptions_if_any_config_group_option_is_selected(word):
+def test_every_config_key_has_a_short_description(word):
     lines = {
         key.name: first_sentence(key.meaning)
         for section in sections_of(compose_config([word]))
@@ -29,13 +29,13 @@ def test_config_keys_have_short_descriptions_if_any_config_group_option_is_selec
     assert {name: line for name, line in lines.items() if not 0 < len(line) <= LONGEST} == {}
 
 
-def test_yaml_in_every_config_group_has_short_description():
+def test_every_config_group_option_has_a_short_description():
     for group, options in choices().items():
         for name, line in options.items():
             assert 0 < len(line) <= LONGEST, f"{group}={name}: {line!r}"
 
 
-def test_train_help_lists_every_config_key_once_with_default():
+def test_train_help_lists_default_of_every_config_key_once():
     text = help_text(["attention=gated", "seq_len=384"])
     keys = re.findall(r"^  ([a-z_.0-9]+)=(.*?)(?:  |$)", text, re.MULTILINE)
     assert len(keys) == len(dict(keys)) > 80

@@ -48,7 +48,7 @@ def by_trying(model, own, target):
 @pytest.mark.parametrize(
     "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
 )
-def test_parameter_match_chooses_ffn_dim_with_largest_divisor_that_reaches_tolerance(size, target):
+def test_parameter_match_returns_same_ffn_dim_as_exhaustive_search(size, target):
     model = shape(size)
     if not has_shape(model, target):
         with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
@@ -108,7 +108,7 @@ def test_flop_match_returns_ffn_dim_with_flops_closest_to_target(size, target):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_visible_keys_computed_from_document_lengths_equal_average_counted_in_sequences(packing):
+def test_visible_keys_from_document_lengths_match_direct_count(packing):
     lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens fill 6 sequences
     documents = [n for n, number in lengths.items() for _ in range(number)]
     tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
@@ -122,7 +122,7 @@ def test_visible_keys_computed_from_document_lengths_equal_average_counted_in_se
     assert cfg.visible_keys == pytest.approx(float(counted), rel=1e-6)
 
 
-def test_flop_match_with_document_lengths_equals_flop_match_with_resulting_visible_keys():
+def test_flop_match_accepts_document_lengths_in_place_of_visible_keys():
     words = ["model=tiny", "attention=standard", "seq_len=512", "data.mask_documents=true"]
     words.append("model.match_flops_to=diff_v2")
     stated = load_config([*words, "data.document_lengths={40: 3, 300: 1}"])
@@ -131,7 +131,7 @@ def test_flop_match_with_document_lengths_equals_flop_match_with_resulting_visib
     assert 20.5 < keys < 256.5
 
 
-def test_flop_match_counts_flops_of_both_variants_with_configured_visible_keys():
+def test_flop_match_uses_configured_visible_keys_for_both_variants():
     words = ["model=base_350m", "attention=standard", "model.match_flops_to=diff_v2"]
     masked = [*words, "seq_len=4096", "data.mask_documents=true"]
     found = {}
@@ -188,13 +188,13 @@ def test_flop_match_counts_flops_of_both_variants_with_configured_visible_keys()
         ),
     ],
 )
-def test_error_for_missing_or_invalid_number_of_visible_keys_names_config_key(words, message):
+def test_error_for_invalid_visible_keys_names_config_key(words, message):
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", "attention=standard", "seq_len=64", *words])
     assert str(caught.value) == message
 
 
-def test_config_with_both_match_params_to_and_match_flops_to_is_refused():
+def test_config_with_both_parameter_match_and_flop_match_is_refused():
     both = ["model.match_params_to=diff_v2", "model.match_flops_to=diff_v2"]
     with pytest.raises(ConfigError, match="exclude each other"):
         load_config(["model=tiny", "attention=standard", *both])
@@ -203,7 +203,7 @@ def test_config_with_both_match_params_to_and_match_flops_to_is_refused():
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
-def test_parameter_match_target_is_computed_from_attention_yaml_without_overrides():
+def test_parameter_match_target_ignores_attention_overrides():
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model
@@ -212,7 +212,7 @@ def test_parameter_match_target_is_computed_from_attention_yaml_without_override
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_impossible_parameter_match_raises_error_that_names_closest_parameter_count():
+def test_error_for_impossible_parameter_match_names_closest_ffn_dim():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])

@@ -58,7 +58,7 @@ def version(directory: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
-def test_plugin_version_changes_with_edit_of_any_imported_file(mine, name):
+def test_plugin_version_changes_after_edit_of_an_imported_file(mine, name):
     found = {}
     for file in FILES:
         before = version(mine, name)
@@ -71,7 +71,7 @@ def test_plugin_version_changes_with_edit_of_any_imported_file(mine, name):
     }[name]
 
 
-def test_version_of_installed_plugin_depends_only_on_files_of_its_package(mine):
+def test_installed_plugin_version_ignores_files_outside_the_package(mine):
     (mine / "whole-1.0.dist-info").mkdir()
     before = version(mine, "whole")
     (mine / "beside.py").write_text("x = 1\n")
@@ -80,7 +80,7 @@ def test_version_of_installed_plugin_depends_only_on_files_of_its_package(mine):
     assert version(mine, "whole") != before
 
 
-def test_plugin_version_is_independent_of_other_plugins_and_of_plugin_directory(mine, tmp_path):
+def test_plugin_version_ignores_other_plugins_and_plugin_path(mine, tmp_path):
     alone = version(mine, "own")
     forget(mine)
     imported("whole")  # the package imports the same module
@@ -105,7 +105,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_plugin_import_raises_config_error_if_plugin_code_fails_or_has_no_source_file(mine, name):
+def test_failed_plugin_import_raises_config_error(mine, name):
     source, said = ODD[name]
     (mine / "odd.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
@@ -142,7 +142,7 @@ def run(mine, tmp_path) -> Path:
     return directory.path
 
 
-def test_run_resumes_with_changed_plugin_code_only_if_allow_changes_contains_plugins(run, tmp_path):
+def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(run, tmp_path):
     with pytest.raises(
         ConfigError, match=r"was made with other plugin code \(plugins: own@\w+ in the run, o"
     ):
@@ -154,7 +154,7 @@ def test_run_resumes_with_changed_plugin_code_only_if_allow_changes_contains_plu
     assert line["changes"].keys() == {"plugins"}
 
 
-def test_run_with_plugin_does_not_resume_without_plugin(run):
+def test_run_cannot_resume_if_plugin_is_not_imported(run):
     plugins.LOADED.clear()
     with pytest.raises(
         ConfigError, match=r"plugins: own@\w+ in the run, own@not imported in this command"
@@ -168,13 +168,13 @@ def test_run_without_recorded_plugins_resumes_with_any_plugin(run):
         begun(run, "plugins=[own]").check()
 
 
-def test_diverged_run_resumes_if_changed_plugin_code_is_allowed(run):
+def test_diverged_run_can_resume_if_plugin_change_is_allowed(run):
     directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_warn_of_plugins_prints_one_warning_if_run_was_trained_with_other_plugin_code(run, capsys):
+def test_warn_of_plugins_prints_one_warning_if_plugin_code_has_changed(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"

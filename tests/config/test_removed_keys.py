@@ -40,15 +40,13 @@ def workplace(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_train_and_prepare_commands_print_single_error_line_if_override_sets_removed_key(
-    word, key, command, capsys
-):
+def test_command_prints_single_error_line_if_override_sets_removed_key(word, key, command, capsys):
     assert main([command, "model=tiny", word, "steps=1"]) == 2
     assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_removed_key_with_default_value_raises_error_in_override_but_not_in_saved_config(key):
+def test_removed_key_with_default_value_is_refused_only_as_override(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -68,7 +66,7 @@ def test_error_for_removed_command_or_argument_names_replacement(words, said, ca
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
-def test_error_for_removed_key_in_experiment_yaml_names_key_and_experiment():
+def test_error_for_removed_key_names_experiment_that_sets_the_key():
     file = Path("mine/experiment/x.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("# @package _global_\nprepare:\n  old: 2\n")
@@ -77,7 +75,7 @@ def test_error_for_removed_key_in_experiment_yaml_names_key_and_experiment():
         load_config(["experiment=x"], config_dir="mine")
 
 
-def test_error_for_removed_key_in_data_recipe_sweep_or_python_config_names_replacement():
+def test_removed_key_in_data_recipe_or_sweep_raises_config_error():
     Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["a.txt"], "old": True}))
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
@@ -111,12 +109,12 @@ def test_load_run_config_ignores_removed_keys_with_default_values(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_saved_config_loads_if_run_allow_changes_lists_a_removed_key():
+def test_load_run_config_accepts_removed_key_in_allow_changes():
     cfg = load_run_config(saved(run__allow_changes=["data.old"]))
     assert cfg.run.allow_changes == ["data.old"]
 
 
-def test_load_run_config_raises_error_if_value_of_removed_key_is_not_its_default():
+def test_load_run_config_refuses_non_default_value_of_removed_key():
     said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load_run_config(saved(prepare__old=2))

@@ -31,7 +31,7 @@ def edit(run: Path, old: str, new: str):
     (run / "config.yaml").write_text(text.replace(old, new))
 
 
-def test_configs_that_differ_only_in_seed_and_directory_are_parsed_only_once(runs, monkeypatch):
+def test_configs_with_different_seeds_are_parsed_only_once(runs, monkeypatch):
     read = []
     monkeypatch.setattr(
         similar, "load_run_config", lambda run: read.append(run) or load_run_config(run)
@@ -56,9 +56,7 @@ def test_configs_that_differ_only_in_seed_and_directory_are_parsed_only_once(run
         ("init_seed: 98", "init_seed: seed"),
     ],
 )
-def test_similar_configs_load_returns_same_result_as_load_run_config_for_edited_config(
-    runs, old, new
-):
+def test_similar_configs_load_matches_load_run_config_after_edit(runs, old, new):
     edit(runs / "b", old, new)
     configs = SimilarConfigs()
     configs.load(runs / "a")

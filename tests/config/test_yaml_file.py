@@ -32,7 +32,7 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_read_yaml_returns_same_content_as_omegaconf_or_pyyaml_for_repository_yaml_files(
+def test_read_yaml_matches_reference_parser_for_repository_yaml_files(
     path: Path,
 ) -> None:
     content, text = read_yaml(path)
@@ -60,7 +60,7 @@ KEYS = TEXT | SPELT
         max_size=3,
     )
 )
-def test_parse_yaml_of_saved_config_returns_saved_values(saved: dict[str, Any]) -> None:
+def test_parse_yaml_returns_values_that_omegaconf_saved(saved: dict[str, Any]) -> None:
     assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved))) == saved
 
 
@@ -90,7 +90,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_parse_yaml_raises_value_error_for_tags_or_ambiguous_numbers_or_deep_nesting(
+def test_parse_yaml_raises_value_error_for_unsafe_or_ambiguous_yaml(
     text: str,
 ) -> None:
     with pytest.raises(ValueError, match=HOSTILE[text]) as caught:

@@ -41,7 +41,7 @@ def order(monkeypatch):
     return events
 
 
-def test_replace_file_syncs_file_before_rename_and_directory_after(tmp_path, order):
+def test_replace_file_calls_sync_and_rename_in_crash_safe_order(tmp_path, order):
     """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
@@ -49,7 +49,7 @@ def test_replace_file_syncs_file_before_rename_and_directory_after(tmp_path, ord
 
 
 @pytest.mark.parametrize("name", ["file", ".file.{pid}"])
-def test_replace_file_replaces_link_and_does_not_change_link_target(tmp_path, name):
+def test_replace_file_does_not_write_through_existing_links(tmp_path, name):
     name = name.format(pid=os.getpid())
     outside = tmp_path / "outside"
     outside.write_text("another's")
@@ -61,7 +61,7 @@ def test_replace_file_replaces_link_and_does_not_change_link_target(tmp_path, na
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
 
 
-def test_replace_file_and_open_to_append_raise_error_if_path_is_pipe_or_directory(tmp_path):
+def test_replace_file_and_open_to_append_refuse_pipes_and_directories(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
@@ -101,7 +101,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     assert names(final) == ["whole"]
 
 
-def test_scratch_directory_raises_in_use_error_if_live_process_uses_the_directory(tmp_path):
+def test_second_scratch_directory_for_same_path_raises_in_use_error(tmp_path):
     with scratch_directory(tmp_path / "out") as scratch:
         with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
@@ -109,7 +109,7 @@ def test_scratch_directory_raises_in_use_error_if_live_process_uses_the_director
     assert names(tmp_path) == []
 
 
-def test_link_at_path_of_scratch_directory_is_removed_without_change_of_link_target(tmp_path):
+def test_scratch_directory_replaces_link_without_changing_link_target(tmp_path):
     (tmp_path / "mine" / "data").mkdir(parents=True)
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
     with scratch_directory(tmp_path / "out") as scratch:
@@ -119,9 +119,7 @@ def test_link_at_path_of_scratch_directory_is_removed_without_change_of_link_tar
 
 
 @pytest.mark.parametrize("files_synced", [False, True])
-def test_publish_syncs_content_before_rename_and_parent_directory_after(
-    tmp_path, order, files_synced
-):
+def test_publish_calls_sync_and_rename_in_crash_safe_order(tmp_path, order, files_synced):
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
     (tmp_path / "hidden" / "inner" / "file").write_text("")
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
@@ -141,7 +139,7 @@ def test_publish_and_new_directory_raise_error_if_final_path_exists(tmp_path):
     assert (tmp_path / "final").is_symlink()
 
 
-def test_new_directory_creates_final_path_only_if_context_exits_without_exception(tmp_path):
+def test_new_directory_creates_final_path_only_after_success(tmp_path):
     final = tmp_path / "parent" / "final"
     with pytest.raises(FileNotFoundError), new_directory(final) as scratch:
         (scratch / "half").rename(scratch / "missing" / "half")
@@ -166,7 +164,7 @@ def test_hold_raises_config_error_if_file_system_does_not_support_flock(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_no_file_returns_empty_text_while_another_thread_creates_and_deletes_file(tmp_path):
+def test_why_no_file_returns_empty_text_while_thread_recreates_file(tmp_path):
     file, end = tmp_path / "lock", threading.Event()
 
     def create_and_delete() -> None:
@@ -182,7 +180,7 @@ def test_why_no_file_returns_empty_text_while_another_thread_creates_and_deletes
     assert reasons == {""}
 
 
-def test_waiting_acquire_gets_lock_after_release_and_removal_of_lock_file(tmp_path):
+def test_waiting_thread_acquires_lock_after_lock_file_is_deleted(tmp_path):
     file, acquired, end = tmp_path / "lock", threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -216,7 +214,7 @@ def hold_until_killed(path: str) -> None:
     held.release()
 
 
-def test_directory_lock_of_killed_process_is_released_although_its_child_process_is_alive(tmp_path):
+def test_child_process_does_not_keep_lock_of_killed_parent_process(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"
@@ -237,7 +235,7 @@ def test_hold_refuses_directory_that_a_live_process_has_locked(tmp_path):
     held.release()
 
 
-def test_hold_with_wait_locks_directory_after_other_process_releases_lock(tmp_path, capsys):
+def test_hold_with_wait_true_returns_after_directory_is_released(tmp_path, capsys):
     held, said = hold(tmp_path, "run directory", "run.dir=..."), []
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(hold, tmp_path, "run directory", "run.dir=...", wait=True)

@@ -88,7 +88,7 @@ def test_table_text_aligns_numbers_right_and_text_left():
     ]
 
 
-def test_table_text_writes_row_labels_on_separate_lines_if_table_is_wider_than_limit():
+def test_table_text_moves_row_labels_to_separate_lines_if_width_is_too_small():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
@@ -103,7 +103,7 @@ def test_table_markdown_has_header_separator_and_escaped_pipe_characters():
     ]
 
 
-def test_table_csv_contains_unrounded_value_or_text_of_each_cell():
+def test_table_csv_contains_unrounded_values():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],

@@ -49,7 +49,7 @@ def test_made_converts_nested_mappings_and_fills_missing_keys_with_defaults():
         ({"done": 1}, "done=1 must be true or false"),
     ],
 )
-def test_made_with_wrong_type_raises_error_with_key_and_allowed_type(change, message):
+def test_made_raises_error_with_key_if_value_has_wrong_type(change, message):
     with pytest.raises(ValueError, match=message):
         made(Outer, {**GOOD, **change})
 
@@ -64,7 +64,7 @@ def test_made_ignores_unknown_keys_unless_strict():
 
 
 @given(st.dictionaries(st.sampled_from(["loss", "parts", "by_name", "done"]), PLAIN))
-def test_made_returns_valid_dataclass_or_raises_value_error_for_any_mapping(content):
+def test_made_returns_valid_dataclass_or_raises_value_error(content):
     try:
         found = made(Outer, content)
     except ValueError:
@@ -73,7 +73,7 @@ def test_made_returns_valid_dataclass_or_raises_value_error_for_any_mapping(cont
     assert all(isinstance(part, Inner) for part in [*found.parts, *found.by_name.values()])
 
 
-def test_read_typed_with_wrong_type_raises_error_with_key(tmp_path):
+def test_read_typed_raises_error_with_key_if_value_has_wrong_type(tmp_path):
     file = tmp_path / "record.json"
     file.write_text(json.dumps({**GOOD, "loss": "x"}))
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):

@@ -71,7 +71,7 @@ def test_installed_torch_has_every_torch_name_used_by_package():
         resolve("torch._gone.f")
 
 
-def test_initial_parameters_match_recorded_values_of_other_torch_versions():
+def test_initial_parameters_match_values_recorded_with_other_torch_versions():
     """Truncation at one standard deviation redraws a third of the values."""
     param = torch.empty(300, 7)
     Initializer(0, {param: "w"}).normal_(param, 0.02, truncate=1.0)

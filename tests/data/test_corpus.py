@@ -35,7 +35,7 @@ def json_lines(*documents: str | None, column: str = "text") -> str:
     return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
 
 
-def test_stdlib_corpus_counts_blank_and_undecodable_files_without_reading_documents(
+def test_stdlib_corpus_counts_skipped_blank_and_undecodable_files(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "stdlib"
@@ -58,7 +58,7 @@ def test_stdlib_corpus_counts_blank_and_undecodable_files_without_reading_docume
     assert (opened(cfg).skipped_empty, opened(cfg).skipped_undecodable) == (2, 1)
 
 
-def test_zst_corpus_file_returns_documents_of_all_frames_or_raises_error_if_truncated(
+def test_zst_corpus_file_is_read_completely_or_refused(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path, skippable = tmp_path / "a.jsonl.zst", b"\x50\x2a\x4d\x18\x05\0\0\0hello"
@@ -77,7 +77,7 @@ def test_zst_corpus_file_returns_documents_of_all_frames_or_raises_error_if_trun
         texts(make_config(path))
 
 
-def test_json_lines_corpus_reads_text_column_of_all_files_that_match_a_glob(
+def test_json_lines_corpus_reads_all_files_that_match_a_glob(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for name in ("b", "a"):
@@ -107,7 +107,7 @@ def test_json_lines_corpus_reads_text_column_of_all_files_that_match_a_glob(
         ("a.json", b"[]", "a.json cannot be read: the file must be an array of objects"),
     ],
 )
-def test_error_of_unusable_corpus_file_is_a_single_line_with_its_path(
+def test_unusable_corpus_file_raises_single_line_error_with_path(
     tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, message: str
 ) -> None:
     good = tmp_path / "good.jsonl"
@@ -131,7 +131,7 @@ def test_error_of_unusable_corpus_file_is_a_single_line_with_its_path(
         ({"id": 1, "size": 2}, "id, size); none of them contains text"),
     ],
 )
-def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
+def test_missing_parquet_text_column_raises_error_with_other_text_columns(
     tmp_path: Path, make_config: MakeConfig, row: dict[str, Any], end: str
 ) -> None:
     table = pyarrow.table({name: [value] for name, value in row.items()})
@@ -143,7 +143,7 @@ def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
     )
 
 
-def test_json_array_corpus_reads_text_column_and_ignores_other_columns(
+def test_json_array_corpus_reads_only_the_text_column(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path = tmp_path / "a.json"
@@ -177,7 +177,7 @@ def test_documents_of_a_file_do_not_depend_on_read_block_size(
         assert [text for text in found if text] == [text for text in expected if text]
 
 
-def test_error_of_data_paths_glob_without_match_names_the_glob(
+def test_data_paths_glob_without_matches_raises_error_with_glob(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
@@ -241,7 +241,7 @@ def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
         ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
     ],
 )
-def test_error_of_directory_without_text_files_names_the_directory(
+def test_directory_without_text_files_raises_error_with_directory_path(
     tmp_path: Path, make_config: MakeConfig, tree: dict[str, bytes], said: str
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -250,7 +250,7 @@ def test_error_of_directory_without_text_files_names_the_directory(
     assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
 
 
-def test_hub_dataset_branch_is_resolved_to_a_commit_only_at_first_use(
+def test_hub_dataset_keeps_commit_from_first_use_after_branch_changes(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
@@ -270,7 +270,7 @@ def test_hub_dataset_branch_is_resolved_to_a_commit_only_at_first_use(
     assert opened(pinned).identity != first.identity
 
 
-def test_corpus_identity_depends_on_file_content_not_on_paths_or_times(
+def test_corpus_identity_does_not_depend_on_file_path_or_time(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
@@ -338,7 +338,7 @@ def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_corpus_identity_matches_older_diffllm_versions_for_files_without_byte_order_mark(
+def test_corpus_identity_matches_older_versions_if_file_has_no_bom(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [fifo, terabyte, flip, holds(b""), Path.unlink])
-def test_damaged_shard_of_unfinished_preparation_is_rewritten_or_raises_error_with_path(
+def test_damaged_unfinished_shard_is_rewritten_or_raises_error_with_path(
     kept: DataConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +146,7 @@ def edited(file: Path, keys: list[Any], value: Any) -> None:
         ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
     ],
 )
-def test_invalid_value_in_cached_json_record_raises_error_with_file_and_cause(
+def test_invalid_value_in_cached_json_file_raises_error_with_path(
     kept: DataConfig, tmp_path: Path, name: str, keys: list[Any], value: Any, message: str
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
@@ -157,7 +157,7 @@ def test_invalid_value_in_cached_json_record_raises_error_with_file_and_cause(
 
 
 @pytest.mark.parametrize("facts", [7, [1, "", "", True, None], [1, "", "", True]])
-def test_cached_hashes_of_corpus_files_are_ignored_if_values_have_the_wrong_type(
+def test_cached_file_hashes_of_wrong_type_are_ignored(
     kept: DataConfig, tmp_path: Path, facts: object
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

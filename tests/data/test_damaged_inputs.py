@@ -102,7 +102,7 @@ def documents(found: list[str | None]) -> list[str]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WHOLE)
-def test_damaged_corpus_file_gives_its_original_documents_or_an_error(
+def test_damaged_corpus_file_returns_original_documents_or_raises_error(
     place: Path, name: str
 ) -> None:
     (whole, reference), file = WHOLE[name], place / "files" / name
@@ -139,7 +139,7 @@ SAME_TEXTS = {
 
 
 @pytest.mark.parametrize("name", SAME_TEXTS, ids=ascii)
-def test_unusual_but_valid_corpus_file_gives_exactly_its_documents(place: Path, name: str) -> None:
+def test_unusual_but_valid_corpus_files_are_read_correctly(place: Path, name: str) -> None:
     file = place / "files" / name
     link = place / "files" / f"link{''.join(file.suffixes[-2:])}"
     file.write_bytes(SAME_TEXTS[name])
@@ -161,7 +161,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("pack", [bytes, zst], ids=["plain", "packed"])
-def test_error_of_invalid_json_line_has_the_line_number(place: Path, pack: Any) -> None:
+def test_invalid_json_line_raises_error_with_line_number(place: Path, pack: Any) -> None:
     file = place / "files" / ("bad.jsonl" if pack is bytes else "bad.jsonl.zst")
     rows = LINES.splitlines()
     for place_of_it, line in enumerate(BAD_LINES):
@@ -275,7 +275,7 @@ READERS: dict[str, tuple[str, Callable[[Path, TokenData], None]]] = {
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", READERS)
-def test_damaged_token_file_or_tokenizer_gives_original_tokens_or_an_error(
+def test_damaged_token_data_returns_original_tokens_or_raises_error(
     written: Path, prepared: TokenData, name: str
 ) -> None:
     (opened, read), file = READERS[name], written / name

@@ -104,7 +104,7 @@ def break_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )
-def test_damaged_second_of_three_files_raises_error_with_path_and_caches_nothing(
+def test_preparation_caches_nothing_if_one_corpus_file_is_damaged(
     tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
 ) -> None:
     paths = make_three(tmp_path, suffix)
@@ -216,7 +216,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("size", slow_but([4, 80], [4, 80, 300, 500]))
-def test_preparation_on_full_disk_raises_and_keeps_older_corpora(
+def test_preparation_on_full_disk_does_not_change_older_corpora(
     tmp_path: Path, make_config: MakeConfig, disk: Path, size: int
 ) -> None:
     first = tmp_path / "first.txt"

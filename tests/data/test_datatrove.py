@@ -87,7 +87,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.slow
-def test_open_tokens_returns_same_tokens_as_datatrove_for_deduplication_script_output(
+def test_open_tokens_reads_output_of_datatrove_deduplication_script(
     workplace: list[str],
 ) -> None:
     pytest.importorskip("datatrove")

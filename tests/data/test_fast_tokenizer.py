@@ -54,7 +54,7 @@ def test_tokenizer_json_loads_from_its_directory_and_from_its_file(
 @example(f"one{END}two<pad>")
 @example("def f():\n    return 1\n\n\n\tx\r\n" * 3)
 @settings(max_examples=100)
-def test_tokenizer_json_decodes_encoded_text_exactly(fast: Tokenizer, text: str) -> None:
+def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer, text: str) -> None:
     ids = fast.encode(text)
     assert fast.decode(ids) == text
     assert not {0, 1} & set(ids), "text must not encode to special tokens"
@@ -122,7 +122,7 @@ def test_copied_tokenizer_files_load_as_the_same_tokenizer(directory: Path, tmp_
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
 
 
-def test_error_of_missing_tokenizer_has_its_path_or_repository_name(
+def test_missing_tokenizer_raises_error_with_path_or_repository_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.model: no such tokenizer file"):

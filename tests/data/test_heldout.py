@@ -38,7 +38,7 @@ def stream(make_stream: MakeStream) -> TokenStream:
     return make_stream(tokens_of(lengths_of(300)), vocab_size=2**20)
 
 
-def test_heldout_documents_without_limit_are_all_documents_of_the_split(
+def test_heldout_documents_selects_all_documents_if_no_limit_is_set(
     stream: TokenStream,
 ) -> None:
     lengths = lengths_of(300)
@@ -52,7 +52,7 @@ def test_heldout_documents_without_limit_are_all_documents_of_the_split(
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("tokens", [None, 200])
-def test_heldout_document_batches_have_every_token_as_target_exactly_once(
+def test_heldout_document_batches_contain_each_token_once_as_target(
     stream: TokenStream, world_size: int, tokens: int | None
 ) -> None:
     chosen = heldout_documents(stream, EOS, tokens)
@@ -76,7 +76,7 @@ def test_heldout_document_batches_have_every_token_as_target_exactly_once(
     assert seen == pairs
 
 
-def test_heldout_batches_never_split_documents_that_fit_into_a_sequence_if_whole_is_true(
+def test_heldout_document_batches_cut_only_overlong_documents_if_whole_is_true(
     stream: TokenStream,
 ) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)
@@ -100,7 +100,9 @@ def test_heldout_batches_never_split_documents_that_fit_into_a_sequence_if_whole
     assert min(used[:-1]) < 32
 
 
-def test_heldout_batches_with_eos_id_cut_only_overlong_documents(make_stream: MakeStream) -> None:
+def test_heldout_batches_cut_only_overlong_documents_if_eos_id_is_given(
+    make_stream: MakeStream,
+) -> None:
     stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
     for rank in range(2):
         for inputs, targets in heldout_batches(stream, 10, 3, 40, rank, 2, eos_id=EOS):
@@ -112,7 +114,7 @@ def test_heldout_batches_with_eos_id_cut_only_overlong_documents(make_stream: Ma
 
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
-def test_larger_selection_of_heldout_documents_contains_every_smaller_selection(
+def test_larger_heldout_selection_contains_every_smaller_selection(
     stream: TokenStream, numbers: str
 ) -> None:
     every = heldout_documents(stream, EOS)
@@ -136,7 +138,7 @@ def test_larger_selection_of_heldout_documents_contains_every_smaller_selection(
         smaller = found
 
 
-def test_heldout_documents_selects_from_all_parts_of_the_split_without_length_bias(
+def test_heldout_documents_are_selected_without_position_or_length_bias(
     make_stream: MakeStream,
 ) -> None:
     lengths = lengths_of(4000, seed=1)
@@ -149,7 +151,7 @@ def test_heldout_documents_selects_from_all_parts_of_the_split_without_length_bi
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_byte_sizes_and_hashes_of_heldout_texts_match_the_corpus_documents(
+def test_heldout_text_sizes_and_hashes_match_corpus_documents(
     prepared: TokenData,
 ) -> None:
     split = prepared.manifest.splits["heldout"]

@@ -45,7 +45,7 @@ def of_lines(documents: int, lines: int) -> list[str]:
         ),
     ],
 )
-def test_prepare_holds_out_documents_with_smallest_hashes_until_heldout_split_is_large_enough(
+def test_heldout_split_contains_documents_with_smallest_hashes(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,
@@ -95,7 +95,7 @@ def test_prepare_holds_out_documents_with_smallest_hashes_until_heldout_split_is
         ("x" * 30_000, 12, (0.19, 0.21)),
     ],
 )
-def test_prepare_holds_out_pieces_from_all_parts_of_the_document_if_corpus_is_a_single_document(
+def test_heldout_text_of_single_document_comes_from_all_document_parts(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,

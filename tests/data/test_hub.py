@@ -104,7 +104,7 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_preparation_prints_number_of_the_hub_file_while_its_download_hangs(
+def test_preparation_prints_hub_file_number_while_download_hangs(
     tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
 ) -> None:
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
@@ -123,7 +123,7 @@ def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Pat
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
 
 
-def test_unknown_split_of_hub_dataset_raises_error_with_available_splits(
+def test_unknown_hub_dataset_split_raises_error_with_available_splits(
     tmp_path: Path, serve: Callable[..., dict[str, str]]
 ) -> None:
     script = PREPARE.replace(")).directory", "split='dev')).directory")

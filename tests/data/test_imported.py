@@ -68,7 +68,7 @@ def test_imported_token_file_has_the_tokens_of_all_documents(name: str) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
-def test_eos_is_added_to_every_document_of_token_file_without_eos(
+def test_token_file_without_eos_gets_an_eos_after_every_document(
     lengths: list[int], data: st.DataObject
 ) -> None:
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, start=1)]
@@ -82,7 +82,7 @@ def test_eos_is_added_to_every_document_of_token_file_without_eos(
 
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
-def test_prepare_holds_out_the_last_documents_of_token_files_without_cutting_a_document(
+def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
     make: Make, names: list[str]
 ) -> None:
     data = prepare(make(*(FILES / name for name in names)))
@@ -128,7 +128,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_empty_documents_of_token_file_are_counted_only_if_the_file_contains_no_eos(
+def test_empty_documents_are_counted_only_in_token_files_without_eos(
     make: Make, tmp_path: Path, name: str, ended: bool
 ) -> None:
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
@@ -146,9 +146,7 @@ def test_empty_documents_of_token_file_are_counted_only_if_the_file_contains_no_
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
 
-def test_empty_documents_at_beginning_of_megatron_index_contain_only_an_eos(
-    make: Make, tmp_path: Path
-) -> None:
+def test_empty_document_in_megatron_index_becomes_a_single_eos(make: Make, tmp_path: Path) -> None:
     lengths = np.full(30, 4, "<i4")
     places, firsts = 8 * np.arange(30), [0, 0, *range(31)]  # the first two contain no sequence
     head = HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
@@ -161,7 +159,7 @@ def test_empty_documents_at_beginning_of_megatron_index_contain_only_an_eos(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_document_counts_match_the_token_file_index_if_documents_contain_several_eos(
+def test_document_counts_match_index_if_documents_contain_several_eos(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "several").mkdir()
@@ -177,7 +175,7 @@ def test_document_counts_match_the_token_file_index_if_documents_contain_several
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_open_streams_raise_data_error_after_token_file_index_is_edited(
+def test_opened_stream_raises_data_error_if_token_file_index_changes(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
@@ -198,7 +196,7 @@ def test_open_streams_raise_data_error_after_token_file_index_is_edited(
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_token_file_returns_requested_token_count_or_raises_error_if_document_ends_are_invalid(
+def test_token_file_never_returns_wrong_token_count_for_invalid_document_ends(
     ends: list[int],
 ) -> None:
     content = np.arange(9, dtype=np.int32)
@@ -214,7 +212,7 @@ def test_token_source_reads_diffllm_shards_without_a_copy(make: Make, prepared: 
     assert data.directory == prepared.directory.absolute()
 
 
-def test_token_source_ignores_skipped_duplicates_in_manifest_of_older_diffllm_version(
+def test_token_source_ignores_skipped_duplicates_field_of_older_manifest(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")
@@ -278,9 +276,7 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_token_source_without_tokenizer_or_token_files_raises_error_with_config_key(
-    make: Make, tmp_path: Path
-) -> None:
+def test_token_source_refuses_missing_tokenizer_or_token_files(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.tokenizer=null is not supported with data=tokens"):
         prepare(make(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):

@@ -116,7 +116,7 @@ def test_loader_resumes_at_any_step_with_any_world_size_and_micro_batch(
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 
-def test_loader_state_counts_only_batches_returned_by_the_loader_and_no_prefetched_batches(
+def test_loader_state_does_not_count_prefetched_batches(
     make_loader: MakeLoader,
 ) -> None:
     loader = make_loader(num_workers=2, prefetch_factor=8)
@@ -184,7 +184,7 @@ def test_heldout_batches_refuse_split_shorter_than_a_sequence(prepared: TokenDat
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_data_error_in_loader_process_is_raised_as_a_single_line(
+def test_loader_raises_single_line_error_for_damaged_shard(
     make_loader: MakeLoader, stream: TokenStream, tmp_path: Path, num_workers: int
 ) -> None:
     loader = make_loader(num_workers=num_workers)
@@ -230,7 +230,7 @@ if sys.argv[2] == "hang":
 
 
 @pytest.mark.parametrize("end", slow_but(["return"], ["hang", "return"]))
-def test_loader_processes_end_without_output_after_their_parent_ends(
+def test_loader_processes_end_silently_after_parent_process_ends(
     stream: TokenStream, tmp_path: Path, end: str
 ) -> None:
     """The trainer is killed, or returns without close()."""

@@ -74,7 +74,7 @@ def test_loss_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
         masked.loss_mask(0, TOKENS + 1)
 
 
-def test_all_tokens_of_shard_without_loss_mask_are_predicted(
+def test_shard_without_loss_mask_has_loss_on_all_tokens(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -90,7 +90,7 @@ def test_all_tokens_of_shard_without_loss_mask_are_predicted(
     assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
 
 
-def test_token_shards_without_mask_keys_in_manifest_are_read_without_loss_masks(
+def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
     make_stream(drawn()[0])
@@ -116,7 +116,7 @@ def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_
         opened(tmp_path / "stream")
 
 
-def test_stream_sequences_have_target_minus_1_for_context_tokens(
+def test_stream_sequences_have_target_minus_1_where_loss_mask_is_false(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     tokens, mask = drawn()
@@ -133,7 +133,7 @@ def test_stream_sequences_have_target_minus_1_for_context_tokens(
     assert torch.equal(targets, torch.where(wanted, whole, -1))
 
 
-def test_packed_sequences_have_target_minus_1_for_context_tokens(
+def test_packed_sequences_have_target_minus_1_where_loss_mask_is_false(
     make_stream: MakeStream, masked: TokenStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -151,7 +151,7 @@ def test_packed_sequences_have_target_minus_1_for_context_tokens(
     assert sum(left) == mask.sum()
 
 
-def test_loss_mask_of_joined_stream_is_true_for_streams_without_loss_mask(
+def test_joined_stream_sets_loss_mask_to_true_for_unmasked_streams(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     plain = make_stream(drawn(1)[0], directory="plain")
@@ -170,7 +170,7 @@ def test_loss_mask_of_joined_stream_is_true_for_streams_without_loss_mask(
 
 
 @pytest.mark.parametrize("tokens", [None, 100])
-def test_token_count_of_held_out_documents_excludes_context(
+def test_token_count_of_held_out_documents_excludes_tokens_without_loss(
     masked: TokenStream, tokens: int | None
 ) -> None:
     chosen = heldout_documents(masked, EOS, tokens)
@@ -185,7 +185,7 @@ def test_token_count_of_held_out_documents_excludes_context(
     assert heldout_tokens(masked, EOS, tokens) == chosen.predicted.sum()
 
 
-def test_byte_count_of_held_out_documents_excludes_context(masked: TokenStream) -> None:
+def test_byte_count_of_held_out_documents_excludes_tokens_without_loss(masked: TokenStream) -> None:
     chosen = heldout_documents(masked, EOS)
     decoder: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     sizes, _ = chosen.texts(decoder)
@@ -203,9 +203,7 @@ def test_held_out_split_without_predicted_tokens_is_refused(
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 
-def test_token_hash_in_corpus_facts_changes_with_loss_masks(
-    masked: TokenStream, tmp_path: Path
-) -> None:
+def test_corpus_token_hash_depends_on_loss_masks(masked: TokenStream, tmp_path: Path) -> None:
     facts = []
     for mask in (drawn()[1], drawn(1)[1]):
         write_masks(tmp_path / "stream", mask)

@@ -90,7 +90,7 @@ def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
-def test_mixture_resumes_on_three_ranks_while_weights_change_linearly(
+def test_mixture_resumed_on_three_ranks_reads_same_remaining_samples(
     make: Make, open_loader: Any, step: int
 ) -> None:
     whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
@@ -113,7 +113,7 @@ def test_mixture_resumes_on_three_ranks_while_weights_change_linearly(
     assert read == whole[step * BATCH :]
 
 
-def test_resumed_mixture_uses_changed_weights_for_all_remaining_samples(make: Make) -> None:
+def test_resumed_mixture_uses_new_weights_for_remaining_samples(make: Make) -> None:
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make(curriculum=[])
     state = former.state(101)
@@ -165,7 +165,7 @@ def test_mixture_refuses_state_with_invalid_values(make: Make, key: str, value: 
         check_place(forged)
 
 
-def test_mixture_metrics_count_tokens_and_epochs_per_source(make: Make) -> None:
+def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make: Make) -> None:
     samples = make(limits={"code": 1})
     read = first_tokens(samples, range(BATCH * STEPS))
     consumed = samples.consumed(BATCH * STEPS)
@@ -176,7 +176,7 @@ def test_mixture_metrics_count_tokens_and_epochs_per_source(make: Make) -> None:
     assert consumed["data/epochs/code"] == 1
 
 
-def test_joined_stream_returns_tokens_of_ranges_that_span_several_of_its_streams(
+def test_joined_stream_returns_token_ranges_that_span_several_streams(
     make_stream: Callable[..., TokenStream],
 ) -> None:
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
@@ -193,7 +193,7 @@ def test_joined_stream_returns_tokens_of_ranges_that_span_several_of_its_streams
 # Prepared sources
 
 
-def test_all_mixture_sources_have_the_same_tokenizer_after_weights_change(tmp_path: Any) -> None:
+def test_all_mixture_sources_use_one_common_tokenizer(tmp_path: Any) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)))
     (tmp_path / "b.txt").write_text("\n\n".join(f"The {i}th day was mild." for i in range(200)))
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
@@ -233,7 +233,7 @@ def test_all_mixture_sources_have_the_same_tokenizer_after_weights_change(tmp_pa
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
-def test_error_in_a_mixture_source_names_the_source_key(
+def test_mixture_error_message_contains_key_of_faulty_source(
     tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
@@ -302,7 +302,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_may_contain_run_fractions_and_token_counts_together() -> None:
+def test_curriculum_accepts_run_fractions_and_token_counts_in_one_list() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

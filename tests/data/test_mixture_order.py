@@ -28,9 +28,7 @@ def read(order, first, count):
 
 @settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
-def test_mixture_order_contains_each_source_at_regular_distances_given_by_its_weight(
-    weights, first
-):
+def test_mixture_order_spaces_samples_of_each_source_evenly(weights, first):
     order = MixtureOrder([(0, weights)])
     count = 12_000
     sources, numbers = read(order, first, count)
@@ -54,7 +52,7 @@ def test_mixture_order_contains_each_source_at_regular_distances_given_by_its_we
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-def test_samples_per_source_deviate_from_exact_proportions_by_at_most_tijdeman_bound(counts):
+def test_sample_counts_per_source_stay_within_tijdeman_bound(counts):
     size, used = sum(counts), sum(map(bool, counts))
     order = laid_out(counts)
     bound = 1 - 1 / (2 * used - 2) if used > 1 else 0
@@ -63,7 +61,7 @@ def test_samples_per_source_deviate_from_exact_proportions_by_at_most_tijdeman_b
         assert np.abs(lag).max() <= bound + 1e-9
 
 
-def test_mixture_order_read_by_single_samples_matches_the_order_read_as_a_range():
+def test_mixture_order_returns_same_samples_for_single_and_range_reads():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     sources, numbers = read(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
@@ -74,7 +72,7 @@ def test_mixture_order_read_by_single_samples_matches_the_order_read_as_a_range(
     assert not (sources[1000:] == 2).any(), "a source of weight 0 must not be read"
 
 
-def test_mixture_order_equals_order_of_former_versions():
+def test_mixture_order_matches_recorded_order_of_older_versions():
     """No release may change this order, because checkpoints depend on it."""
     order = MixtureOrder([(0, [0.5, 0.3, 0.2])])
     assert read(order, 0, 20)[0].tolist() == [
@@ -82,7 +80,7 @@ def test_mixture_order_equals_order_of_former_versions():
     ]  # fmt: skip
 
 
-def test_shared_out_rounds_sample_counts_by_largest_remainders():
+def test_sample_counts_are_rounded_by_largest_remainder_method():
     assert shared_out(10, [1, 1, 1]) == [4, 3, 3]
     assert shared_out(7, [5, 3, 2]) == [4, 2, 1]
     assert in_parts([0.2, 0, 0.6]) == (250_000_000, 0, 750_000_000)
@@ -99,7 +97,7 @@ def config(curriculum=(), between=Between.constant, **weights):
     return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
 
 
-def test_curriculum_accepts_points_given_as_fraction_of_the_run_or_as_token_count():
+def test_curriculum_points_are_converted_to_sample_numbers():
     half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
     plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
     assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
@@ -117,7 +115,7 @@ def test_linear_curriculum_interpolates_weights_between_points():
         assert abs(got - wanted) < 0.01, first
 
 
-def test_mixture_plan_gives_weight_of_a_source_to_other_sources_after_the_limit_epochs_at_most():
+def test_mixture_plan_never_exceeds_epoch_limit_of_a_source():
     plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
     order = MixtureOrder(plan)
     counts = order.counts(10_000)
@@ -131,7 +129,7 @@ def test_mixture_plan_gives_weight_of_a_source_to_other_sources_after_the_limit_
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_resumed_mixture_plan_contains_only_segments_from_the_given_sample_on():
+def test_resumed_mixture_plan_omits_segments_before_the_resume_sample():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

@@ -60,12 +60,12 @@ def test_corpus_of_installed_packages_has_the_reference_hash(
     assert 90e6 < sum(part.size for part in corpus.parts) < 140e6
 
 
-def test_reference_package_versions_equal_constraints_txt() -> None:
+def test_reference_package_versions_match_constraints_file() -> None:
     pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
 
 
-def test_packages_corpus_contains_only_distinct_handwritten_files_with_text(
+def test_packages_corpus_omits_generated_duplicate_and_empty_files(
     installed: Path, make_config: MakeConfig
 ) -> None:
     corpus = opened(make_config(source="packages"))
@@ -81,7 +81,7 @@ def test_generated_file_does_not_change_the_packages_corpus(
     assert opened(make_config(source="packages")).note == ""
 
 
-def test_packages_corpus_note_names_every_missing_or_changed_package_of_the_reference_corpus(
+def test_packages_corpus_note_lists_missing_and_changed_packages(
     installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (installed / "bbb/own.py").write_text("own = 3\n")

@@ -63,7 +63,7 @@ def items(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @settings(max_examples=100)
 @given(items())
-def test_best_fit_decreasing_equals_simple_reference_implementation(
+def test_best_fit_decreasing_matches_reference_implementation(
     drawn: tuple[list[int], int],
 ) -> None:
     sizes, capacity = drawn
@@ -74,7 +74,7 @@ def test_best_fit_decreasing_equals_simple_reference_implementation(
         assert np.flatnonzero(bins == number).tolist() == sorted(own)
 
 
-def test_best_fit_decreasing_returns_correct_bins_if_capacity_exceeds_16_bits() -> None:
+def test_best_fit_decreasing_supports_capacities_above_16_bits() -> None:
     sizes = [70_000, 1, 50_000, 20_000, 30_000, 70_001]
     bins, count = best_fit_decreasing(np.array(sizes), 100_000)
     assert plainly_packed(sizes, 100_000) == [[5, 3, 1], [0, 4], [2]]
@@ -149,7 +149,9 @@ def test_packing_cuts_only_documents_longer_than_a_sequence(
 
 @settings(max_examples=100)
 @given(corpora())
-def test_packed_sequence_consists_of_document_pieces_and_padding(drawn: tuple[Tokens, int]) -> None:
+def test_packed_sequence_contains_only_document_tokens_and_padding(
+    drawn: tuple[Tokens, int],
+) -> None:
     """The input of a target is the previous token, or an EOS for the first target of a document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
@@ -194,7 +196,7 @@ def test_document_masks_separate_all_documents_packed_into_a_sequence(
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
-def test_each_packing_window_has_as_many_sequences_as_best_fit_decreasing_of_its_pieces(
+def test_packed_sequence_count_matches_reference_implementation(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
@@ -286,7 +288,7 @@ def test_damaged_packing_plan_raises_error_with_path(
 @pytest.mark.parametrize(
     ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
 )
-def test_packing_plan_raises_error_if_a_piece_exceeds_its_sequence_or_the_corpus(
+def test_packing_plan_with_out_of_range_values_raises_error(
     sequences: PackedSequences, tmp_path: Path, name: str, value: int
 ) -> None:
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"
@@ -362,7 +364,7 @@ def test_mixture_sources_are_packed_separately(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_number_of_steps_for_given_epochs_is_computed_from_packed_sequences(
+def test_epochs_are_converted_to_steps_by_packed_sequence_count(
     corpus_file: Path, tmp_path: Path
 ) -> None:
     data = config(

@@ -85,7 +85,7 @@ def test_preparation_in_three_processes_writes_tokens_in_corpus_order(corpus: Da
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_preparation_in_four_processes_writes_same_bytes_as_a_single_process(
+def test_number_of_preparation_processes_does_not_change_written_bytes(
     corpus: DataConfig,
 ) -> None:
     alone = contents(prepare(corpus, PrepareConfig(processes=1)))
@@ -111,7 +111,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     monkeypatch.setattr(encoding.Encoding, "encode", encode)
 
 
-def test_preparation_resumes_from_finished_parts_after_its_worker_process_was_killed(
+def test_resumed_preparation_does_not_rewrite_finished_parts(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
@@ -133,7 +133,7 @@ def test_preparation_resumes_from_finished_parts_after_its_worker_process_was_ki
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_preparation_ignores_parts_that_a_killed_attempt_wrote_with_another_part_size(
+def test_resumed_preparation_ignores_stored_parts_if_part_size_has_changed(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(2, signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_preparation_ignores_parts_that_a_killed_attempt_wrote_with_another_part
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_error_in_preparation_process_has_one_traceback_with_frames_of_that_process(
+def test_error_of_preparation_worker_contains_exactly_one_traceback(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -233,7 +233,7 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_preparation_progress_line_contains_name_of_the_file_being_read(
+def test_preparation_progress_line_contains_current_file_name(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The stalled part continues only after a progress line has named the part."""

@@ -73,7 +73,7 @@ def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData)
     assert stored == asdict(manifest)
 
 
-def test_held_out_split_contains_the_same_texts_if_corpus_is_reordered_and_has_duplicates(
+def test_heldout_texts_do_not_depend_on_document_order_or_duplicates(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     texts = sample_documents(100)
@@ -87,7 +87,7 @@ def test_held_out_split_contains_the_same_texts_if_corpus_is_reordered_and_has_d
     assert len(documents_of(second, "heldout")) > len(documents_of(first, "heldout"))
 
 
-def test_prepare_excludes_blank_documents_and_manifest_counts_blank_documents(
+def test_prepare_excludes_and_counts_blank_documents(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     corpus = tmp_path / "corpus.jsonl"
@@ -119,7 +119,7 @@ def test_prepare_refuses_corpus_of_blank_documents(
         ("one\ntwo\n" + "b" * 42 + "\n \n", 0.2, "b" * 10 + "\n \n"),
     ],
 )
-def test_held_out_text_of_single_document_corpus_starts_at_a_line_or_word_boundary(
+def test_heldout_text_of_single_document_starts_at_expected_position(
     tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
 ) -> None:
     path = tmp_path / "corpus.txt"
@@ -131,7 +131,7 @@ def test_held_out_text_of_single_document_corpus_starts_at_a_line_or_word_bounda
     assert len(cut.parts) == 2
 
 
-def test_settings_that_change_tokens_change_the_cache_directory(
+def test_cache_directory_changes_with_settings_that_affect_tokens(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     base = prepare(make_config(corpus_file))
@@ -146,7 +146,7 @@ def test_settings_that_change_tokens_change_the_cache_directory(
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
-def test_only_one_of_several_concurrent_preparations_writes_the_corpus(
+def test_concurrent_preparations_write_the_corpus_only_once(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]
@@ -185,7 +185,7 @@ def test_waiting_preparation_continues_after_lock_holder_is_killed(
         ({"heldout_fraction": 0.3}, "cfbfb248de23b137ab2f695b8aaef059"),
     ],
 )
-def test_cache_key_of_corpus_equals_key_of_former_versions(
+def test_cache_key_of_corpus_matches_stored_value(
     tmp_path: Path, make_config: MakeConfig, changes: dict[str, Any], key: str
 ) -> None:
     (tmp_path / "a.txt").write_text("".join(f"Line {i} says {i * i % 97}.\n" for i in range(400)))

@@ -43,7 +43,7 @@ def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("shard_tokens", [97, 2**27])
-def test_loss_mask_excludes_prompt_tokens_and_includes_tokens_of_the_text_column(
+def test_loss_mask_excludes_only_prompt_tokens(
     prompted: DataConfig, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     monkeypatch.setattr("diffllm.data.shards.SHARD_TOKENS", shard_tokens)

@@ -33,7 +33,7 @@ def test_command_line_overrides_values_of_recipe_file(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["data.sources.wiki", "data.sources.code.wieght"])
-def test_override_of_unknown_source_or_of_unknown_key_of_a_recipe_source_is_refused(tmp_path, key):
+def test_command_line_override_of_unknown_recipe_key_is_refused(tmp_path, key):
     path = tmp_path / "mine.yaml"
     path.write_text("sources: {code: {weight: 2}, prose: {weight: 1}}")
     word = f"{key}=1" if "code" in key else f"{key}.weight=1"

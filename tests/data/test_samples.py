@@ -28,7 +28,7 @@ def test_permute_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(min_value=1, max_value=2**40), seed=SEEDS, data=st.data())
-def test_permuted_position_of_an_index_does_not_depend_on_other_indices(
+def test_permute_maps_each_index_independently_of_other_indices(
     n: int, seed: int, data: st.DataObject
 ) -> None:
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
@@ -58,19 +58,19 @@ def test_permuted_positions_do_not_correlate_with_indices(n: int) -> None:
     assert (order == np.arange(n)).sum() < 10
 
 
-def test_permute_of_four_items_returns_all_24_orders_for_different_seeds() -> None:
+def test_permute_produces_all_24_orders_of_four_items() -> None:
     orders = {tuple(permute(np.arange(4), 4, seed, 0).tolist()) for seed in range(500)}
     assert len(orders) == 24
 
 
-def test_permute_equals_stored_results_of_former_versions() -> None:
+def test_permute_matches_stored_results() -> None:
     """Another order would silently change the samples of resumed runs."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [8, 1, 5, 2, 6, 7, 4, 3, 9, 0]
     large = permute(np.arange(3), 10**12, 1234, 5)
     assert large.tolist() == [767138975145, 822644210034, 182445646350]
 
 
-def test_bits_per_nat_of_corpus_equals_tokens_per_byte_divided_by_log_2(
+def test_corpus_bits_per_nat_equals_value_computed_from_decoded_text(
     prepared: TokenData, make_config: Callable[..., DataConfig]
 ) -> None:
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()
@@ -81,7 +81,7 @@ def test_bits_per_nat_of_corpus_equals_tokens_per_byte_divided_by_log_2(
     )
 
 
-def test_mixture_bits_per_nat_is_computed_from_tokens_read_per_source(
+def test_mixture_bits_per_nat_depends_on_number_of_tokens_from_each_source(
     tmp_path: Path, make_config: Callable[..., DataConfig], prepared: TokenData
 ) -> None:
     words, digits = sample_documents(60), [f"{i * i} {i}" * 20 for i in range(60)]

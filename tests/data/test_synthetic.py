@@ -34,7 +34,7 @@ def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("task", ["mqar", "icl", "needle"])
-def test_synthetic_training_documents_contain_no_prompt_of_evaluation_examples(
+def test_synthetic_training_documents_do_not_contain_evaluation_prompts(
     tmp_path: Path, task: str
 ) -> None:
     found = texts(tmp_path, f"data.task={task}")
@@ -58,7 +58,7 @@ def test_synthetic_mqar_document_queries_at_most_half_of_the_keys(tmp_path: Path
     assert sizes[2] == max(sizes.values()) > 0.65 * sizes.total()
 
 
-def test_synthetic_needle_document_has_the_correct_number_after_each_query(tmp_path: Path) -> None:
+def test_synthetic_needle_document_contains_correct_answer_to_each_query(tmp_path: Path) -> None:
     for document in texts(tmp_path, "data.task=needle"):
         told = dict(re.findall(r"magic number of (\w+) is (\d+)\.", document[0]))
         asked = [re.findall(r"magic number of (\w+) is$", given)[0] for given in document[::2]]
@@ -79,7 +79,7 @@ def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
 
 
-def test_loss_mask_of_synthetic_mqar_document_selects_only_answers_of_queries(
+def test_loss_mask_of_mqar_document_selects_only_the_answers(
     tmp_path: Path,
 ) -> None:
     tokenizer, stream = prepared(tmp_path, "data.level={filler: 8}")
@@ -97,14 +97,14 @@ def test_loss_mask_of_synthetic_mqar_document_selects_only_answers_of_queries(
         assert shown == [pairs[key] for key in asked[::2]]
 
 
-def test_needle_documents_have_481_to_512_tokens_of_the_trained_tokenizer(tmp_path: Path) -> None:
+def test_needle_documents_contain_481_to_512_tokens(tmp_path: Path) -> None:
     tokenizer, stream = prepared(tmp_path, "data.task=needle")
     sizes = [len(places) for places in documents_of(stream, tokenizer.eos_id)]
     assert min(sizes) > 480
     assert max(sizes) <= 512
 
 
-def test_synthetic_documents_are_equal_for_equal_settings_and_differ_for_another_seed(
+def test_synthetic_documents_are_determined_by_settings_and_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllm.data.text.synthetic.A_PART", 100)
@@ -135,14 +135,12 @@ def test_synthetic_documents_are_equal_for_equal_settings_and_differ_for_another
         ("data.examples=0", "data.examples"),
     ],
 )
-def test_synthetic_corpus_refuses_unknown_task_and_invalid_task_level(
-    tmp_path: Path, word: str, said: str
-) -> None:
+def test_synthetic_corpus_refuses_invalid_settings(tmp_path: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         texts(tmp_path, word)
 
 
-def test_needle_documents_too_short_for_20_filler_sentences_are_refused(tmp_path: Path) -> None:
+def test_needle_level_is_refused_if_fewer_than_20_filler_sentences_fit(tmp_path: Path) -> None:
     said = (
         r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
     )
@@ -167,7 +165,7 @@ def test_needle_documents_too_short_for_20_filler_sentences_are_refused(tmp_path
         ),
     ],
 )
-def test_config_with_removed_task_or_level_setting_loads_but_raises_error_before_training(
+def test_config_with_removed_task_setting_loads_but_cannot_be_prepared(
     tmp_path: Path, word: str, said: str
 ) -> None:
     cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])

@@ -99,9 +99,7 @@ def share_by_chance(given: list[Example]) -> float:
 
 
 @pytest.mark.parametrize(("name", "number"), slow_but([("mqar", 0), ("icl", 0)], levels()))
-def test_task_examples_are_solvable_but_shortcuts_reach_only_chance_accuracy(
-    name: str, number: int
-) -> None:
+def test_task_examples_cannot_be_solved_by_known_shortcuts(name: str, number: int) -> None:
     level = TASKS[name].levels(LENGTH)[number]
     given = enough(name, level)
     chance = share_by_chance(given)
@@ -132,7 +130,7 @@ def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_task_fitting_returns_only_levels_whose_examples_fit_the_context_length(
+def test_examples_of_fitting_task_levels_do_not_exceed_context_length(
     name: str, length: int
 ) -> None:
     chosen = TASKS[name]
@@ -145,9 +143,7 @@ def test_task_fitting_returns_only_levels_whose_examples_fit_the_context_length(
             assert longest <= length
 
 
-def test_mqar_examples_have_2_to_16_pairs_and_disjoint_sets_of_keys_values_and_filler_words() -> (
-    None
-):
+def test_mqar_examples_use_separate_words_for_keys_values_and_filler() -> None:
     given = examples("mqar", {"filler": 64}, 200)
     assert Counter(example.facts["pairs"] for example in given) == dict.fromkeys((2, 4, 8, 16), 50)
     for example in given:
@@ -165,7 +161,7 @@ def test_mqar_examples_have_2_to_16_pairs_and_disjoint_sets_of_keys_values_and_f
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
-def test_mqar_uses_only_single_token_words_if_the_tokenizer_has_enough() -> None:
+def test_mqar_uses_only_single_token_words_if_enough_such_words_exist() -> None:
     def pieces(text: str) -> int:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
@@ -177,7 +173,7 @@ def test_mqar_uses_only_single_token_words_if_the_tokenizer_has_enough() -> None
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_examples_are_just_shorter_than_level_length_and_balanced_over_depths() -> None:
+def test_needle_examples_have_expected_length_and_uniform_depth() -> None:
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -198,7 +194,7 @@ def test_needle_examples_are_just_shorter_than_level_length_and_balanced_over_de
 
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
-def test_evidence_of_task_example_is_the_prompt_text_that_states_the_answer(name: str) -> None:
+def test_evidence_of_task_example_equals_text_that_states_the_answer(name: str) -> None:
     for example in examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
@@ -208,7 +204,7 @@ def test_evidence_of_task_example_is_the_prompt_text_that_states_the_answer(name
         assert told == expected.format(asked, answer)
 
 
-def test_icl_task_repeats_each_of_50_rules_in_four_example_orders_with_balanced_answers() -> None:
+def test_icl_examples_contain_each_rule_in_four_different_orders() -> None:
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
@@ -244,7 +240,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_task_raises_error_if_too_long_for_context_or_registered_twice() -> None:
+def test_task_is_refused_if_too_long_for_context_or_already_registered() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
@@ -284,20 +280,18 @@ def test_task_raises_error_if_too_long_for_context_or_registered_twice() -> None
         ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_task_levels_that_exceed_the_context_or_allow_no_examples_are_refused(
-    name: str, level: Level, said: str
-) -> None:
+def test_task_refuses_invalid_or_too_long_levels(name: str, level: Level, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         TASKS[name].check([level], 100_000, count)
 
 
-def test_more_than_1000_combinations_of_task_level_settings_are_refused() -> None:
+def test_more_than_1000_task_levels_are_refused() -> None:
     assert len(levels_of({"needles": [*range(10)], "length": [*range(100)]}, "level")) == 1000
     with pytest.raises(ConfigError, match="is 1,001; the maximum is 1,000"):
         levels_of({"needles": [*range(1001)], "length": 3}, "level")
 
 
-def test_task_version_is_a_code_hash_for_user_tasks_and_empty_for_built_in_tasks() -> None:
+def test_task_version_is_code_hash_only_for_user_tasks() -> None:
     class Own(Task):
         def example(self, rng: random.Random, level: Level, count: object) -> Example:
             raise NotImplementedError

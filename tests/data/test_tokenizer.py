@@ -51,7 +51,7 @@ def test_sentencepiece_tokenizer_decodes_encoded_text_exactly(
 
 
 @given(texts=st.lists(st.text(alphabet="ab \n\u2581é"), max_size=6))
-def test_encode_batch_gives_same_ids_as_encode_of_each_text(
+def test_encode_batch_returns_same_ids_as_encode(
     code_tokenizer: Tokenizer, texts: list[str]
 ) -> None:
     assert code_tokenizer.encode_batch(texts, threads=2) == [
@@ -64,7 +64,9 @@ def test_encode_batch_gives_same_ids_as_encode_of_each_text(
     | st.sampled_from(CODE).map(lambda text: text[:3000])
 )
 @settings(max_examples=50)
-def test_long_text_encoded_in_parts_has_unchanged_ids(code_tokenizer: Tokenizer, text: str) -> None:
+def test_splitting_of_long_text_does_not_change_token_ids(
+    code_tokenizer: Tokenizer, text: str
+) -> None:
     """Parts have at least 8 characters and end at allowed cuts."""
     whole = code_tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +80,7 @@ def test_long_text_encoded_in_parts_has_unchanged_ids(code_tokenizer: Tokenizer,
         ]  # fmt: skip
 
 
-def test_long_text_is_encoded_whole_if_the_tokenizer_normalises_text(
+def test_long_text_is_not_split_if_tokenizer_normalises_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
@@ -87,7 +89,7 @@ def test_long_text_is_encoded_whole_if_the_tokenizer_normalises_text(
     assert foreign._parts(text) == [text]
 
 
-def test_tokenizer_training_with_any_thread_count_gives_equal_pieces(tmp_path: Path) -> None:
+def test_trained_tokenizer_does_not_depend_on_thread_count(tmp_path: Path) -> None:
     hashes = set()
     for threads in (1, 2):
         path = tmp_path / f"{threads}.model"
@@ -96,7 +98,7 @@ def test_tokenizer_training_with_any_thread_count_gives_equal_pieces(tmp_path: P
     assert len(hashes) == 1
 
 
-def test_tokenizer_hash_changes_with_vocabulary_and_with_normalisation(tmp_path: Path) -> None:
+def test_tokenizer_hash_depends_on_vocabulary_and_normalisation(tmp_path: Path) -> None:
     plain = _train(tmp_path / "plain.model")
     more_pieces = _train(tmp_path / "more.model", vocab_size=401)
     same_pieces = sentencepiece_model_pb2.ModelProto.FromString(plain.read_bytes())
@@ -120,7 +122,7 @@ def _train(path: Path, **options: object) -> Path:
     return path
 
 
-def test_tokenizer_training_sample_contains_similar_amounts_of_text_from_every_document() -> None:
+def test_tokenizer_training_sample_is_balanced_over_documents() -> None:
     documents = [chr(97 + i) * 10_000 for i in range(20)] + [None]
     taken = "".join(sample(documents, 80_000))
     assert len(taken) == pytest.approx(80_000, rel=0.1)
@@ -147,7 +149,7 @@ def test_unusable_tokenizer_model_raises_error_with_path(tmp_path: Path) -> None
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_vocab_size_error_states_nearest_vocab_size_that_the_corpus_allows(
+def test_error_of_invalid_vocab_size_contains_the_violated_limit(
     vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:

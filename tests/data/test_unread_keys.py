@@ -23,7 +23,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("words", "named"), UNREAD)
-def test_data_key_that_the_source_does_not_read_is_refused(words: list[str], named: str) -> None:
+def test_config_refuses_data_key_that_is_unused_by_the_source(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)

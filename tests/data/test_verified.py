@@ -123,7 +123,7 @@ def test_token_stream_verifies_only_shards_that_are_read(
     assert [Path(name).name for name in hashed] == ["train-00001.bin"]
 
 
-def test_shard_with_flipped_bit_raises_before_its_tokens_are_returned(
+def test_token_stream_raises_error_for_shard_with_flipped_bit(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     stream = make_stream(list(range(300)))

@@ -98,9 +98,7 @@ def reference(overrides):
         ],
     ),
 )
-def test_loss_and_gradients_with_ignored_targets_equal_float64_reference(
-    ranks, overrides, tmp_path
-):
+def test_loss_and_gradients_match_reference_if_some_targets_are_ignored(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
     losses, squares, share = reference(alone)
     for found, own_squares, own_share in run_ranks(first_step, ranks, tmp_path, overrides):
@@ -112,7 +110,7 @@ def test_loss_and_gradients_with_ignored_targets_equal_float64_reference(
             assert math.sqrt(own_squares[name]) == expected, name
 
 
-def test_counting_valid_targets_does_not_change_training_if_no_target_is_ignored(tmp_path):
+def test_valid_target_count_does_not_change_training_if_all_targets_are_valid(tmp_path):
     (counted,) = run_ranks(train_losses, 1, tmp_path, [], None, False, True)
     (plain,) = run_ranks(train_losses, 1, tmp_path, [])
     assert_same_training(counted, plain, atol=1e-6)
@@ -127,7 +125,7 @@ def steps_without_targets():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_step_with_only_ignored_targets_has_zero_loss_and_gradients(ranks, tmp_path):
+def test_loss_and_gradients_are_zero_if_all_targets_are_ignored(ranks, tmp_path):
     for found in run_ranks(steps_without_targets, ranks, tmp_path):
         assert found == (0, 0, 0)
 
@@ -158,7 +156,7 @@ def collectives(ignores):
     return reduced, before[0]
 
 
-def test_counting_valid_targets_adds_one_all_reduce_per_training_step(tmp_path):
+def test_valid_target_count_adds_one_all_reduce_per_training_step(tmp_path):
     for (counting, ahead), (plain, one) in zip(
         run_ranks(collectives, 2, tmp_path, True),
         run_ranks(collectives, 2, tmp_path, False),

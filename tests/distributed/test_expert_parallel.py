@@ -161,7 +161,7 @@ def in_tiers():
 
 
 @pytest.mark.parametrize(("layout", "sparing"), list(in_tiers()))
-def test_expert_parallel_training_on_every_mesh_equals_single_process(
+def test_expert_parallel_training_matches_training_in_single_process(
     layout, sparing, one_process, tmp_path
 ):
     ranks, overrides = LAYOUTS[layout]
@@ -183,7 +183,7 @@ def test_expert_parallel_training_on_every_mesh_equals_single_process(
 
 
 @pytest.mark.slow
-def test_moe_training_with_softmax_router_and_dense_layer_on_four_ranks_equals_single_rank(
+def test_moe_training_on_four_ranks_matches_training_on_single_rank(
     tmp_path,
 ):
     (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
@@ -200,9 +200,7 @@ def test_moe_training_with_softmax_router_and_dense_layer_on_four_ranks_equals_s
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_expert_parallel_training_shards_parameters_of_two_experts_equally_over_ranks(
-    ranks, overrides, tmp_path
-):
+def test_parameters_of_two_experts_are_sharded_equally_over_all_ranks(ranks, overrides, tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
     results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
@@ -216,7 +214,7 @@ def test_expert_parallel_training_shards_parameters_of_two_experts_equally_over_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert2", "expert4", "shard2_expert2"])
-def test_rank_without_tokens_for_its_experts_trains_like_single_rank(layout, tmp_path):
+def test_expert_parallel_training_is_correct_if_one_rank_receives_no_tokens(layout, tmp_path):
     bias = [-9.0, -9.0, 9.0, 9.0]  # No token selects the first two experts, on the first rank.
     still = ["model.moe.bias_update_rate=0"]
     (one,) = run_ranks(trained, 1, tmp_path, still, bias)
@@ -231,7 +229,9 @@ def test_rank_without_tokens_for_its_experts_trains_like_single_rank(layout, tmp
 
 
 @pytest.mark.slow
-def test_compiled_expert_parallel_training_equals_single_process(one_process, tmp_path):
+def test_compiled_expert_parallel_training_matches_training_in_single_process(
+    one_process, tmp_path
+):
     for extra in ([], SPARING):
         overrides = ["parallel.expert=2", "compile=true", *extra]
         assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
@@ -256,7 +256,7 @@ def moved(overrides, source, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
-def test_moe_checkpoint_loads_on_different_numbers_of_expert_ranks(experts, tmp_path):
+def test_moe_checkpoint_keeps_values_if_number_of_ranks_changes(experts, tmp_path):
     split = ["parallel.shard=2", "parallel.expert=2"]
     steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]
     if experts:
@@ -278,7 +278,7 @@ def test_moe_checkpoint_loads_on_different_numbers_of_expert_ranks(experts, tmp_
     assert "model.layers.0.ffn.router.bias" in first
 
 
-def test_heldout_loss_is_correct_if_ranks_have_unequal_numbers_of_sequences(tmp_path):
+def test_heldout_loss_is_correct_if_number_of_sequences_differs_between_ranks(tmp_path):
     overrides = [*MOE, "parallel.expert=2", "micro_batch_size=4"]
     for masked, free, one_by_one, whole in run_ranks(heldout_losses, 2, tmp_path, overrides):
         assert masked == pytest.approx(one_by_one, abs=1e-5)
@@ -314,12 +314,12 @@ def test_text_generation_calls_model_equally_often_on_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("expert", [3, 16])
-def test_parallel_expert_raises_error_unless_value_divides_number_of_experts(expert):
+def test_parallel_expert_setting_must_divide_number_of_experts(expert):
     with pytest.raises(ConfigError, match=rf"parallel.expert={expert} .* model.moe.n_experts=4"):
         config([f"parallel.expert={expert}"])
 
 
-def test_parallel_shard_raises_error_unless_value_divides_experts_per_rank_or_matrix_size():
+def test_parallel_shard_setting_must_divide_experts_or_matrix_size():
     cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide at least one of: 2 experts per rank, .*=32, .*=48"

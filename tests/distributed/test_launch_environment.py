@@ -52,7 +52,7 @@ SRUN = SALLOC | {
         ({"LOCAL_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, (0, 1, 0)),
     ],
 )
-def test_environment_reads_rank_world_size_and_local_rank(env, expected):
+def test_environment_returns_expected_rank_and_world_size(env, expected):
     assert environment(env) == expected
 
 
@@ -86,9 +86,7 @@ def test_environment_refuses_inconsistent_launcher_variables(env, named):
         (SRUN | {"SLURM_JOB_ID": "4123456789"}, ("a1", 12000 + 4123456789 * 16 % 20000)),
     ],
 )
-def test_meeting_point_returns_rank_0_address_and_port_from_torchrun_or_slurm_variables(
-    env, expected
-):
+def test_meeting_point_returns_address_and_port_of_rank_0(env, expected):
     assert meeting_point(env) == expected
     assert 0 < meeting_point(env)[1] < 32768
 
@@ -102,7 +100,7 @@ def test_meeting_point_returns_rank_0_address_and_port_from_torchrun_or_slurm_va
         ({"MASTER_PORT": "65536"}, "below 65536"),
     ],
 )
-def test_meeting_point_refuses_missing_or_invalid_address_or_port(change, named):
+def test_meeting_point_raises_error_if_address_or_port_is_invalid(change, named):
     env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(LaunchError, match=named):
         meeting_point(env)
@@ -140,7 +138,7 @@ def two_worlds(server: dist.TCPStore) -> list[World]:
     return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
 
 
-def test_ranks_agree_on_new_store_prefix_if_store_contains_keys_of_earlier_launches(server):
+def test_ranks_agree_on_unused_store_prefix_after_earlier_launches(server):
     """3, 2, 3 and 3 ranks agree in turn through the same store; high ranks arrive first."""
     server.set("arrived/2", "a rank that died before rank 0 answered")
     names = []
@@ -156,7 +154,7 @@ def test_ranks_agree_on_new_store_prefix_if_store_contains_keys_of_earlier_launc
     assert len(set(names)) == 4
 
 
-def test_rank_0_exits_only_after_other_rank_has_read_the_error_that_rank_0_sent():
+def test_rank_0_waits_until_other_rank_has_read_the_error():
     """The store ends with rank 0. The other rank reads the error only after rank 0 waits."""
     waits = threading.Event()
 
@@ -211,7 +209,7 @@ def test_signal_to_single_rank_before_training_stops_all_ranks(server, first):
         leaving.result(PATIENCE_S)
 
 
-def test_collective_failure_after_stop_signal_does_not_report_missing_rank(server):
+def test_communication_failure_after_stop_signal_raises_stopped_early(server):
     worlds = two_worlds(server)
     watch = Watch(worlds[0], 600, NoSignal())
     worlds[1].stop(signal.SIGUSR1)
@@ -222,7 +220,7 @@ def test_collective_failure_after_stop_signal_does_not_report_missing_rank(serve
     watch.close()
 
 
-def test_second_stop_signal_raises_keyboard_interrupt_only_for_sigint():
+def test_only_sigint_raises_keyboard_interrupt_after_first_stop_signal():
     request = StopRequest()
     try:
         with pytest.raises(StoppedEarly):
@@ -267,9 +265,7 @@ def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
         (None, "AVX2,STRICT"),
     ],
 )
-def test_mkl_strict_mode_selects_avx512_only_if_cpu_has_all_required_flags(
-    tmp_path, flags, expected
-):
+def test_mkl_strict_mode_uses_avx512_only_if_cpu_has_all_flags(tmp_path, flags, expected):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")

@@ -81,7 +81,7 @@ def expected(overrides, masked, predicted=lambda i: True):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_of_heldout_documents_equal_float64_reference(ranks, tmp_path):
+def test_heldout_document_losses_match_float64_reference(ranks, tmp_path):
     """On 2 ranks FSDP shards the model, and the last batches are padded."""
     overrides = ["attention=diff_v2", "micro_batch_size=2"]
     reference = [expected(overrides, masked) for masked in (True, False)]
@@ -91,7 +91,7 @@ def test_losses_of_heldout_documents_equal_float64_reference(ranks, tmp_path):
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
 
 
-def test_tokens_excluded_by_loss_mask_do_not_count_in_document_losses(tmp_path):
+def test_document_losses_ignore_tokens_excluded_by_loss_mask(tmp_path):
     overrides = ["micro_batch_size=2"]
     (found,) = run_ranks(measured, 1, tmp_path, overrides, Masked)
     for mine, masked in zip(found, (True, False), strict=True):
@@ -107,7 +107,7 @@ def test_tokens_excluded_by_loss_mask_do_not_count_in_document_losses(tmp_path):
         (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=true"]),
     ],
 )
-def test_document_losses_on_every_mesh_equal_losses_on_single_rank(ranks, overrides, tmp_path):
+def test_document_losses_do_not_depend_on_the_mesh(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
     (one,) = run_ranks(measured, 1, tmp_path, alone)
     for found in run_ranks(measured, ranks, tmp_path, overrides):

@@ -205,15 +205,13 @@ def check(variant, ranks):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
-def test_training_metrics_on_two_ranks_equal_recomputation_in_single_process(variant, tmp_path):
+def test_training_metrics_on_two_ranks_match_single_process_reference(variant, tmp_path):
     check(variant, run_ranks(measured, 2, tmp_path, variant, ["compile=false"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_training_metrics_equal_recomputation_without_recompilation_after_two_steps(
-    variant, tmp_path
-):
+def test_compiled_training_metrics_match_single_process_reference(variant, tmp_path):
     """`fullgraph=True` raises at a graph break."""
     ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])
     check(variant, ranks)

@@ -77,7 +77,7 @@ class Watcher(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("micro", slow_but([4], [8, 4, 1]))
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 0)])
-def test_training_on_one_rank_copies_each_parameter_at_most_once_per_step(
+def test_training_step_on_one_rank_copies_each_parameter_at_most_once(
     precision, times, micro, checkpointing
 ):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]
@@ -95,7 +95,7 @@ def test_training_on_one_rank_copies_each_parameter_at_most_once_per_step(
 
 
 @pytest.mark.parametrize("micro", [8, 2, 1])
-def test_training_on_one_rank_adds_bf16_gradients_in_place_in_float32(micro):
+def test_single_rank_training_accumulates_bf16_gradients_in_float32(micro):
     with gloo_group():
         t = training("precision=bf16", f"micro_batch_size={micro}")
         # The chunked loss accumulates the gradient of output.weight itself.
@@ -109,7 +109,7 @@ def test_training_on_one_rank_adds_bf16_gradients_in_place_in_float32(micro):
     assert watcher.narrow_sums == 0
 
 
-def test_gradients_accumulated_in_bf16_training_equal_exact_float32_sums():
+def test_bf16_training_accumulates_exact_float32_gradients():
     with gloo_group():
         t = training("precision=bf16", "micro_batch_size=2")
         pairs = list(batches(t))
@@ -130,7 +130,7 @@ def test_gradients_accumulated_in_bf16_training_equal_exact_float32_sums():
         assert not torch.equal(first, total), name
 
 
-def test_bf16_copies_of_parameters_equal_rounded_parameters_after_step():
+def test_training_step_updates_bf16_copies_of_parameters():
     with gloo_group():
         t = training("precision=bf16", "optim.lr=1e-2")
         before = {name: p.clone() for name, p in t.model.named_parameters()}
@@ -140,7 +140,7 @@ def test_bf16_copies_of_parameters_equal_rounded_parameters_after_step():
         assert not torch.equal(copy, before[name]), name
 
 
-def test_expert_gate_and_up_matrices_receive_separate_updates_in_common_memory_buffer():
+def test_expert_gate_and_up_matrices_are_updated_separately():
     with gloo_group():
         t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts

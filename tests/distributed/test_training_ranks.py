@@ -116,7 +116,7 @@ def test_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path)
         ["activation_checkpointing=true", "model.tie_embeddings=true", "model.qk_norm=true"],
     ],
 )
-def test_training_on_every_mesh_of_four_ranks_equals_training_on_single_rank(layout, tmp_path):
+def test_training_on_four_ranks_matches_training_on_single_rank(layout, tmp_path):
     model = [word for word in layout if word.startswith("model.")]
     (one,) = run_ranks(train_losses, 1, tmp_path, ["attention=diff_v1", *model])
     four = run_ranks(train_losses, 4, tmp_path, ["attention=diff_v1", *layout])
@@ -188,7 +188,7 @@ def heldout_losses(overrides):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_heldout_loss_with_document_masks_equals_loss_of_separate_documents(ranks, tmp_path):
+def test_masked_heldout_loss_equals_loss_of_separate_documents(ranks, tmp_path):
     """Batches of four sequences are padded, because there are five sequences."""
     overrides = ["attention=diff_v2", "micro_batch_size=4"]
     for masked, free, one_by_one, whole in run_ranks(heldout_losses, ranks, tmp_path, overrides):
@@ -227,7 +227,7 @@ def float32_values_under_bf16():
     return found, expected
 
 
-def test_attention_lambda_and_router_use_float32_in_bf16_training(tmp_path):
+def test_bf16_training_computes_lambda_and_router_in_float32(tmp_path):
     for found, expected in run_ranks(float32_values_under_bf16, 2, tmp_path):
         assert len(found) == 3
         assert found == expected
@@ -240,7 +240,7 @@ def graph_breaks(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_training_with_activation_checkpointing_equals_eager_training(variant, tmp_path):
+def test_compiled_training_on_two_ranks_matches_eager_training(variant, tmp_path):
     (eager,) = run_ranks(train_losses, 1, tmp_path, [f"attention={variant}"])
     compiled = run_ranks(graph_breaks, 2, tmp_path, [f"attention={variant}"])
     assert_same_training(eager, compiled[0], atol=1e-4)

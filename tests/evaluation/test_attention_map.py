@@ -36,7 +36,7 @@ def names(length):
     return [f"t{i}" for i in range(length)]
 
 
-def test_attention_map_figure_shows_weights_and_leaves_future_keys_blank():
+def test_attention_map_figure_shows_all_weights_except_future_keys():
     layer = made_maps()
     fig = draw(layer, [1], names(6), "")
     drawn = [axes.images[0].get_array() for axes in fig.axes[:3]]
@@ -46,7 +46,7 @@ def test_attention_map_figure_shows_weights_and_leaves_future_keys_blank():
         assert np.array_equal(image.data[~future], weights[0, 1].double().numpy()[~future])
 
 
-def test_attention_map_figure_uses_one_symmetric_colour_scale_for_signed_maps():
+def test_attention_map_figure_uses_one_symmetric_colour_scale():
     layer = made_maps(length=40)
     fig = draw(layer, [0, 1], names(40), "")
     images = [axes.images[0] for axes in fig.axes if axes.images][:6]
@@ -158,9 +158,7 @@ def test_attention_map_command_draws_single_head_to_given_path(make_run, command
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_attention_map_command_prints_single_error_line_for_invalid_arguments(
-    make_run, command, words, named
-):
+def test_attention_map_command_prints_error_for_invalid_argument(make_run, command, words, named):
     run = make_run()
     before = sorted(run.rglob("*"))
     code, out, err = command(f"run={run}", *words)

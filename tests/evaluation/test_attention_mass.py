@@ -89,7 +89,7 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_mass_in_padded_batch_equals_explicit_computation_for_each_unpadded_context(
+def test_attention_mass_in_padded_batch_matches_unpadded_reference(
     variant,
 ):
     model = float64_model(variant)
@@ -133,7 +133,7 @@ def approx(values):
     return pytest.approx(values, abs=10**-DIGITS)
 
 
-def test_attention_mass_of_known_attention_maps_equals_hand_calculation():
+def test_attention_mass_of_known_maps_equals_hand_calculation():
     first = torch.tensor([[[0.1, 0.6, 0.2, 0.1]]]).double()
     maps = {"map 1": first, "map 2": first.flip(-1), "difference": first - first.flip(-1)}
     _, shares = shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])
@@ -151,7 +151,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def test_attention_mass_counts_every_token_that_overlaps_the_evidence_as_evidence(tokenizer):
+def test_tokens_that_partly_overlap_the_evidence_count_as_evidence(tokenizer):
     prompt = "def abcd(x):\n    return 12, 日本 def return\n# return abcd +"
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in tokenizer.encode(prompt)]
     sizes = [1 if re.match("<0x..>", piece) else len(piece.encode()) for piece in pieces]
@@ -178,7 +178,7 @@ def line(heads, **facts):
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_attention_mass_scores_have_cluster_bootstrap_interval_and_best_head_of_each_layer(
+def test_attention_mass_scores_match_reference_values(
     monkeypatch,
 ):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))
@@ -246,7 +246,7 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_attention_mass_appears_in_evaluate_output_result_file_and_report(recall, tmp_path, capsys):
+def test_evaluate_command_and_report_show_attention_mass(recall, tmp_path, capsys):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")
@@ -280,9 +280,7 @@ def test_attention_mass_appears_in_evaluate_output_result_file_and_report(recall
     assert "target, layer 1" in page
 
 
-def test_attention_mass_prints_error_if_task_is_unknown_or_its_examples_have_no_evidence(
-    tmp_path, capsys
-):
+def test_attention_mass_is_refused_if_task_is_unknown_or_has_no_evidence(tmp_path, capsys):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")
     for name, said in (
         ("attention_mass_icl", "attention_mass_icl: the examples of the task icl have no evidence"),

@@ -55,7 +55,7 @@ def test_evaluate_command_prints_accuracy_as_json_or_table(
         assert text in table
 
 
-def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change(
+def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["evaluate", f"run={run}", *FAST, "--json"]
@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_command_on_sweep_prints_mean_over_seeds_and_gap_to_baseline_of_each_variant(
+def test_evaluate_command_compares_variants_of_a_sweep_with_the_baseline(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"
@@ -133,7 +133,7 @@ def test_evaluate_command_on_sweep_prints_mean_over_seeds_and_gap_to_baseline_of
     assert "gap to" not in capsys.readouterr().out
 
 
-def test_evaluate_command_skips_task_that_needs_more_tokens_than_the_model_reads(
+def test_evaluate_command_skips_task_that_exceeds_the_context_length(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -156,7 +156,7 @@ def test_evaluate_command_skips_task_that_needs_more_tokens_than_the_model_reads
     assert str(short) not in said.out.partition("note")[0]
 
 
-def test_evaluate_command_skips_only_needle_task_of_default_suite_if_seq_len_is_256(
+def test_evaluate_command_skips_only_needle_task_if_seq_len_is_256(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", f"run={run}", "limit=4", "--json"]) == 0
@@ -169,7 +169,7 @@ def test_evaluate_command_skips_only_needle_task_of_default_suite_if_seq_len_is_
     )
 
 
-def test_accuracy_interval_of_clustered_examples_uses_cluster_count_as_sample_size() -> None:
+def test_accuracy_interval_depends_on_number_of_independent_clusters() -> None:
     facts = [{"rule": i // 4, "order": i % 4, "labels": "yes/no"} for i in range(20)]
     lines = [
         {"level": 0, "correct": i < 14, "generated": False, "candidates": 2, **fact}
@@ -181,7 +181,7 @@ def test_accuracy_interval_of_clustered_examples_uses_cluster_count_as_sample_si
 
 
 @torch.no_grad()
-def test_evaluate_command_prints_single_error_line_for_invalid_arguments(
+def test_evaluate_command_prints_error_for_invalid_argument(
     run: Path, tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = write_weights(tmp_path / "short", tokenizer, "seq_len=16")
@@ -217,7 +217,7 @@ class Copied(Task):
 """
 
 
-def test_evaluate_command_runs_task_of_plugin_file(
+def test_evaluate_command_runs_task_from_plugin_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "copied_task.py").write_text(OWN)
@@ -236,7 +236,7 @@ def write_lines(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_evaluate_command_runs_file_of_prompts_and_answers_as_task(
+def test_evaluate_command_runs_task_from_examples_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = write_lines(
@@ -264,7 +264,7 @@ def test_evaluate_command_runs_file_of_prompts_and_answers_as_task(
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_evaluate_command_prints_error_with_number_of_invalid_line_in_examples_file(
+def test_error_of_invalid_examples_file_contains_line_number(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, said: str
 ) -> None:
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
@@ -273,7 +273,7 @@ def test_evaluate_command_prints_error_with_number_of_invalid_line_in_examples_f
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
-def test_evaluate_command_accepts_only_valid_task_and_level_arguments(
+def test_evaluate_command_refuses_invalid_task_and_level_arguments(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
@@ -323,7 +323,7 @@ def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_evaluate_command_divides_example_limit_almost_equally_between_task_levels(
+def test_evaluate_command_divides_example_limit_between_task_levels(
     run: Path, limit: int | None, asked: list[int]
 ) -> None:
     wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})

@@ -21,7 +21,7 @@ SOME = DocumentLosses(
 )
 
 
-def test_document_losses_returns_losses_of_last_step_if_no_step_is_given(tmp_path: Path) -> None:
+def test_document_losses_returns_losses_of_last_step_by_default(tmp_path: Path) -> None:
     SOME.save(tmp_path, 9)
     later = replace(SOME, nats=SOME.nats / 2)
     later.save(tmp_path, 40)
@@ -31,7 +31,7 @@ def test_document_losses_returns_losses_of_last_step_if_no_step_is_given(tmp_pat
         assert np.array_equal(getattr(first, name), getattr(SOME, name))
 
 
-def test_of_source_returns_document_losses_of_one_source_of_mixture(tmp_path: Path) -> None:
+def test_of_source_returns_losses_of_documents_from_one_source(tmp_path: Path) -> None:
     mixed = replace(SOME, sources=np.array([1, 0, 1]))
     mixed.save(tmp_path, 9)
     read = document_losses(tmp_path)
@@ -44,7 +44,7 @@ def test_of_source_returns_document_losses_of_one_source_of_mixture(tmp_path: Pa
     assert SOME.of_source(0).loss == SOME.loss, "one source"
 
 
-def test_loss_and_bits_per_byte_of_documents_equal_hand_calculation() -> None:
+def test_heldout_loss_and_bits_per_byte_match_hand_calculation() -> None:
     assert SOME.loss == 30 / 8  # the mean over all tokens, not over documents
     assert SOME.bits_per_byte == pytest.approx(30 / 0.6931471805599453 / 30)
     empty = replace(SOME, bytes=0 * SOME.bytes)
@@ -79,7 +79,7 @@ def arrays(**changes: object) -> dict[str, object]:
     ],
     ids=["empty", "cut", "flipped", "lacking", "shorter", "no tokens", "float", "code", "nothing"],
 )
-def test_document_losses_raises_error_with_path_of_damaged_file(
+def test_document_losses_error_contains_path_of_damaged_file(
     tmp_path: Path, content: bytes
 ) -> None:
     SOME.save(tmp_path, 40)

@@ -30,7 +30,7 @@ def without_checksum(lines: list[str]) -> list[str]:
     return [json.dumps(first) + "\n", *lines[1:]]
 
 
-def test_read_result_returns_none_for_evaluation_with_different_settings(
+def test_read_result_returns_none_if_evaluation_settings_differ(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = read_result(file, KEY)
@@ -56,7 +56,7 @@ def test_read_result_returns_none_for_evaluation_with_different_settings(
         (without_checksum, "its checksum differs"),
     ],
 )
-def test_read_result_returns_none_and_prints_path_if_result_file_was_edited(
+def test_read_result_returns_none_if_result_file_was_edited(
     file: Path, capsys: pytest.CaptureFixture[str], edit: Edit, said: str
 ) -> None:
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))

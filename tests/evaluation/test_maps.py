@@ -47,7 +47,7 @@ def variant(request):
 
 
 @torch.no_grad()
-def test_last_attention_map_times_values_equals_attention_output(variant):
+def test_effective_attention_map_reproduces_attention_output(variant):
     model = float64_model(variant)
     attention, rope = model.layers[1].attention, model.rope(0, LENGTH)
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
             torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
 
 
-def test_diff_v1_clamped_attention_map_has_row_sums_of_only_0_or_1():
+def test_each_row_sum_of_diff_v1_clamped_map_is_0_or_1():
     model = float64_model("diff_v1_clamped")
     whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
@@ -103,7 +103,7 @@ def test_diff_v1_clamped_attention_map_has_row_sums_of_only_0_or_1():
 
 
 @torch.no_grad()
-def test_difference_map_equals_map_1_minus_lambda_times_map_2():
+def test_difference_map_matches_definition_of_differential_attention():
     for variant in ("diff_v1", "diff_v2", "diff_v2_no_sigmoid", "diff_v2_lambda_fixed"):
         layer = layer_maps(float64_model(variant), tokens(), layer=0)
         lam = layer.by_query["lambda"].unsqueeze(-1)
@@ -113,7 +113,7 @@ def test_difference_map_equals_map_1_minus_lambda_times_map_2():
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
-def test_layer_maps_equal_maps_computed_from_layer_input_recorded_in_forward_pass(variant, index):
+def test_layer_maps_match_attention_maps_of_recorded_layer_input(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
@@ -130,7 +130,7 @@ def test_layer_maps_equal_maps_computed_from_layer_input_recorded_in_forward_pas
 
 
 @torch.no_grad()
-def test_attention_maps_by_query_contains_lambda_or_gate_or_sink_value_of_each_query(variant):
+def test_by_query_field_contains_lambda_or_gate_or_sink_of_each_query(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
     model = float64_model(variant)
@@ -156,7 +156,7 @@ def test_attention_maps_by_query_contains_lambda_or_gate_or_sink_value_of_each_q
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
 
 
-def test_negative_share_and_entropy_of_small_attention_maps_equal_exact_values():
+def test_negative_share_and_entropy_match_hand_calculation():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
     assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]

@@ -37,7 +37,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_repeated_checkpoint_suite_prints_stored_results_without_new_evaluation(
+def test_repeated_evaluate_command_prints_stored_results(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = copied(run, tmp_path / "run")
@@ -64,7 +64,7 @@ def test_repeated_checkpoint_suite_prints_stored_results_without_new_evaluation(
         assert text in table
 
 
-def test_outliers_evaluation_equals_result_of_outliers_command(
+def test_outliers_evaluation_matches_outliers_command(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["outliers", f"run={run}", f"tokens={5 * 64}", "--json"]) == 0
@@ -92,7 +92,7 @@ def test_outliers_evaluation_equals_result_of_outliers_command(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_evaluate_command_computes_new_results_only_if_unchanged_corpus_is_available(
+def test_evaluate_command_requires_original_corpus_for_new_results(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = data_words(tmp_path)

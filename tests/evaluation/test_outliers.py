@@ -44,7 +44,7 @@ def close(found, expected, rel):
         assert found[name] == pytest.approx(value, rel=within), name
 
 
-def test_outlier_statistics_accumulated_over_parts_equal_statistics_of_whole_array():
+def test_outlier_statistics_match_reference_if_array_is_added_in_parts():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
     values = values.astype(np.float32)
@@ -55,7 +55,7 @@ def test_outlier_statistics_accumulated_over_parts_equal_statistics_of_whole_arr
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_outlier_statistics_of_five_equal_values_have_none_as_kurtosis_and_top_10():
+def test_kurtosis_and_top_10_equal_none_for_five_equal_values():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()
@@ -128,9 +128,7 @@ def explicit(model, tokens, documents):
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("variant", slow_but(["standard", "diff_v2"], VARIANTS))
-def test_outlier_statistics_of_layers_equal_explicit_computation_in_float64(
-    variant, masked, monkeypatch
-):
+def test_outlier_statistics_of_layers_match_float64_reference(variant, masked, monkeypatch):
     monkeypatch.setattr(outliers, "PIECE", 1000)  # Split queries into several pieces.
     model = tiny(variant)
     tokens = torch.randint(4, 64, (3, T))
@@ -158,7 +156,7 @@ def test_outlier_statistics_of_layers_equal_explicit_computation_in_float64(
 
 
 @torch.no_grad()
-def test_outlier_statistics_find_channel_with_planted_large_value():
+def test_outlier_statistics_find_channel_of_planted_outlier():
     model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
     before = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     model.tok_embeddings.weight[:, 17] = -300.0  # Blocks only add to this channel.
@@ -172,7 +170,7 @@ def test_outlier_statistics_find_channel_with_planted_large_value():
         assert planted["hidden"]["kurtosis"] > 10 * plain["hidden"]["kurtosis"]
 
 
-def test_outlier_measurement_raises_error_with_layer_number_if_layer_output_is_not_finite():
+def test_measure_outliers_raises_error_if_layer_output_is_not_finite():
     model = tiny("standard")
     tokens = torch.randint(4, 64, (1, T))
     with torch.no_grad():

@@ -29,7 +29,7 @@ def outliers(capfd):
     return lambda *words: call(lambda: tools.main(["outliers", *words]), capfd)
 
 
-def test_outliers_command_json_describes_first_heldout_tokens(trained, outliers):
+def test_json_output_of_outliers_command_matches_measure_outliers(trained, outliers):
     first = outliers(f"run={trained}", "tokens=100", "--json")
     assert first.code == 0, first.err
     found = json.loads(first.out)
@@ -75,9 +75,7 @@ def test_outliers_command_prints_single_error_line_for_invalid_arguments(
     assert done.err.count("\n") == 1
 
 
-def test_outliers_command_fails_without_checkpoint_or_with_changed_corpus(
-    trained, outliers, tmp_path
-):
+def test_outliers_command_refuses_changed_corpus_or_missing_checkpoint(trained, outliers, tmp_path):
     other = shutil.copytree(trained, tmp_path / "other")
     facts = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))

@@ -50,7 +50,7 @@ def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -
     return found
 
 
-def test_position_evaluation_loss_sums_equal_sums_computed_token_by_token() -> None:
+def test_loss_sums_of_position_evaluation_match_reference() -> None:
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -60,7 +60,7 @@ def test_position_evaluation_loss_sums_equal_sums_computed_token_by_token() -> N
             assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
 
 
-def test_position_evaluation_sums_losses_of_first_and_repeated_spans_separately() -> None:
+def test_position_evaluation_separates_first_and_repeated_spans() -> None:
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
@@ -88,7 +88,7 @@ def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
 
 
 @torch.no_grad()
-def test_batched_position_evaluation_equals_float64_evaluation_of_each_document(
+def test_batched_position_evaluation_matches_float64_reference(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, data = measured
@@ -116,7 +116,7 @@ def test_batched_position_evaluation_equals_float64_evaluation_of_each_document(
                 assert line[kind][name] == [pytest.approx(nats, rel=1e-4), tokens]
 
 
-def test_position_scores_equal_mean_loss_over_tokens_with_interval_from_document_bootstrap(
+def test_position_score_equals_mean_loss_of_tokens_in_bin(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, _ = measured
@@ -155,7 +155,7 @@ def test_position_scores_equal_mean_loss_over_tokens_with_interval_from_document
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_position_evaluation_counts_only_tokens_that_the_loss_mask_includes(tmp_path: Path) -> None:
+def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path: Path) -> None:
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=272")
     _, data = made(tmp_path / "run", *words, *more)
@@ -189,6 +189,6 @@ def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
     assert least <= covered / 400 <= 0.98
 
 
-def test_document_bootstrap_returns_interval_only_if_at_least_8_documents_have_tokens() -> None:
+def test_document_bootstrap_returns_none_if_fewer_than_8_documents_have_tokens() -> None:
     assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
     assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

@@ -52,9 +52,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_quantised_tensor_equals_reference_that_rounds_each_value_separately(
-    bits: int, by_row: bool
-) -> None:
+def test_quantised_tensor_matches_reference(bits: int, by_row: bool) -> None:
     x = torch.randn(7, 40) * 10.0 ** torch.arange(-3, 4).unsqueeze(1)
     x[0] = 0
     x[1, ::3] = 0
@@ -95,7 +93,7 @@ BOTH = Rounding(4, by_row=True)
     ids=["diff_v2", "gated", "diff_v1 with experts"],
 )
 @pytest.mark.parametrize("by_row", [True, False], ids=["channel", "tensor"])
-def test_quantised_context_rounds_block_matrices_and_restores_weights_at_exit(
+def test_quantised_context_manager_rounds_block_matrices_until_exit(
     words: tuple[str, ...], by_row: bool
 ) -> None:
     model = built(*words)
@@ -130,7 +128,7 @@ class Rounded(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("by_row", [True, False], ids=["token", "tensor"])
-def test_quantised_context_rounds_inputs_of_every_block_matrix(by_row: bool) -> None:
+def test_quantised_context_manager_rounds_inputs_of_block_matrices(by_row: bool) -> None:
     model = built("attention=diff_v2")
     other = copy.deepcopy(model)
     for block in other.layers:
@@ -147,7 +145,7 @@ def test_quantised_context_rounds_inputs_of_every_block_matrix(by_row: bool) -> 
 
 
 @torch.no_grad()
-def test_quantised_context_rounds_expert_inputs_with_separate_scale_for_each_token() -> None:
+def test_quantised_context_manager_rounds_expert_inputs_per_token() -> None:
     model = built("attention=standard", *MOE)
     experts: Experts = model.layers[0].ffn.experts
     x, weights, counts = torch.randn(6, model.cfg.dim), torch.rand(6), torch.tensor([2, 0, 3, 1])
@@ -172,7 +170,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @torch.no_grad()
-def test_quantisation_losses_equal_losses_of_individually_rounded_models(
+def test_quantise_evaluation_matches_losses_of_separately_rounded_models(
     measured: Subject,
 ) -> None:
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}

@@ -205,7 +205,7 @@ def test_train_refuses_corpus_shorter_than_a_sequence(workspace, finished_run):
     )
 
 
-def test_tokenizer_with_wrong_vocab_size_or_format_is_refused_before_data_preparation(
+def test_train_refuses_unsuitable_tokenizer_before_data_preparation(
     workspace, code_corpus, finished_run
 ):
     other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=1))
@@ -217,7 +217,7 @@ def test_tokenizer_with_wrong_vocab_size_or_format_is_refused_before_data_prepar
 # Run directories and checkpoints
 
 
-def test_resume_from_checkpoint_of_different_model_is_refused(workspace, finished_run):
+def test_resume_refuses_checkpoint_of_different_model(workspace, finished_run):
     words = ["attention=diff_v2", f"resume={finished_run}", "run.name=new"]
     named = ["step-00000004", "different model", "attention.w_lambda.weight", "absent"]
     workspace.rejects_data(words, *named)
@@ -236,7 +236,7 @@ def test_train_refuses_existing_run_that_cannot_resume(workspace, own_run):
     workspace.rejects(mine, "outputs/mine", "config.yaml")
 
 
-def test_train_refuses_run_directory_in_use(workspace):
+def test_train_refuses_run_directory_used_by_another_process(workspace):
     run = workspace.path / "outputs" / "busy"
     gate = Gate(run, 2)
     first = ForkedRun([*workspace.tiny, "run.dir=outputs/busy"])
@@ -301,7 +301,7 @@ def test_commands_refuse_invalid_arguments(workspace, words, named):
     workspace.rejects_tool(words, *named)
 
 
-def test_generate_refuses_unusable_run_prompt_or_step(workspace, own_run):
+def test_generate_refuses_unusable_run_or_prompt_or_step(workspace, own_run):
     def rejects(*named: str, words: Sequence[str] = ("prompt=a",)) -> None:
         workspace.rejects_tool(["generate", f"run={own_run}", *words], *named)
 
@@ -327,9 +327,7 @@ REAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "named"), REAL)
-def test_invalid_command_in_new_process_prints_error_and_changes_no_file(
-    tmp_path, environment, words, named
-):
+def test_invalid_command_in_new_process_changes_no_file(tmp_path, environment, words, named):
     (tmp_path / "file").write_text("mine")
     before = snapshot(tmp_path)
     line = error_line(command(words, tmp_path, environment))

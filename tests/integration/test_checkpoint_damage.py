@@ -11,7 +11,7 @@ WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_int
 
 
 @pytest.mark.slow
-def test_resume_after_skipping_damaged_checkpoint_matches_uninterrupted_run(corpus, tmp_path):
+def test_resume_matches_uninterrupted_run_if_newest_checkpoint_is_damaged(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(corpus, straight, *WORDS)
     gate = Gate(broken, 19)
@@ -40,7 +40,7 @@ def test_resume_after_skipping_damaged_checkpoint_matches_uninterrupted_run(corp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_checkpoint_interval_in_seconds_saves_same_steps_on_all_ranks(corpus, tmp_path, ranks):
+def test_ranks_save_at_same_steps_if_checkpoint_interval_is_in_seconds(corpus, tmp_path, ranks):
     """If ranks saved at different steps, each rank would wait forever."""
     run = tmp_path / "run"
     words = ("steps=24", "checkpoint.interval=0.1s", "checkpoint.keep_last=0", "log_interval=1")

@@ -41,9 +41,7 @@ def assert_clean(run: Path, output: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_continues_with_warning_if_checkpoint_exceeds_file_size_limit(
-    corpus, tmp_path, ranks
-):
+def test_training_continues_if_checkpoint_exceeds_file_size_limit(corpus, tmp_path, ranks):
     """With two ranks, only the last rank has the limit."""
     run = tmp_path / "run"
     gates = [Gate(run, 6), Gate(run, 16)]
@@ -70,7 +68,7 @@ def test_training_continues_with_warning_if_checkpoint_exceeds_file_size_limit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the last step", "a signal"])
-def test_failed_last_checkpoint_save_ends_run_and_keeps_older_checkpoints(corpus, tmp_path, how):
+def test_failed_save_of_last_checkpoint_ends_run_with_error(corpus, tmp_path, how):
     run = tmp_path / "run"
     gate = Gate(run, 6)
     process = start(corpus, run, *WORDS)
@@ -93,7 +91,7 @@ def test_failed_last_checkpoint_save_ends_run_and_keeps_older_checkpoints(corpus
     assert steps(run)[-1] == LAST
 
 
-def test_training_continues_with_warning_if_checkpoint_save_fails_on_full_disk(corpus, small_disk):
+def test_training_continues_if_checkpoint_save_fails_on_full_disk(corpus, small_disk):
     run, filler = small_disk / "run", small_disk / "filler"
     gates = [Gate(run, 6), Gate(run, 16)]
     process = start(corpus, run, *WORDS)

@@ -43,9 +43,7 @@ def assert_complete(run: Path) -> None:
 # One run
 
 
-def test_repeated_train_command_of_finished_run_changes_no_file(
-    workplace, finished_run, tiny, environment
-):
+def test_train_command_changes_no_file_of_finished_run(workplace, finished_run, tiny, environment):
     assert_complete(finished_run)
     before = snapshot(workplace)
     words = [*tiny, "attention=standard", "run.name=finished"]
@@ -58,7 +56,7 @@ def test_repeated_train_command_of_finished_run_changes_no_file(
     assert not changes(before, snapshot(workplace))
 
 
-def test_run_log_contains_output_of_every_launch_except_refused_launches(
+def test_run_log_contains_output_of_every_accepted_launch(
     tmp_path, tiny, environment, finished_run
 ):
     words = [*tiny, "run.name=logged", "run.report=false"]
@@ -207,7 +205,7 @@ def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
 
 
 @pytest.mark.slow
-def test_two_ranks_print_config_error_once_and_complete_all_sweep_runs(tmp_path, tiny, environment):
+def test_two_ranks_print_config_error_and_sweep_result_only_once(tmp_path, tiny, environment):
     words = [*TORCHRUN, *train_command([])[1:]]
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]

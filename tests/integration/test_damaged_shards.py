@@ -68,7 +68,7 @@ def first_step_with(directory, shard):
 
 
 @pytest.mark.slow
-def test_flipped_bit_in_shard_stops_run_before_affected_step(prepared, tmp_path):
+def test_run_stops_before_first_step_that_reads_damaged_shard(prepared, tmp_path):
     """The run saves and stops before the step that reads the damaged shard.
 
     With the shard restored, the run resumes with the losses of an undisturbed run.

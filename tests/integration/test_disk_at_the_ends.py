@@ -61,7 +61,7 @@ def test_resume_completes_heldout_evaluation_that_failed_on_full_disk(corpus, sm
     assert (run / "summary.json").exists()
 
 
-def test_sweep_start_on_full_disk_prints_error_and_leaves_no_file(small_disk, environment, tiny):
+def test_sweep_on_full_disk_leaves_no_file(small_disk, environment, tiny):
     filler = fill(small_disk, 0)
     words = ["-m", *tiny, "seed=0,1", "run.sweep=full"]
     ended = train(words, small_disk, environment)

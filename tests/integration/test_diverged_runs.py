@@ -41,7 +41,7 @@ def strict(file: Path) -> dict:
 
 
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
-def test_summary_records_run_without_finite_heldout_loss_as_diverged(corpus, shape, tmp_path):
+def test_summary_records_divergence_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
     path = tmp_path / "run"
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output

@@ -63,9 +63,7 @@ def test_commands_never_read_through_link_in_run_directory(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_attention_map_command_replaces_symlink_at_out_path_without_writing_to_its_target(
-    finished_run, tmp_path, environment
-):
+def test_attention_map_command_never_writes_through_symlink(finished_run, tmp_path, environment):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
     outside.write_text(CONTENT)
     (run / "figure.png").symlink_to(outside)

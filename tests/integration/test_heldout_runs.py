@@ -66,7 +66,7 @@ def assert_ended_as(run: Path, straight: Path) -> None:
     assert metric_lines(run) == metric_lines(straight)
 
 
-def test_resume_repeats_heldout_evaluation_during_which_run_was_killed(corpus, straight, tmp_path):
+def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], 1, tmp_path)

@@ -36,9 +36,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_run_with_lost_checkpoints_does_not_restart_from_step_0(
-    killed_run, tiny, tmp_path, environment, name
-):
+def test_train_refuses_run_that_lost_its_checkpoints(killed_run, tiny, tmp_path, environment, name):
     run = killed_run
     before = (run / "metrics.jsonl").read_bytes()
     words = [*tiny, "attention=standard", f"run.dir={run}"]

@@ -95,7 +95,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
         pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
     ],
 )
-def test_resumed_run_of_older_version_has_samples_and_losses_of_uninterrupted_run(
+def test_resumed_run_of_older_version_matches_uninterrupted_run(
     place: Path, name: str, stopped: int, words: list[str], ranks: int
 ) -> None:
     run = place / "outputs" / name
@@ -118,7 +118,7 @@ def test_resumed_run_of_older_version_has_samples_and_losses_of_uninterrupted_ru
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_command_reports_checkpoints_of_older_version_as_good(diffllm: Any) -> None:
+def test_checkpoints_of_older_version_are_reported_as_good(diffllm: Any) -> None:
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -133,13 +133,13 @@ def test_checkpoints_command_reports_checkpoints_of_older_version_as_good(diffll
     }
 
 
-def test_consolidate_of_older_run_writes_same_parameters_as_stored_export(diffllm: Any) -> None:
+def test_consolidated_run_of_older_version_matches_stored_export(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert contents("whole") == contents("exported")
 
 
 @pytest.mark.slow
-def test_export_and_import_of_older_run_match_results_of_older_version(
+def test_export_and_import_of_older_run_match_stored_results(
     diffllm: Any,
 ) -> None:
     diffllm("export", "run=outputs/run", "out=again")
@@ -157,7 +157,7 @@ def contents(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_generate_and_outliers_of_older_run_print_same_output_as_older_version(
+def test_generate_and_outliers_commands_match_output_of_older_version(
     place: Path, diffllm: Any
 ) -> None:
     text = (EXPECTED / "generated.txt").read_text()
@@ -169,9 +169,7 @@ def test_generate_and_outliers_of_older_run_print_same_output_as_older_version(
     assert (place / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluate_scores_of_older_run_equal_scores_stored_by_older_version(
-    place: Path, diffllm: Any
-) -> None:
+def test_evaluation_scores_of_older_run_match_stored_scores(place: Path, diffllm: Any) -> None:
     run = place / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))
@@ -188,9 +186,7 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
-def test_repeated_sweep_of_older_version_changes_no_run_and_writes_equal_report(
-    place: Path, diffllm: Any
-) -> None:
+def test_repeated_sweep_of_older_version_changes_no_run(place: Path, diffllm: Any) -> None:
     sweep = place / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
     words = [word for word in words_of(sweep / "standard-seed0") if not word.startswith(own)]
@@ -216,9 +212,7 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_of_older_version_starts_no_run_and_keeps_verdict(
-    place: Path, diffllm: Any
-) -> None:
+def test_finished_study_of_older_version_keeps_verdict(place: Path, diffllm: Any) -> None:
     runs = [file.parent for file in (place / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
@@ -246,13 +240,13 @@ def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
 
 
 @pytest.mark.slow
-def test_resume_weights_accepts_run_of_older_version(place: Path) -> None:
+def test_run_of_older_version_is_accepted_as_weights_source(place: Path) -> None:
     new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
     ForkedRun([*words_of(place / "outputs" / "run")[:-1], *new], 1, place).finish()
 
 
 @pytest.mark.slow
-def test_report_and_power_accept_runs_of_older_version(place: Path, diffllm: Any) -> None:
+def test_report_and_power_commands_accept_runs_of_older_version(place: Path, diffllm: Any) -> None:
     diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
     assert len(table(place / "all" / "report.csv")) == 12
     assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))

@@ -56,7 +56,7 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
         ),
     ],
 )
-def test_error_names_missing_rank_with_step_and_collective(corpus, tmp_path, kind, rank, said):
+def test_error_contains_missing_rank_and_step_and_collective(corpus, tmp_path, kind, rank, said):
     run_directory = tmp_path / "run"
     with ranks(corpus, run_directory, Fault(kind, rank, 8), number=3) as run:
         error = error_of(run, *([rank] if kind in ("die", "freeze") else []))
@@ -76,7 +76,7 @@ def test_error_names_missing_rank_with_step_and_collective(corpus, tmp_path, kin
         assert "planted_train.py" in (traces / f"rank-{rank:05d}.txt").read_text()
 
 
-def test_waiting_rank_prints_error_of_failed_rank_without_second_traceback(corpus, tmp_path):
+def test_failure_of_one_rank_prints_only_one_traceback(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("raise", 1, 8)) as run:
         error = error_of(run)
     assert "rank 1 failed at step 8: ValueError: a planted error" in error
@@ -105,7 +105,7 @@ def test_signal_stops_rank_that_waits_for_frozen_rank(corpus, tmp_path, frozen):
 
 
 @pytest.mark.slow
-def test_rank_with_slow_checkpoint_save_is_not_reported_as_missing(corpus, tmp_path):
+def test_rank_is_not_reported_as_missing_during_slow_checkpoint_save(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("slow save", 1), "steps=6") as run:
         assert "held-out loss" in run.finish()
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
@@ -132,9 +132,7 @@ def test_rank_that_ends_after_rank_0_causes_no_error(corpus, tmp_path):
         ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
-def test_error_names_rank_whose_config_or_code_or_corpus_differs_from_other_ranks(
-    corpus, tmp_path, kind, said
-):
+def test_error_names_rank_with_different_config_or_code_or_corpus(corpus, tmp_path, kind, said):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
         error = error_of(run, code=2)
     assert said in error
@@ -142,7 +140,7 @@ def test_error_names_rank_whose_config_or_code_or_corpus_differs_from_other_rank
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_training_raises_error_naming_rank_and_tensor_if_model_replicas_differ(corpus, tmp_path):
+def test_training_error_names_tensor_that_differs_between_replicas(corpus, tmp_path):
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:

@@ -85,7 +85,7 @@ def test_prepare_succeeds_if_writes_to_stdout_or_stderr_fail(
 
 
 @pytest.mark.slow
-def test_training_continues_after_its_terminal_is_closed(corpus, tmp_path):
+def test_training_continues_after_terminal_is_closed(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=8", "log_interval=1"]
     reader, terminal = os.openpty()
@@ -118,7 +118,7 @@ CASES = [(name, fault) for name in RESULTS for fault in FAULTS]
     ("name", "fault"),
     slow_but([("count", "full"), ("train --help", "closed"), ("count", "no reader")], CASES),
 )
-def test_command_fails_if_its_result_cannot_be_written_to_stdout_unless_reader_has_exited(
+def test_command_fails_if_result_cannot_be_written_to_stdout(
     name, fault, finished_run, tmp_path, environment
 ):
     """A reader that exits early is no error; any other fault prints one error line."""
@@ -139,7 +139,7 @@ def test_command_fails_if_its_result_cannot_be_written_to_stdout_unless_reader_h
         pytest.param(lambda tiny: tool_command(["--help"]), 2),
     ],
 )
-def test_failed_flush_of_stdout_at_exit_keeps_exit_code(tmp_path, environment, tiny, words, code):
+def test_exit_code_is_kept_if_flush_of_stdout_fails(tmp_path, environment, tiny, words, code):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S
@@ -148,7 +148,7 @@ def test_failed_flush_of_stdout_at_exit_keeps_exit_code(tmp_path, environment, t
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_error_sets_exit_code_if_writes_to_stdout_or_stderr_fail(
+def test_exit_code_of_error_is_kept_if_writes_to_stdout_or_stderr_fail(
     fault, tmp_path, environment, tiny
 ):
     for command, words in (("train", [*tiny, "steps=-1"]), ("tool", ["nonsense"])):

@@ -45,7 +45,7 @@ def shares(overrides: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_packed_run_on_two_ranks_matches_samples_and_losses_of_run_on_single_rank(corpus, tmp_path):
+def test_packed_run_on_two_ranks_matches_single_rank_run(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     overrides = words(corpus, one, *PACKED)
     said = ForkedRun(overrides, 1, one).finish()
@@ -65,7 +65,7 @@ def test_packed_run_on_two_ranks_matches_samples_and_losses_of_run_on_single_ran
 
 
 @pytest.mark.slow
-def test_resume_with_changed_packing_is_refused_unless_allowed_in_allow_changes(corpus, tmp_path):
+def test_resume_refuses_changed_packing_without_allow_changes(corpus, tmp_path):
     run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
     packed = PACKED[:1]
     ForkedRun(words(corpus, run), 1, run).finish()
@@ -102,7 +102,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("packing", slow_but(["best_fit"], ["stream", "best_fit"]))
-def test_tokens_marked_as_context_are_excluded_from_training_and_heldout_loss(tmp_path, packing):
+def test_training_and_heldout_losses_ignore_masked_tokens(tmp_path, packing):
     corpus = prepared_corpus(tmp_path)
     run = tmp_path / "run"
     overrides = words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
@@ -119,7 +119,7 @@ def test_tokens_marked_as_context_are_excluded_from_training_and_heldout_loss(tm
     assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
 
 
-def test_train_stops_before_first_step_if_heldout_sequences_contain_only_prompt_tokens(tmp_path):
+def test_train_refuses_heldout_sample_that_contains_only_prompt_tokens(tmp_path):
     """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"

@@ -58,7 +58,7 @@ def assert_ends(done: Result, *parts: str) -> None:
     assert not [part for part in parts if part not in refusal_of(done)], done.err
 
 
-def test_training_uses_attention_variant_and_data_source_and_metric_of_plugin(trained):
+def test_training_uses_variant_and_data_source_and_metric_of_plugin(trained):
     config = (trained / "config.yaml").read_text()
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
@@ -107,7 +107,7 @@ def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
-def test_error_names_missing_plugin_of_a_run(trained, place, tmp_path):
+def test_commands_print_error_if_plugin_of_run_is_missing(trained, place, tmp_path):
     _, env = place
     for words in (
         ["generate", f"run={trained}", "prompt=a"],
@@ -121,7 +121,7 @@ def test_error_names_missing_plugin_of_a_run(trained, place, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_of_custom_variant_yaml_is_readable_without_config_dir(tmp_path, tiny, environment):
+def test_run_of_custom_variant_is_readable_without_config_dir(tmp_path, tiny, environment):
     """The run's config names the built-in variant of which the YAML is an ablation."""
     file = tmp_path / "mine" / "attention" / "normed.yaml"
     file.parent.mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_run_of_custom_variant_yaml_is_readable_without_config_dir(tmp_path, tin
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_commands_that_compose_a_config_accept_plugin_and_config_dir(place, mine):
+def test_count_and_prepare_and_train_accept_plugin_and_config_dir(place, mine):
     cwd, env = place
     known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
     counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)
@@ -152,7 +152,7 @@ def test_commands_that_compose_a_config_accept_plugin_and_config_dir(place, mine
     assert "initial: 1.0" in shown.out, shown
 
 
-def test_command_finds_plugin_by_entry_point_name_of_installed_package(tmp_path, environment):
+def test_command_finds_installed_plugin_by_entry_point_name(tmp_path, environment):
     site = write_package(tmp_path / "site")
     env = {**environment, "PYTHONPATH": str(site)}
     done = tool(["count", "--json", "plugins=[counted]", "experiment=count_up"], tmp_path, env)
@@ -200,7 +200,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", slow_but(["source"], FAILING))
-def test_train_command_prints_single_traceback_if_plugin_code_raises_error(place, tmp_path, name):
+def test_train_prints_single_traceback_if_plugin_code_raises_error(place, tmp_path, name):
     _, env = place
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
     source = file.read_text().replace(*FAILING[name])
@@ -214,7 +214,7 @@ def test_train_command_prints_single_traceback_if_plugin_code_raises_error(place
     assert f'{file}", line' in done.err
 
 
-def test_unknown_plugin_or_config_dir_gives_single_line_error(place, mine, tmp_path):
+def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(place, mine, tmp_path):
     cwd, env = place
     ours = tmp_path / "again" / "attention" / "gated.yaml"
     ours.parent.mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_unknown_plugin_or_config_dir_gives_single_line_error(place, mine, tmp_p
 
 
 @pytest.mark.slow
-def test_runs_of_sweep_import_plugin_from_sys_path_of_sweep_process(place, words, mine):
+def test_each_run_of_sweep_finds_plugin_on_sys_path_of_sweep_process(place, words, mine):
     """Only sys.path of the sweep contains the plugin's directory, as with `python -m`."""
     cwd, env = place
     env = {key: value for key, value in env.items() if key != "PYTHONPATH"}

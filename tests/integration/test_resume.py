@@ -70,7 +70,7 @@ def assert_measured_when_due(run: Path) -> None:
         assert {line["step"] for line in lines if name in line} == steps, name
 
 
-def test_sigterm_saves_checkpoint_and_same_command_resumes(corpus, straight, tmp_path):
+def test_resume_after_sigterm_matches_uninterrupted_run(corpus, straight, tmp_path):
     stopped = tmp_path / "stopped"
     said = start(corpus, stopped, *INTERVALS).stop_at(Gate(stopped, 6))
     assert "stopped by SIGTERM after step 6" in said
@@ -82,7 +82,7 @@ def test_sigterm_saves_checkpoint_and_same_command_resumes(corpus, straight, tmp
 
 
 @pytest.mark.slow
-def test_killed_command_resumes_bit_identically_in_new_interpreter(corpus, straight, tmp_path):
+def test_killed_run_resumes_bit_identically_in_new_interpreter(corpus, straight, tmp_path):
     """Both processes are new interpreters, which share no imports with the undisturbed run."""
     run = tmp_path / "run"
     words = train_command([*overrides_of(corpus, run), *INTERVALS])
@@ -97,7 +97,7 @@ def test_killed_command_resumes_bit_identically_in_new_interpreter(corpus, strai
 
 
 @pytest.mark.slow
-def test_resume_uses_mkl_instruction_set_and_compile_setting_of_checkpoint(corpus, tmp_path):
+def test_resume_uses_mkl_and_compile_settings_of_checkpoint(corpus, tmp_path):
     """The first run has the settings of an older version; its resume is bit-identical."""
     settings = (*INTERVALS, "precision=fp32", "data.num_workers=0")
 
@@ -125,7 +125,7 @@ sys.exit(main(command="train"))
 
 
 @pytest.mark.slow
-def test_resume_compiles_model_if_first_launch_of_run_compiled_model(corpus, tmp_path):
+def test_resume_keeps_compile_setting_of_first_launch(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), *INTERVALS]
     first = subprocess.Popen([sys.executable, "-c", AS_A_LONG_RUN, *words])

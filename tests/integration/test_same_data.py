@@ -90,7 +90,7 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, straight, tmp_path,
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
-def test_resume_with_changed_data_requires_every_changed_key_in_allow_changes(
+def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
     corpus, tmp_path, change, allowed
 ):
     other = tmp_path / "other.jsonl"
@@ -127,7 +127,7 @@ def test_resume_with_changed_data_requires_every_changed_key_in_allow_changes(
 
 
 @pytest.mark.slow
-def test_resume_with_half_batch_size_continues_sample_order(corpus, straight, tmp_path):
+def test_resume_continues_sample_order_if_batch_size_is_halved(corpus, straight, tmp_path):
     """With half of the global batch, each step reads the next six samples of the same order."""
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
@@ -141,7 +141,7 @@ def test_resume_with_half_batch_size_continues_sample_order(corpus, straight, tm
 
 
 @pytest.mark.slow
-def test_resume_with_model_change_is_refused_and_changes_no_file(corpus, tmp_path):
+def test_refused_model_change_leaves_run_files_unchanged(corpus, tmp_path):
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()

@@ -49,7 +49,7 @@ KINDS = [(command, kind) for command in READERS for kind in SPECIAL]
 @pytest.mark.parametrize(
     ("command", "kind"), slow_but([("train", "fifo"), ("generate", "loop")], KINDS)
 )
-def test_special_file_in_place_of_run_file_is_ignored_or_gives_single_line_error(
+def test_command_ignores_or_refuses_special_file_in_run_directory(
     finished_run, tiny, tmp_path, environment, command, kind
 ):
     (names, words), out = READERS[command], tmp_path / "out"

@@ -47,7 +47,7 @@ def hang(words):
         [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
     ),
 )
-def test_stop_signal_to_a_single_rank_stops_all_ranks_at_same_step(
+def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     corpus, tmp_path, number, rank, marked
 ):
     run = tmp_path / "run"
@@ -74,7 +74,7 @@ def test_stop_signal_to_a_single_rank_stops_all_ranks_at_same_step(
         (1000, "no checkpoint is saved"),
     ],
 )
-def test_second_ctrl_c_stops_at_once_and_names_newest_checkpoint(corpus, tmp_path, interval, saved):
+def test_second_ctrl_c_stops_training_immediately(corpus, tmp_path, interval, saved):
     run = tmp_path / "run"
     gate = Gate(run, 4)
     words = [*overrides_of(corpus, run), "steps=60", f"checkpoint.interval={interval}"]
@@ -127,7 +127,7 @@ def test_ctrl_c_during_imports_prints_single_line(tmp_path, environment, words):
     assert process.returncode == 130
 
 
-def test_repeated_command_of_finished_run_removes_requeue_marker(corpus, tmp_path):
+def test_train_command_removes_stale_requeue_marker_of_finished_run(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(words, 1, run).finish()

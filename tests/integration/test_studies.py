@@ -57,7 +57,7 @@ def written(out: Path) -> dict[str, int]:
     return {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended(out)}
 
 
-def test_study_stopped_at_any_point_resumes_and_reaches_equal_verdict(tmp_path, tiny, environment):
+def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environment):
     path, out = study_file(tmp_path / "study.yaml", tiny), tmp_path / "out"
     words = tool_command(["study", "run", str(path), f"out={out}"])
     before: dict[str, int] = {}

@@ -90,9 +90,7 @@ def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finis
 
 
 @pytest.mark.slow
-def test_sweep_saves_checkpoint_of_current_run_and_starts_no_other_run_after_ctrl_c(
-    tmp_path, tiny, environment, finished_run
-):
+def test_sweep_starts_no_other_run_after_ctrl_c(tmp_path, tiny, environment, finished_run):
     words = ["-m", "seed=0,1", *tiny, *LONGER, "steps=5000", "run.sweep=mine"]
     sweep = start(words, tmp_path, environment)
     run = tmp_path / "outputs" / "mine" / "seed0"

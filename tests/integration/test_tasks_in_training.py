@@ -20,7 +20,7 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_task_scores_during_training_equal_evaluation_of_the_checkpoint(place, environment):
+def test_task_scores_during_training_match_evaluate_command(place, environment):
     words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 0, result
@@ -61,9 +61,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be a mapping"),
     ],
 )
-def test_invalid_task_setting_stops_training_at_start_with_single_error(
-    place, environment, words, said
-):
+def test_train_refuses_invalid_task_setting(place, environment, words, said):
     run = place / "refused"
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
@@ -75,7 +73,7 @@ def test_invalid_task_setting_stops_training_at_start_with_single_error(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_trained_tiny_model_solves_mqar_and_attends_to_queried_pair(place, environment):
+def test_trained_tiny_model_solves_mqar(place, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=200_000", "data.packing=best_fit"),

@@ -75,7 +75,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_every_string_config_key_is_listed_either_as_path_or_as_non_path():
+def test_every_string_key_of_config_is_listed_as_path_or_non_path():
     for key in keys_of_text():
         assert bool(PATHS.fullmatch(key)) != (key in NO_PATHS), key
     assert set(KEYS) > {"run.dir", "data.paths", "data.cache_dir", "data.tokenizer", "resume"}
@@ -96,7 +96,7 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_load_config_refuses_unusable_path_in_data_sources_or_in_diffllm_cache_variable(
+def test_load_config_refuses_unusable_path_in_mixture_or_environment(
     monkeypatch,
 ):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
@@ -107,7 +107,7 @@ def test_load_config_refuses_unusable_path_in_data_sources_or_in_diffllm_cache_v
         load_config(["model=tiny"])
 
 
-def test_load_run_config_reads_config_with_unusable_tokenizer_path(finished_run, tmp_path):
+def test_load_run_config_accepts_unusable_tokenizer_path(finished_run, tmp_path):
     from diffllm.config.saved import load_run_config
 
     text = (finished_run / "config.yaml").read_text()
@@ -120,9 +120,7 @@ def test_load_run_config_reads_config_with_unusable_tokenizer_path(finished_run,
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_train_refuses_unusable_path_with_error_that_contains_its_config_key(
-    tmp_path, environment, key, rng
-):
+def test_train_error_contains_config_key_of_unusable_path(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():
@@ -147,7 +145,7 @@ def assert_refused(words, start, tmp_path, environment):
 
 
 @pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
-def test_command_refuses_unusable_path_with_error_that_contains_argument_name(
+def test_command_error_contains_argument_name_of_unusable_path(
     finished_run, tmp_path, environment, command, name
 ):
     others = {"run": str(finished_run), **OTHERS}

@@ -58,7 +58,7 @@ PLACES = [(manifest, "verify"), (manifest, "read_state"), (reader, "read_index")
         ["generate", "consolidate", "checkpoints", "report"],
     ),
 )
-def test_commands_skip_checkpoint_that_is_deleted_during_the_command(
+def test_commands_skip_concurrently_deleted_checkpoint(
     run, tmp_path, monkeypatch, capfd, command, module, name
 ):
     words = {
@@ -77,9 +77,7 @@ def test_commands_skip_checkpoint_that_is_deleted_during_the_command(
         assert [path.name for path in (run / "consolidated").iterdir()] == ["step-00000008"]
 
 
-def test_load_model_raises_error_if_checkpoint_of_requested_step_is_deleted_during_load(
-    run, monkeypatch
-):
+def test_load_model_raises_error_if_checkpoint_is_deleted_during_load(run, monkeypatch):
     vanishing(monkeypatch, run, reader, "read_index")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4; available steps:"):
         load_model(run, 4)

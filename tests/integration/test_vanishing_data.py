@@ -72,7 +72,7 @@ def undisturbed(workplace: Path, ranks: int) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
-def test_resume_after_loss_of_token_files_reads_same_samples_as_uninterrupted_run(
+def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
     workplace, tmp_path, damage, ranks, workers
 ):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)

@@ -77,7 +77,7 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
     assert summary["flops_per_token"] == pytest.approx(whole - per_key * fewer, rel=1e-12)
 
 
-def test_visible_keys_metric_matches_document_masks_if_resume_changes_rank_count(corpus, tmp_path):
+def test_visible_keys_metric_matches_reference_if_resume_changes_rank_count(corpus, tmp_path):
     """The run stops between logged steps; micro-batches and ranks differ before and after."""
     run = tmp_path / "run"
     two = (*MASKED, "micro_batch_size=2")
@@ -90,14 +90,14 @@ def test_visible_keys_metric_matches_document_masks_if_resume_changes_rank_count
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["best_fit", "stream"])
-def test_visible_keys_metric_of_uninterrupted_run_matches_document_masks(corpus, tmp_path, packing):
+def test_visible_keys_metric_matches_reference(corpus, tmp_path, packing):
     run = tmp_path / "run"
     masked = ("data.mask_documents=true", f"data.packing={packing}", "micro_batch_size=1")
     started(corpus, run, *masked, ranks=2).finish()
     assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
-def test_mfu_without_document_masks_uses_flops_of_whole_sequences(corpus, tmp_path):
+def test_mfu_uses_flops_of_whole_sequences_without_document_masks(corpus, tmp_path):
     run = tmp_path / "run"
     started(corpus, run).finish()
     flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()

@@ -36,7 +36,7 @@ def said_of_wandb(output: str) -> list[str]:
     return others
 
 
-def test_offline_wandb_run_contains_config_metrics_and_metric_definitions(directory, corpus):
+def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
     run = directory / "whole"
     overrides = ("steps=6", "log_interval=2", "diagnostics.interval=3", "eval.interval=3")
     tags = ("run.sweep=a-sweep", "wandb.tags=[mine]")
@@ -81,9 +81,7 @@ def service_of(parent: int) -> int:
 
 
 @pytest.mark.slow
-def test_training_continues_with_single_warning_line_after_wandb_service_is_killed(
-    directory, corpus
-):
+def test_training_continues_after_wandb_service_is_killed(directory, corpus):
     run = directory / "killed"
     gate = Gate(run, 6)
     overrides = (*SMALL, "steps=12", "log_interval=1", "eval.interval=10")

@@ -67,9 +67,7 @@ NAMES = ("run", "checkpoint", "export", "import", "converted")
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
-def test_resume_from_weights_accepts_run_or_checkpoint_or_exported_or_imported_model(
-    corpus, sources, tmp_path, name, ranks
-):
+def test_resume_from_weights_accepts_every_kind_of_source(corpus, sources, tmp_path, name, ranks):
     words = [*WORDS, *STILL, weights_of(sources[name]), "model.rope.theta=5000"]
     said = finish(corpus, tmp_path / "run", *words, ranks=ranks)
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
@@ -90,13 +88,15 @@ def test_resume_from_weights_accepts_run_or_checkpoint_or_exported_or_imported_m
         ("python train.py", "resume", "weights:{converted}"),
     ],
 )
-def test_printed_next_command_quotes_directory_with_space_or_quote(sources, command, key, value):
+def test_printed_next_command_quotes_path_that_contains_space_or_quote(
+    sources, command, key, value
+):
     lines = [line for line in sources["printed"].splitlines() if command in line]
     words = [word for line in lines for word in shlex.split(line) if word.startswith(f"{key}=")]
     assert value.format(**sources) in [parsed_override(word).value() for word in words]
 
 
-def test_resume_weights_of_run_or_its_export_gives_equal_runs(corpus, sources, tmp_path):
+def test_resume_from_weights_gives_same_result_for_run_and_export(corpus, sources, tmp_path):
     for name in ("run", "export"):
         words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
         finish(corpus, tmp_path / name, *words)
@@ -110,7 +110,7 @@ def test_resume_weights_of_run_or_its_export_gives_equal_runs(corpus, sources, t
     assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text())
 
 
-def test_resume_weights_without_model_config_uses_saved_model_and_tokenizer(
+def test_resume_from_weights_uses_saved_model_config_by_default(
     environment, corpus, sources, tmp_path
 ):
     words = [
@@ -131,7 +131,7 @@ def test_resume_weights_without_model_config_uses_saved_model_and_tokenizer(
         assert cfg.model == of_run.model
 
 
-def test_training_output_names_model_setting_that_differs_from_weights(corpus, sources, tmp_path):
+def test_train_prints_model_setting_that_differs_from_weights(corpus, sources, tmp_path):
     words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
     said = finish(corpus, tmp_path / "run", *words)
     assert "differs: model.rope.theta: 5000.0 in the weights, 1000.0 in this command;" in said
@@ -160,9 +160,7 @@ NO_FITS = {
 
 
 @pytest.mark.parametrize("what", slow_but(["a variant", "tokens", "nothing"], NO_FITS))
-def test_resume_from_missing_or_unsuitable_weights_prints_single_error_and_creates_no_run(
-    environment, corpus, sources, tmp_path, what
-):
+def test_train_refuses_missing_or_unsuitable_weights(environment, corpus, sources, tmp_path, what):
     resume, words, said = NO_FITS[what]
     words = [*WORDS, f"resume={resume.format(**sources)}", *words]
     ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
@@ -181,9 +179,7 @@ def factors(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_init_match_scale_factors_are_equal_for_one_and_two_ranks_and_after_resume(
-    corpus, tmp_path
-):
+def test_init_match_factors_do_not_depend_on_rank_count_or_resume(corpus, tmp_path):
     one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))
     finish(corpus, standard, *WORDS, *EVERY_STEP, "attention=standard")
     finish(corpus, one, *WORDS, *MATCHED)

@@ -34,9 +34,7 @@ TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
     ],
 )
 @torch.no_grad()
-def test_exported_model_in_transformers_has_same_logits_and_tokens_as_run(
-    make_run, tmp_path, names, new
-):
+def test_transformers_reproduces_logits_and_tokens_of_exported_run(make_run, tmp_path, names, new):
     requests, mine = [], []
     for name in names:
         run = make_run(name, *CASES[name][1])
@@ -72,9 +70,7 @@ def test_exported_model_in_transformers_has_same_logits_and_tokens_as_run(
 
 @pytest.mark.parametrize("name", slow_but(["linear"], ["llama3", "yarn_qwen", "linear"]))
 @torch.no_grad()
-def test_exported_rope_settings_for_transformers_4_give_same_logits_as_run(
-    make_run, tmp_path, name
-):
+def test_rope_settings_for_transformers_4_reproduce_logits_of_run(make_run, tmp_path, name):
     run, out = make_run(name, *CASES[name][1]), tmp_path / "hf"
     assert main(["export", f"run={run}", f"out={out}"]) == 0
     config = json.loads((out / "config.json").read_text())

@@ -31,7 +31,7 @@ def drawn(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("number", slow_but([0], range(50)))
-def test_exported_fast_tokenizer_encodes_random_texts_like_tokenizer_of_run(tokenizer, number, rng):
+def test_exported_fast_tokenizer_matches_tokenizer_of_run(tokenizer, number, rng):
     texts = [drawn(rng) for _ in range(5_000)]
     slow, fast = Tokenizer.from_file(tokenizer), fast_tokenizer(tokenizer)
     encoded = fast.encode_batch(texts, add_special_tokens=False)
@@ -41,7 +41,7 @@ def test_exported_fast_tokenizer_encodes_random_texts_like_tokenizer_of_run(toke
     assert fast.decode_batch([each.ids for each in encoded]) == texts
 
 
-def test_export_of_tokenizer_that_is_not_bpe_raises_data_error(tmp_path):
+def test_export_raises_data_error_if_tokenizer_is_not_bpe(tmp_path):
     with (tmp_path / "unigram.model").open("wb") as model:
         SentencePieceTrainer.train(
             sentence_iterator=iter([f"words of text {i}" for i in range(200)]),

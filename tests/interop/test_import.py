@@ -111,7 +111,7 @@ def parameters(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", slow_but(["mixture"], CASES))
-def test_export_then_import_keeps_parameters_and_logits_bit_for_bit(make_run, tmp_path, name):
+def test_export_then_import_keeps_parameters_bit_for_bit(make_run, tmp_path, name):
     architecture, words = CASES[name]
     run, out, back = make_run(name, *words), tmp_path / "hf", tmp_path / "back"
     own = ["own=true"] if architecture == "DiffLlamaForCausalLM" else []
@@ -129,7 +129,7 @@ def test_export_then_import_keeps_parameters_and_logits_bit_for_bit(make_run, tm
 
 
 @torch.no_grad()
-def test_second_export_of_diff_v1_after_import_is_identical_to_first_export(make_run, tmp_path):
+def test_export_of_reimported_diff_v1_run_equals_first_export(make_run, tmp_path):
     run = make_run("diff_v1", "attention=diff_v1")
     for source, step in ((run, "one"), (tmp_path / "one-run", "two")):
         assert main(["export", f"run={source}", f"out={tmp_path / step}"]) == 0
@@ -150,7 +150,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", slow_but(["qk_norm"], KINDS))
 @torch.no_grad()
-def test_import_of_standard_attention_as_diff_v2_and_back_keeps_logits(make_run, tmp_path, kind):
+def test_conversion_from_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp_path, kind):
     run = make_run("source", "attention=standard", *KINDS[kind])
     two, back = tmp_path / "two", tmp_path / "back"
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
@@ -167,7 +167,7 @@ def test_import_of_standard_attention_as_diff_v2_and_back_keeps_logits(make_run,
     "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
 )
 @torch.no_grad()
-def test_import_as_standard_attention_keeps_logits_of_diff_v2_with_token_independent_lambda(
+def test_conversion_from_diff_v2_to_standard_keeps_logits_if_lambda_is_constant(
     make_run, tmp_path, name
 ):
     words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
@@ -178,9 +178,7 @@ def test_import_as_standard_attention_keeps_logits_of_diff_v2_with_token_indepen
 
 
 @torch.no_grad()
-def test_import_with_perturb_changes_only_second_query_of_each_diff_v2_head_pair(
-    make_run, tmp_path
-):
+def test_perturb_changes_only_second_query_head_of_each_pair(make_run, tmp_path):
     run, out = make_run("source", "attention=standard"), tmp_path / "out"
     words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
     assert main(["import", f"hf={run}", f"out={out}", *words]) == 0
@@ -267,7 +265,7 @@ def test_import_of_damaged_model_directory_prints_a_single_error_line(
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_import_with_tokenizer_larger_than_vocabulary_of_model_fails(
+def test_import_refuses_tokenizer_larger_than_model_vocabulary(
     tmp_path, tokenizer, capsys, monkeypatch
 ):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
@@ -276,7 +274,7 @@ def test_import_with_tokenizer_larger_than_vocabulary_of_model_fails(
     assert "400 tokens, but vocab_size in config.json is 300" in capsys.readouterr().err
 
 
-def test_import_with_invalid_arguments_raises_error_with_reason(make_run, tmp_path, capsys):
+def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (

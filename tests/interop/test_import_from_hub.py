@@ -18,9 +18,7 @@ NAME, SHA = "someone/corpus", "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("revision", ["", "@main"])
-def test_import_from_hub_records_commit_and_does_not_download_code_or_pickle_files(
-    make_run, tmp_path, revision
-):
+def test_import_from_hub_downloads_no_code_or_pickle_file(make_run, tmp_path, revision):
     run, repository = make_run("two", "attention=diff_v2"), tmp_path / "repository"
     assert main(["export", f"run={run}", f"out={repository}", "max_shard_size=100KB"]) == 0
     (repository / "pytorch_model.bin").write_bytes(b"not to be fetched")

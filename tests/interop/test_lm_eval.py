@@ -113,7 +113,7 @@ def continuation(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any
 
 
 @pytest.mark.parametrize("variant", ["diff_v2", "standard"])
-def test_documented_lm_eval_commands_score_export_like_original_run(make_run, tmp_path, variant):
+def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, variant):
     (tmp_path / "outputs").mkdir()
     run = make_run("outputs/mine", f"attention={variant}")
     write_tasks(tmp_path / "tasks")

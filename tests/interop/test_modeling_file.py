@@ -69,9 +69,7 @@ def greedy(model: nn.Module, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_exported_model_with_sdpa_or_eager_attention_has_same_logits_as_original_run(
-    opened, tmp_path, name
-):
+def test_exported_model_returns_same_logits_as_original_run(opened, tmp_path, name):
     model = opened(name)
     expected = diffllm.load_model(tmp_path / name)[0](IDS)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), IDS), dim=1)
@@ -115,9 +113,7 @@ def test_continuous_batching_returns_same_tokens_as_generate(opened, name, imple
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_output_attentions_returns_causal_attention_map_of_each_head_with_and_without_kv_cache(
-    opened, name
-):
+def test_output_attentions_returns_one_causal_map_per_head(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -139,7 +135,7 @@ def test_output_attentions_returns_causal_attention_map_of_each_head_with_and_wi
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_torch_export_of_exported_model_supports_other_batch_sizes(opened, name):
+def test_program_from_torch_export_accepts_other_batch_sizes(opened, name):
     model = opened(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
@@ -168,14 +164,14 @@ def compiled(model: nn.Module, backend: str) -> list[list[int]]:
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in NAMES[:-1]),
     ],
 )
-def test_compiled_generation_of_exported_model_returns_same_tokens(opened, name, backend):
+def test_exported_model_generates_same_tokens_after_compilation(opened, name, backend):
     model = opened(name)
     assert model._can_compile_fullgraph
     assert compiled(model, backend) == greedy(model)
 
 
 @pytest.mark.slow
-def test_exported_moe_model_supports_neither_compiled_generation_nor_torch_export(opened):
+def test_exported_moe_model_refuses_compilation_and_torch_export(opened):
     model = opened("mixture")
     assert not model._can_compile_fullgraph
     with pytest.raises(Exception, match="data-dependent expression"):
@@ -196,7 +192,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rope_cosines_and_sines_of_modeling_file_equal_training_values_bit_for_bit(kind):
+def test_modeling_file_computes_same_rope_tables_as_training(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
@@ -256,9 +252,7 @@ def test_exported_config_with_unknown_or_invalid_setting_raises_value_error():
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
     ],
 )
-def test_modeling_file_raises_value_error_for_rope_settings_that_model_import_does_not_support(
-    rope, said
-):
+def test_modeling_file_raises_value_error_for_unsupported_rope_settings(rope, said):
     rope = {"rope_theta": 10_000.0, **rope}
     with pytest.raises(ValueError, match=r"RoPE|partial_rotary_factor|has no"):
         rope_of(ForeignConfig({"rope_parameters": rope}))

@@ -17,7 +17,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def test_export_and_import_on_full_disk_leave_no_files(make_run, tmp_path, capsys):
+def test_export_and_import_leave_no_files_if_disk_is_full(make_run, tmp_path, capsys):
     run = make_run("run", "attention=diff_v2")
     assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}"]) == 0
     needed = sum(file.stat().st_size for file in (tmp_path / "hf").iterdir()) // 1024
@@ -49,9 +49,7 @@ def test_export_with_invalid_arguments_raises_error_with_reason(make_run, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_import_removes_partial_directory_and_lock_file_of_earlier_killed_import(
-    make_run, tmp_path
-):
+def test_import_removes_leftover_files_of_earlier_killed_import(make_run, tmp_path):
     (tmp_path / "out" / ".i.partial" / "checkpoints").mkdir(parents=True)
     (tmp_path / "out" / ".i.lock").write_text("")
     run = make_run("run", "attention=diff_v2")

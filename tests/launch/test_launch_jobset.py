@@ -45,7 +45,7 @@ def test_jobset_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
     assert "--rdzv-endpoint=diffllm-node-0-0.diffllm:29400" in heard
 
 
-def test_jobset_manifest_has_consistent_node_counts_host_names_volumes_and_exit_codes() -> None:
+def test_jobset_manifest_fields_are_consistent() -> None:
     job = job_spec()
     env = {entry["name"]: entry["value"] for entry in container()["env"]}
     assert job["completions"] == job["parallelism"] == int(env["NNODES"])

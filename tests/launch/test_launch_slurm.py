@@ -64,7 +64,7 @@ def test_slurm_script_requeues_job_only_after_signal_and_saved_checkpoint(
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_slurm_script_requeues_job_if_run_directory_set_by_override_contains_requeue_file(
+def test_slurm_script_finds_requeue_file_in_overridden_run_directory(
     tmp_path,
 ):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]

@@ -100,7 +100,7 @@ def test_torchrun_script_uses_rendezvous_endpoint_only_for_several_nodes(tmp_pat
         ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
     ],
 )
-def test_launch_script_prints_error_and_starts_no_process_if_requirement_is_missing(
+def test_launch_script_starts_no_process_if_requirement_is_missing(
     tmp_path, script, installed, message
 ):
     seen, script = tmp_path / "seen", SCRIPT.with_name(script)
@@ -126,7 +126,7 @@ def test_launch_script_prints_error_and_starts_no_process_if_requirement_is_miss
         (143, False, True, 143),
     ],
 )
-def test_torchrun_script_exits_with_75_only_after_success_with_requeue_file_in_run_directory(
+def test_torchrun_script_exits_with_75_only_if_successful_run_requests_requeue(
     tmp_path, code, marker, named, expected
 ):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
@@ -190,7 +190,7 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
         assert (run / "checkpoints" / f"step-{last:08d}" / "state.json").exists()
 
 
-def test_signal_to_torchrun_script_before_workers_start_ends_torchrun(tmp_path):
+def test_torchrun_ends_if_script_receives_signal_before_workers_start(tmp_path):
     """For example during the wait for other nodes."""
     fake(
         tmp_path / "bin",

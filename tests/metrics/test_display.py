@@ -42,7 +42,7 @@ def staying(screen: str) -> list[int]:
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
-def test_display_prints_20_to_50_loss_lines_per_run_above_progress_bar():
+def test_display_keeps_20_to_50_loss_lines_per_run():
     """The lines include the first and the last step, and more steps at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
@@ -54,7 +54,7 @@ def test_display_prints_20_to_50_loss_lines_per_run_above_progress_bar():
     assert max(gaps) <= STEPS // 20 + 10
 
 
-def test_display_prints_line_above_progress_bar_for_each_step_with_heldout_loss():
+def test_display_prints_line_for_every_heldout_loss():
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())
@@ -86,9 +86,7 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_stage_names_appear_in_progress_display_if_console_is_terminal_else_on_stderr(
-    monkeypatch, capsys
-):
+def test_stage_names_are_written_to_stderr_if_console_is_not_a_terminal(monkeypatch, capsys):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)

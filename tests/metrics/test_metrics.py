@@ -69,7 +69,7 @@ def test_metrics_file_is_emptied_if_run_starts_from_step_0(tmp_path):
 
 
 @pytest.mark.parametrize("last", [1, 3, 9])
-def test_metrics_file_on_resume_removes_lines_of_later_steps_and_appends(tmp_path, last):
+def test_resume_removes_lines_of_later_steps_from_metrics_file(tmp_path, last):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     before = lines(path)
@@ -83,7 +83,7 @@ def test_metrics_file_on_resume_removes_lines_of_later_steps_and_appends(tmp_pat
     "junk",
     [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'],
 )
-def test_metrics_file_on_resume_ignores_invalid_bytes_at_end(tmp_path, junk):
+def test_resume_ignores_invalid_bytes_at_end_of_metrics_file(tmp_path, junk):
     """A kill can truncate the last line; a power failure can leave invalid bytes."""
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
@@ -92,7 +92,7 @@ def test_metrics_file_on_resume_ignores_invalid_bytes_at_end(tmp_path, junk):
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
 
 
-def test_metrics_lines_on_full_disk_are_written_when_space_is_free(tmp_path, capfd):
+def test_metrics_file_writes_missing_lines_after_disk_space_is_freed(tmp_path, capfd):
     with small_disk(tmp_path / "disk", "64k") as disk:
         file = MetricsFile(disk / "metrics.jsonl")
         file.write({"step": 1})
@@ -113,7 +113,7 @@ def test_metrics_lines_on_full_disk_are_written_when_space_is_free(tmp_path, cap
         assert "written only in part" in said or "No space left" in said
 
 
-def test_metrics_file_warns_at_close_with_number_of_unwritten_lines(tmp_path, monkeypatch):
+def test_closing_metrics_file_prints_number_of_unwritten_lines(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("diffllm.metrics.sinks.to_stderr", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")

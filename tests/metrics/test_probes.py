@@ -98,7 +98,7 @@ def expected(attention, x, rope, mask, allowed):
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
-def test_attention_statistics_equal_computation_with_plain_loops(variant, masked):
+def test_attention_statistics_match_plain_loop_reference(variant, masked):
     model, tokens = tiny(variant), rows()
     documents = Documents.of(tokens, END) if masked else None
     attention = model.layers[1].attention
@@ -125,7 +125,7 @@ def test_attention_statistics_equal_computation_with_plain_loops(variant, masked
 
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_measuring_attention_maps_adds_statistics_without_changing_loss(variant):
+def test_attention_statistics_do_not_change_loss(variant):
     model, tokens = tiny(variant), rows()
     plain = model(tokens, tokens, diagnose=True)
     probed = model(tokens, tokens, diagnose=True, probe=POSITIONS)
@@ -138,7 +138,7 @@ def test_measuring_attention_maps_adds_statistics_without_changing_loss(variant)
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
 
 
-def test_due_returns_true_for_each_periodic_action_only_at_its_configured_steps():
+def test_due_selects_periodic_actions_at_configured_steps():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
     words += ["distributed.check_interval=5", "profile.steps=[12,13]"]
@@ -165,7 +165,7 @@ def test_due_returns_true_for_each_periodic_action_only_at_its_configured_steps(
     assert [step for step, now in steps.items() if now.save] == [14]
 
 
-def test_probe_positions_contain_one_position_per_segment_chosen_randomly_from_seed_and_step():
+def test_probe_positions_contain_one_random_position_per_segment():
     cfg = DiagnosticsConfig()
     drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
     for positions in drawn:

@@ -65,7 +65,7 @@ def recomputed(values):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_event_counter_finds_same_loss_spikes_as_independent_implementation(seed):
+def test_event_counter_matches_independent_implementation(seed):
     rng = np.random.default_rng(seed)
     values = 2.5 + 6 * np.exp(-np.arange(700) / 60) + rng.normal(0, 0.05, 700)
     for at, jump in ((40, 1.0), (200, 0.4), (201, 0.35), (300, -2.0), (450, 0.35), (600, 0.8)):
@@ -83,12 +83,12 @@ def test_event_counter_finds_same_loss_spikes_as_independent_implementation(seed
 
 @pytest.mark.parametrize("degrees", [16, 40, 256])
 @pytest.mark.parametrize("t", [0.5, 3.0, 6.0])
-def test_as_normal_converts_student_t_value_to_normal_quantile_of_same_tail_probability(degrees, t):
+def test_as_normal_keeps_tail_probability_of_student_t_value(degrees, t):
     assert as_normal(t, degrees) == pytest.approx(-ndtri(stdtr(degrees, -t)), rel=0.003)
     assert as_normal(-t, degrees) == -as_normal(t, degrees)
 
 
-def test_spikes_separated_by_fewer_than_eight_normal_steps_count_as_single_event():
+def test_event_counter_merges_spikes_separated_by_few_normal_steps():
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 300)
     values[[100, 105, 113]] = 50  # one event: 4 and 7 quiet steps between spikes
@@ -107,7 +107,7 @@ def test_consecutive_nan_losses_count_as_single_spike_event():
     assert (counter.total, counter.judged) == (1, 50)
 
 
-def test_event_counter_with_log_finds_spike_in_log_normal_values_and_ignores_nonpositive_values():
+def test_event_counter_finds_spike_in_log_normal_values_if_log_is_set():
     rng = np.random.default_rng(2)
     norms = np.exp(rng.normal(0, 0.3, 200))
     norms[100] *= 8
@@ -118,7 +118,7 @@ def test_event_counter_with_log_finds_spike_in_log_normal_values_and_ignores_non
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 2.302585092994046, 1e-12])
-def test_event_counter_finds_spike_in_constant_series_only_at_first_increase(value):
+def test_event_counter_marks_first_increase_of_constant_series_as_spike(value):
     assert flags([value] * 400)[0] == []
     assert flags([*[value] * 100, value + 0.1])[0] == [100]
 
@@ -154,7 +154,7 @@ def share_found(run_names, definition, height, kind="loss"):
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
 @pytest.mark.parametrize("noise", slow_but(["0.4 nats"], NOISE))
-def test_loss_spikes_added_to_runs_are_found_at_documented_rates(noise, definition):
+def test_detection_rates_of_loss_spikes_match_documentation(noise, definition):
     lines = table("Found spikes")
     column = lines["Spike"].index(f"{definition}, noise {noise}")
     told = {first: cells[column] for first, cells in lines.items() if first[0].isdigit()}
@@ -174,7 +174,7 @@ RATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("definition", DEFINITIONS)
-def test_gradient_norm_spikes_added_to_runs_are_found_at_expected_rates(definition):
+def test_detection_rates_of_gradient_norm_spikes_match_reference(definition):
     for factor, rates in RATES.items():
         found = share_found(NOISE["0.4 nats"], definition, float(factor), "grad")
         assert found == rates[definition]
@@ -191,7 +191,7 @@ def test_spikes_in_pure_noise_occur_at_documented_rates():
         assert law == "t(5)" or told[law] < 0.1
 
 
-def test_event_counter_finds_known_numbers_of_spike_events_in_recorded_runs():
+def test_recorded_runs_contain_expected_numbers_of_spike_events():
     expected = {"micro_standard": [0, 3], "micro_diff_v2": [0, 5], "tiny_gated": [0, 39]}
     for names, known in expected.items():
         counts = [

@@ -84,7 +84,7 @@ def test_spike_counters_find_same_steps_as_independent_implementation(seed):
 
 
 @pytest.mark.parametrize(("definition", "window"), [("spikes", 128), ("spikes_olmo2", 1000)])
-def test_rolling_spike_total_counts_only_spikes_in_last_128_or_1000_steps(definition, window):
+def test_rolling_spike_total_ignores_old_spikes(definition, window):
     series = training_like()
     found = {"spikes": spikes_window128, "spikes_olmo2": spikes_olmo2}[definition](series)
     so_far = np.isin(np.arange(len(series)), found).cumsum()
@@ -100,7 +100,7 @@ def test_rolling_spike_total_counts_only_spikes_in_last_128_or_1000_steps(defini
     assert counts[-1] < so_far[-1], "all spikes are in the last window"
 
 
-def test_spike_monitor_counts_all_and_consecutive_skipped_updates():
+def test_spike_monitor_counts_skipped_updates():
     monitor = SpikeMonitor()
     for skipped in (True, True, False, True):
         monitor.update(1.0, 1.0, skipped)
@@ -128,7 +128,7 @@ def alternating(count):
         (-50.0, False, True),
     ],
 )
-def test_both_spike_counters_use_their_documented_sigma_thresholds(value, window128, olmo2):
+def test_spike_counters_use_documented_sigma_thresholds(value, window128, olmo2):
     found = counted([*alternating(128), value])
     assert found == {
         "spikes": [128] if window128 else [],
@@ -137,7 +137,7 @@ def test_both_spike_counters_use_their_documented_sigma_thresholds(value, window
 
 
 @pytest.mark.parametrize(("before", "counts"), [(126, False), (127, False), (128, True)])
-def test_finite_loss_is_not_counted_as_spike_after_fewer_than_128_losses(before, counts):
+def test_finite_loss_counts_as_spike_only_after_128_earlier_losses(before, counts):
     series = [*alternating(128)[:before], 100.0]
     expected = [before] if counts else []
     assert counted(series) == {"spikes": expected, "spikes_olmo2": expected}
@@ -174,7 +174,7 @@ def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_spike_monitor_reports_correct_judged_count_and_spike_score_with_nonfinite_losses():
+def test_spike_monitor_counts_every_nonfinite_loss_as_judged():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)
@@ -190,7 +190,7 @@ def test_spike_monitor_reports_correct_judged_count_and_spike_score_with_nonfini
 
 
 @pytest.mark.parametrize("cut", slow_but([0, 128, 701], [0, 64, 128, 600, 601, 701, 1000, 1499]))
-def test_spike_monitor_restored_from_json_state_continues_without_difference(cut):
+def test_restored_spike_monitor_matches_uninterrupted_monitor(cut):
     series = training_like()
     whole, first = SpikeMonitor(), SpikeMonitor()
     for value in series:

@@ -62,7 +62,7 @@ OWN = {"WANDB_BASE_URL": "https://wandb.example.org:8080"}
         ("api.wandb.ai", {"WANDB_MODE": "disabled"}, "disabled"),
     ],
 )
-def test_wandb_mode_auto_becomes_online_only_if_api_key_for_configured_server_is_found(
+def test_wandb_auto_mode_is_online_only_if_api_key_for_server_exists(
     home, monkeypatch, machine, variables, mode
 ):
     """The API key is in the environment or in netrc; WANDB_MODE overrides both."""
@@ -89,7 +89,7 @@ def a_run(
     return WandbRun(cfg, directory, CHOICES, sweep, config, run_id)
 
 
-def test_wandb_history_and_summary_omit_nan_and_infinite_losses(tmp_path, capfd):
+def test_wandb_run_omits_nan_and_infinite_losses(tmp_path, capfd):
     run = a_run(tmp_path / "run", tags=["first", "second"], sweep="third")
     for step, loss in enumerate((2.5, 1.5, math.nan, -math.inf), start=1):
         run.log({"step": step, "tokens": 100 * step, "train/loss": loss})
@@ -152,9 +152,7 @@ def only_line(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("broken", ["log", "define_metric", "finish", "update"])
-def test_failing_wandb_call_prints_single_warning_and_does_not_raise(
-    tmp_path, monkeypatch, capfd, broken
-):
+def test_failing_wandb_call_prints_single_warning(tmp_path, monkeypatch, capfd, broken):
     fake = Broken(broken)
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     run = a_run(tmp_path)
@@ -166,9 +164,7 @@ def test_failing_wandb_call_prints_single_warning_and_does_not_raise(
     assert fake.calls.count(broken) == 1
 
 
-def test_failing_wandb_import_prints_single_warning_and_does_not_raise(
-    tmp_path, monkeypatch, capfd
-):
+def test_failing_wandb_import_prints_single_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = a_run(tmp_path)
     run.log({"step": 1})
@@ -178,9 +174,7 @@ def test_failing_wandb_import_prints_single_warning_and_does_not_raise(
     assert run.id
 
 
-def test_full_wandb_queue_prints_single_warning_and_does_not_block_training(
-    tmp_path, monkeypatch, capfd
-):
+def test_full_wandb_queue_does_not_block_training(tmp_path, monkeypatch, capfd):
     released = threading.Event()
     fake = Broken()
     fake.log = lambda values: released.wait()
@@ -220,9 +214,7 @@ print("finished")
         [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
     ),
 )
-def test_killed_or_stopped_wandb_service_causes_single_warning_and_does_not_block_run(
-    tmp_path, name, line
-):
+def test_killed_or_stopped_wandb_service_does_not_block_run(tmp_path, name, line):
     """A stopped service accepts values until the socket is full, then blocks the sender forever."""
     # WANDB_SERVICE of an earlier test would make the child use that test's service.
     env = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}

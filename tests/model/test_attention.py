@@ -46,7 +46,7 @@ def test_attention_output_and_gradients_equal_paper_reference(variant, shape):
     assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
 
 
-def test_attention_config_raises_error_only_for_head_counts_that_variant_does_not_support():
+def test_attention_variant_refuses_only_unsupported_head_counts():
     for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
         for variant in ("standard", "gated", "diff_v2"):
             assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
@@ -58,7 +58,7 @@ def test_attention_config_raises_error_only_for_head_counts_that_variant_does_no
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_context_scale_multiplies_both_attention_output_and_context_used_for_statistics(variant):
+def test_context_scale_multiplies_attention_output(variant):
     """Statistics measure the scaled context."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
@@ -79,7 +79,7 @@ def test_attention_equals_paper_reference_at_any_sequence_length(variant, length
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
-def test_diff_v1_with_values_layout_split_equals_paper_reference(variant, shape):
+def test_diff_v1_matches_paper_reference_if_values_layout_is_split(variant, shape):
     layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
     assert_equals_the_reference(variant, *layer, length=7)
 
@@ -127,7 +127,7 @@ def test_clamped_attention_map_equals_hand_computed_example():
     torch.testing.assert_close(weights, clamp_and_renormalise(first - 0.4 * second))
 
 
-def test_clamped_map_row_without_positive_entry_is_zero_with_finite_gradients():
+def test_clamped_map_row_is_zero_if_no_entry_is_positive():
     weights = torch.tensor([[-0.2, -0.1], [0.5, -0.5]], dtype=torch.float64, requires_grad=True)
     out = clamped(weights)
     assert out.tolist() == [[0, 0], [1, 0]]

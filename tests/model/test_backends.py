@@ -122,7 +122,9 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_varlen_attention_of_packed_documents_equals_masked_sdpa(ran, shape, wide, backend, called):
+def test_varlen_attention_matches_masked_sdpa_for_packed_documents(
+    ran, shape, wide, backend, called
+):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
     packed = Packed(documents.boundaries, 40)
@@ -133,7 +135,7 @@ def test_varlen_attention_of_packed_documents_equals_masked_sdpa(ran, shape, wid
 
 
 @torch.no_grad()
-def test_flash_attn_4_processes_packed_documents_through_torch_varlen_attn(ran, monkeypatch):
+def test_flash_attn_4_uses_torch_varlen_attn_for_packed_documents(ran, monkeypatch):
     monkeypatch.setattr(ops, "sdpa_is_flash_4", lambda: True)
     q, k, v = heads((8, 2, 8), dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
@@ -144,7 +146,7 @@ def test_flash_attn_4_processes_packed_documents_through_torch_varlen_attn(ran, 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_flash_backend_calls_flash_attn_and_equals_sdpa(ran, shape, wide):
+def test_flash_backend_matches_sdpa(ran, shape, wide):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     out = attend(q, k, v, None, Backend.flash)
     assert ran == ["flash_attn_func"]
@@ -153,7 +155,7 @@ def test_flash_backend_calls_flash_attn_and_equals_sdpa(ran, shape, wide):
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["flash", "flex", "sdpa"])
-def test_decoding_step_uses_sdpa_with_any_attention_backend(ran, backend, monkeypatch):
+def test_every_attention_backend_uses_sdpa_for_decoding_step(ran, backend, monkeypatch):
     monkeypatch.setattr(ops, "flex", lambda *_: pytest.fail("flex was called"))
     q, k, v = heads((4, 2, 8), length=9)
     out = attend(q[:, -1:], k, v, None, Backend[backend])
@@ -162,9 +164,7 @@ def test_decoding_step_uses_sdpa_with_any_attention_backend(ran, backend, monkey
 
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_gpu_receives_tensor_shapes_that_fused_kernels_support(
-    monkeypatch, masked, half, d
-):
+def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(monkeypatch, masked, half, d):
     """FlashAttention needs equal widths, half precision and no mask. Others need equal heads."""
     seen = {}
 

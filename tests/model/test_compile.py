@@ -51,7 +51,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FAST, CASES))
-def test_compiled_block_has_no_graph_break_and_equals_uncompiled_block(variant, extra):
+def test_compiled_block_matches_uncompiled_block(variant, extra):
     """Cases: with and without statistics, with and without masked documents."""
     model = build_model(small_config(variant, extra=extra).model)
     block, tokens = model.layers[1], torch.randint(0, 5, (2, 12))
@@ -68,7 +68,7 @@ def test_compiled_block_has_no_graph_break_and_equals_uncompiled_block(variant, 
 @pytest.mark.parametrize(
     "variant", slow_but(["diff_v1"], ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
 )
-def test_all_layers_of_model_share_one_compiled_graph(variant):
+def test_all_layers_use_same_compiled_graph(variant):
     """Constants that differ by layer do not recompile, so compile time does not grow with depth."""
     model = build_model(small_config(variant, extra=("model.n_layers=4",)).model)
     counter = CompileCounterWithBackend("eager")
@@ -155,7 +155,7 @@ def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
-def test_varlen_batches_with_any_number_of_documents_share_one_compiled_graph(monkeypatch, variant):
+def test_varlen_attention_compiles_one_graph_for_all_document_counts(monkeypatch, variant):
     """Forward and backward results equal those with a boolean mask."""
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
@@ -175,7 +175,7 @@ def test_varlen_batches_with_any_number_of_documents_share_one_compiled_graph(mo
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_flex_batches_with_any_number_of_documents_share_one_compiled_graph():
+def test_flex_attention_compiles_one_graph_for_all_document_counts():
     model = build_model(small_config("diff_v2", extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("eager")

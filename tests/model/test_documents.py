@@ -51,7 +51,7 @@ def documents_of(tokens, end=END):
     ),
     st.integers(0, 4),
 )
-def test_document_ids_and_positions_and_masks_equal_reference_loop_over_tokens(rows, end):
+def test_document_ids_positions_and_masks_match_reference_loop(rows, end):
     tokens = torch.tensor(rows)
     batch, length = tokens.shape
     documents = Documents.of(tokens, end)
@@ -88,9 +88,7 @@ def grads_of(model, scalar):
 
 @pytest.mark.parametrize(("variant", "extra"), EVERY)
 @pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
-def test_model_with_masked_documents_equals_separate_forward_pass_per_document(
-    variant, extra, shape
-):
+def test_masked_documents_match_separate_forward_passes(variant, extra, shape):
     """Compares logits, loss and all gradients."""
     model = shared_model(variant, *shape, extra)
     targets = torch.randint(0, 64, TOKENS.shape)
@@ -125,7 +123,7 @@ def test_rope_positions_restart_at_0_in_every_document():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FEW, EVERY))
-def test_reference_backend_equals_sdpa_with_and_without_masked_documents(variant, extra, masked):
+def test_reference_attention_backend_matches_sdpa(variant, extra, masked):
     """Compare forward and gradients of backend=reference with backend=sdpa."""
     documents = Documents.of(TOKENS, END) if masked else None
     weights = torch.randn(*TOKENS.shape, 64, dtype=torch.float64)

@@ -43,9 +43,7 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_leaves_garbage_returns_true_only_for_blackwell_and_rocm_devices(
-    monkeypatch, major, minor, garbage
-):
+def test_leaves_garbage_flag_is_true_only_on_blackwell_and_rocm(monkeypatch, major, minor, garbage):
     capability(monkeypatch, major, minor)
     assert leaves_garbage(CUDA) == garbage
     assert not leaves_garbage(CPU)
@@ -67,9 +65,7 @@ def blackwells(monkeypatch):
 
 
 @pytest.mark.parametrize("garbage", [True, False])
-def test_uninitialised_weight_gradients_of_experts_without_tokens_are_set_to_zero(
-    monkeypatch, garbage
-):
+def test_expert_weight_gradient_is_zero_if_expert_has_no_tokens(monkeypatch, garbage):
     inputs = rows_and_ends(HALF)
     expected = expert_weight_grad(*inputs)
     blackwells(monkeypatch)
@@ -95,7 +91,7 @@ def test_uninitialised_weight_gradients_of_experts_without_tokens_are_set_to_zer
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_matmul_is_selected_only_if_device_and_dtype_and_weight_shapes_are_supported(
+def test_grouped_matmul_is_selected_only_for_supported_inputs(
     device, dtype, n_experts, widths, value
 ):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
@@ -118,7 +114,7 @@ def small_experts(dtype, adjacent=True):
     return side_by_side(layer) if adjacent else layer
 
 
-def test_gate_and_up_weights_are_joined_without_copy_only_if_adjacent_in_memory():
+def test_expert_weights_are_joined_without_copy_if_adjacent_in_memory():
     near, far = small_experts(HALF), small_experts(HALF)
     both = joined(near.w1, near.w3)
     assert both.data_ptr() == near.w1.data_ptr()
@@ -149,9 +145,7 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_single_matmul_with_joined_gate_and_up_weights_equals_two_separate_matmuls(
-    monkeypatch, dtype, adjacent
-):
+def test_joined_expert_matmul_matches_separate_matmuls(monkeypatch, dtype, adjacent):
     """Compare outputs and gradients; some experts have no rows."""
     layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
     expected = run(layer, x, weights)
@@ -165,9 +159,7 @@ def test_single_matmul_with_joined_gate_and_up_weights_equals_two_separate_matmu
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_single_matmul_with_joined_gate_and_up_weights_compiles_to_one_graph_without_weight_copies(
-    monkeypatch, dynamic
-):
+def test_joined_expert_matmul_compiles_without_weight_copies(monkeypatch, dynamic):
     """The graph does not copy the weights."""
     torch._dynamo.reset()
     as_on_cuda(monkeypatch)
@@ -189,7 +181,7 @@ def test_single_matmul_with_joined_gate_and_up_weights_compiles_to_one_graph_wit
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adjacent", [True, False])
-def test_single_matmul_with_joined_gate_and_up_weights_on_gpu_equals_two_matmuls_on_cpu(adjacent):
+def test_joined_expert_matmul_on_gpu_matches_cpu_reference(adjacent):
     """Some experts have no rows, and the freed GPU memory contains NaN."""
     layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
     expected = run(layer, x, weights)

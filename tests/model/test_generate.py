@@ -55,7 +55,7 @@ def test_greedy_generation_equals_repeated_full_forward_passes(model):
     assert len(set(said(prompt, out))) > 3  # the continuation must not be constant
 
 
-def test_generate_supports_shortest_prompt_and_zero_new_tokens_and_empty_list_of_prompts():
+def test_generate_accepts_empty_prompt_list_and_zero_new_tokens():
     model, prompt = tiny(), prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
@@ -69,7 +69,7 @@ def test_generate_with_empty_or_too_long_prompt_raises_value_error(length):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_generated_tokens_depend_on_seed_and_not_on_global_random_generator():
+def test_generated_tokens_do_not_depend_on_global_random_generator():
     model, prompt = tiny(), prompts()
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
@@ -111,7 +111,7 @@ def test_batched_prompts_get_same_continuations_as_single_prompts(variant, tempe
     assert generate(model, texts, count, stop_token=stop, **settings) == stopped
 
 
-def test_generate_increases_seed_by_1_for_each_repetition_of_same_prompt_in_batch(model):
+def test_generate_uses_next_seed_for_each_repeated_prompt_in_batch(model):
     one, other = prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]
@@ -173,7 +173,7 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
         (0.96, [0, 1, 2, 3, 4]),
     ],
 )
-def test_top_p_samples_from_fewest_tokens_with_total_probability_of_at_least_top_p(top_p, kept):
+def test_top_p_keeps_fewest_tokens_that_reach_probability_top_p(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])
     drawn = draws(torch.tensor(PROBS).log() + 3.0, top_p=top_p)
     assert_drawn_from(expected / expected.sum(), drawn)

@@ -161,7 +161,7 @@ def close(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_with_identical_heads_in_each_pair_equals_standard_attention_times_1_minus_lambda(
+def test_diff_v2_matches_scaled_standard_attention_if_paired_heads_are_identical(
     shape,
 ):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
@@ -179,9 +179,7 @@ def test_diff_v2_with_identical_heads_in_each_pair_equals_standard_attention_tim
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_diff_v2_with_constant_lambda_equals_standard_attention_with_doubled_heads_and_adapted_wo(
-    shape, lam
-):
+def test_diff_v2_matches_wide_standard_attention_if_lambda_is_constant(shape, lam):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
     wide = layer_of("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
@@ -194,9 +192,7 @@ def test_diff_v2_with_constant_lambda_equals_standard_attention_with_doubled_hea
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_diff_v2_output_is_same_linear_function_of_lambda_in_all_constant_lambda_variants(
-    shape, lam
-):
+def test_diff_v2_output_is_linear_function_of_constant_lambda(shape, lam):
     """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
     x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
@@ -212,7 +208,7 @@ def test_diff_v2_output_is_same_linear_function_of_lambda_in_all_constant_lambda
 
 @given(shape=shapes())
 @many
-def test_diff_v2_pairing_adjacent_equals_pairing_halves_only_with_one_kv_head(shape):
+def test_head_pairing_changes_diff_v2_output_only_if_several_kv_heads_exist(shape):
     """With more kv heads, heads i and H + i do not share key and value."""
     assume(shape.tokens > 1)
     adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
@@ -227,7 +223,7 @@ def test_diff_v2_pairing_adjacent_equals_pairing_halves_only_with_one_kv_head(sh
 @pytest.mark.parametrize("variant", V1)
 @given(data=st.data())
 @few
-def test_diff_v1_with_zero_lambda_vectors_has_lambda_equal_to_lambda_init(variant, data):
+def test_diff_v1_lambda_equals_lambda_init_if_lambda_vectors_are_zero(variant, data):
     shape = data.draw(shapes(variant))
     attention = layer_of(variant, shape)
     for name in ("lambda_q1", "lambda_k2"):  # a zero factor makes each product zero
@@ -250,7 +246,7 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_with_identical_heads_in_each_pair_equals_standard_attention_times_1_minus_lambda(
+def test_diff_v1_matches_scaled_standard_attention_if_paired_heads_are_identical(
     shape,
 ):
     aux, halves = equal_pairs("diff_v1", shape)
@@ -259,7 +255,7 @@ def test_diff_v1_with_identical_heads_in_each_pair_equals_standard_attention_tim
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_clamped_diff_v1_with_identical_heads_in_each_pair_equals_standard_attention_or_zero(shape):
+def test_clamped_diff_v1_matches_closed_form_if_paired_heads_are_identical(shape):
     """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
@@ -269,7 +265,7 @@ def test_clamped_diff_v1_with_identical_heads_in_each_pair_equals_standard_atten
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_gated_attention_outputs_with_opposite_gate_weights_sum_to_standard_output(variant, data):
+def test_outputs_of_opposite_gates_sum_to_standard_attention_output(variant, data):
     shape = data.draw(shapes())
     attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
     copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
@@ -281,7 +277,7 @@ def test_gated_attention_outputs_with_opposite_gate_weights_sum_to_standard_outp
 
 @given(shape=shapes())
 @many
-def test_headwise_gate_equals_elementwise_gate_with_weights_repeated_over_channels(shape):
+def test_headwise_gate_matches_elementwise_gate_with_repeated_weights(shape):
     headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
@@ -299,7 +295,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_learned_sink_with_extreme_or_zero_logit_equals_attention_variant_without_learned_sink(
+def test_learned_sink_matches_simpler_variants_for_special_logits(
     shape,
 ):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
@@ -317,7 +313,7 @@ def test_learned_sink_with_extreme_or_zero_logit_equals_attention_variant_withou
     ),
 )
 @many
-def test_clamped_attention_map_rows_are_nonnegative_and_sum_to_1_or_0(lam, rows):
+def test_clamped_attention_map_rows_sum_to_1_or_0(lam, rows):
     scores = torch.tensor(rows, dtype=torch.float64)
     first, second = (torch.softmax(part, dim=-1) for part in scores.split(5, dim=-1))
     difference = first - lam * second
@@ -397,9 +393,7 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_standard_attention_over_n_keys_is_between_1_over_sqrt_n_and_1(
-    shape, sharpness
-):
+def test_context_rms_of_standard_attention_stays_within_theoretical_bounds(shape, sharpness):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
@@ -409,7 +403,7 @@ def test_context_rms_of_standard_attention_over_n_keys_is_between_1_over_sqrt_n_
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_context_rms_with_gate_or_sink_and_values_of_rms_1_is_between_0_and_1(variant, data):
+def test_context_rms_of_gated_and_sink_variants_is_between_0_and_1(variant, data):
     shape = data.draw(shapes(variant, **WIDE))
     values, _ = context_rms(variant, shape, data.draw(SHARPNESS))
     assert ((values > 0) & (values < 1)).all()
@@ -417,7 +411,7 @@ def test_context_rms_with_gate_or_sink_and_values_of_rms_1_is_between_0_and_1(va
 
 @given(shape=shapes(**WIDE))
 @many
-def test_context_rms_of_uniform_attention_with_unit_sink_over_n_keys_equals_sqrt_n_over_n_plus_1(
+def test_context_rms_of_off_by_one_attention_equals_closed_form(
     shape,
 ):
     """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
@@ -428,7 +422,7 @@ def test_context_rms_of_uniform_attention_with_unit_sink_over_n_keys_equals_sqrt
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_diff_v2_context_rms_with_values_of_rms_1_is_between_0_and_sqrt_2(shape, sharpness):
+def test_context_rms_of_diff_v2_stays_within_theoretical_bounds(shape, sharpness):
     values, aux = context_rms("diff_v2", shape, sharpness)
     lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
@@ -438,7 +432,7 @@ def test_diff_v2_context_rms_with_values_of_rms_1_is_between_0_and_sqrt_2(shape,
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_diff_v1_head_norm_multiplies_rms_of_uniform_attention_over_n_keys_by_sqrt_n(shape, lam):
+def test_diff_v1_head_norm_multiplies_context_rms_by_sqrt_of_key_count(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

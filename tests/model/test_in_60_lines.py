@@ -38,7 +38,7 @@ def part(attention, name, head, width=d):
 
 
 @pytest.mark.parametrize(("reference", "heads"), [(standard, H), (diff_v1, H // 2), (diff_v2, H)])
-def test_numpy_attention_of_documentation_page_equals_model_attention(reference, heads):
+def test_numpy_code_on_documentation_page_matches_model_attention(reference, heads):
     page = {}
     exec(CODE, page)
     shape = [f"model.dim={D}", f"model.n_heads={H}", f"model.n_kv_heads={H}", f"seq_len={T}"]

@@ -16,7 +16,7 @@ def parameters(overrides):
     return dict(build_model(load_config([*BASE, *overrides]).model).named_parameters())
 
 
-def test_variants_share_initial_values_of_parameters_with_same_name_and_shape():
+def test_all_variants_use_same_initial_values_for_common_parameters():
     standard = parameters(["attention=standard"])
     for variant in ("gated", "diff_v1", "diff_v2"):
         other = parameters([f"attention={variant}"])
@@ -36,7 +36,7 @@ def test_variants_share_initial_values_of_parameters_with_same_name_and_shape():
         (slice(5, 5), slice(0, 90), slice(0, 500)),
     ],
 )
-def test_initial_values_of_sharded_parameter_equal_unsharded_parameter(block):
+def test_sharded_and_unsharded_parameters_get_same_initial_values(block):
     full = torch.empty(5, 90, 500)  # four blocks, each with a generator
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty_like(full[block], memory_format=torch.contiguous_format)
@@ -47,7 +47,7 @@ def test_initial_values_of_sharded_parameter_equal_unsharded_parameter(block):
     assert full.unique().numel() > 0.9 * full.numel(), "blocks must have different values"
 
 
-def test_initial_matrices_are_truncated_normal_with_smaller_std_for_wo_and_w2():
+def test_initial_values_of_wo_and_w2_have_smaller_standard_deviation():
     params = parameters(["model.n_layers=8", "model.init_std=0.05"])
     w1 = params["layers.0.ffn.w1.weight"]
     assert w1.abs().max() <= 3 * 0.05
@@ -80,14 +80,14 @@ def by_definition(shape, truncate):
 
 @pytest.mark.parametrize("truncate", [None, 3, 1])
 @pytest.mark.parametrize("shape", [(300, 300), (5, 90, 500), (2, 100_003), (3, 4)])
-def test_initial_values_from_any_number_of_threads_equal_values_of_one_thread(shape, truncate):
+def test_initial_values_do_not_depend_on_number_of_threads(shape, truncate):
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         assert torch.equal(drawn(shape, truncate=truncate), by_definition(shape, truncate))
         assert torch.get_num_threads() == threads
 
 
-def test_embed_init_std_changes_only_standard_deviation_of_embeddings():
+def test_embed_init_std_changes_only_embeddings():
     words = ["model=micro", "attention=diff_v2"]
     plain = build_model(load_config(words).model).state_dict()
     own = build_model(load_config([*words, "model.embed_init_std=1"]).model).state_dict()
@@ -102,7 +102,7 @@ def test_build_model_leaves_global_random_generator_unchanged():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_parameter_without_initial_value_raises_config_error_that_names_parameter():
+def test_missing_initial_value_raises_config_error_with_parameter_name():
     one, other = torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))
     init = Initializer(0, {one: "wq.weight", other: "layers.0.attention.scale"})
     init.matrices_(0.02, 0.02)

@@ -38,9 +38,7 @@ FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 
 @pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
-def test_init_match_gives_every_layer_same_attention_output_rms_as_standard_attention(
-    variant, more
-):
+def test_attention_output_rms_equals_standard_attention_after_init_match(variant, more):
     cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
     expected = writes(build_model(config("standard", *more)), tokens)
@@ -51,7 +49,7 @@ def test_init_match_gives_every_layer_same_attention_output_rms_as_standard_atte
         assert factors == pytest.approx([2.0, 2.0, 2.0], rel=1e-6)
 
 
-def test_init_match_with_masked_documents_gives_same_attention_output_rms_as_standard_attention():
+def test_init_match_supports_masked_documents():
     cfg, tokens = config("diff_v2"), torch.randint(12, (8, 24))
     documents = Documents.of(tokens, 7)
     factors = write_factors(cfg, variant_config("standard"), tokens, documents)
@@ -62,7 +60,7 @@ def test_init_match_with_masked_documents_gives_same_attention_output_rms_as_sta
     )
 
 
-def test_init_match_with_zero_attention_output_raises_config_error_with_layer(monkeypatch):
+def test_init_match_raises_config_error_if_attention_output_is_zero(monkeypatch):
     cfg = config("standard")
     cfg.attention.context_scale = 1e-30
     with pytest.raises(

@@ -68,7 +68,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
     ],
 )
-def test_training_kernel_is_selected_from_backend_and_device_and_dtype_and_head_width(
+def test_training_kernel_depends_on_backend_device_dtype_and_head_width(
     machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
@@ -79,7 +79,7 @@ def test_training_kernel_is_selected_from_backend_and_device_and_dtype_and_head_
     assert "\n" not in found.reason
 
 
-def test_training_kernel_on_cpu_with_slow_bf16_computes_in_float32(monkeypatch):
+def test_training_kernel_uses_float32_if_bf16_is_slow_on_cpu(monkeypatch):
     monkeypatch.setattr(ops, "SLOW_BF16", True)
     found = training_kernel(Backend.sdpa, CPU, BF16, 128, documents=False)
     assert found == (Kernel.cpu_float32, "faster than bf16 on this CPU")
@@ -100,7 +100,7 @@ def test_training_kernel_on_cpu_with_slow_bf16_computes_in_float32(monkeypatch):
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
     ],
 )
-def test_training_kernel_for_masked_documents_is_selected_from_gpu_and_installed_packages(
+def test_kernel_for_masked_documents_depends_on_gpu_and_installed_packages(
     machine, capability, packages, width, expected, reason
 ):
     done = machine(capability, packages)
@@ -111,7 +111,7 @@ def test_training_kernel_for_masked_documents_is_selected_from_gpu_and_installed
     assert done == (["activated", ("tried", width, True)] if tried else [])
 
 
-def test_failing_flash_attn_4_is_tried_once_then_deactivated(machine):
+def test_flash_attn_4_stays_inactive_after_first_failure(machine):
     done = machine(packages=("triton", *V4), fails="no kernel\nfor this")
     for _ in range(3):
         found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
@@ -144,7 +144,7 @@ class Blocks:
         ("reference", CUDA, BF16, False, torch.Tensor),
     ],
 )
-def test_training_mask_has_type_required_by_chosen_attention_kernel(
+def test_training_mask_type_matches_chosen_attention_kernel(
     machine, monkeypatch, backend, device, dtype, explicit, kind
 ):
     machine(AMPERE)
@@ -166,7 +166,7 @@ def test_training_mask_has_type_required_by_chosen_attention_kernel(
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
-def test_kernel_head_width_depends_on_attention_variant_and_values_layout():
+def test_kernel_head_width_depends_on_attention_variant_and_value_layout():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
         return cfg.model.attention.kernel_width(cfg.model, device)
@@ -240,9 +240,7 @@ def on(backend):
         ("standard_off_by_one", ("flex",), "model.attention.sink=one; choose backend sdpa, flash"),
     ],
 )
-def test_attention_backend_that_does_not_support_variant_raises_config_error(
-    variant, refused, reason
-):
+def test_unsupported_attention_backend_raises_config_error(variant, refused, reason):
     for backend in Backend:
         if backend.name not in refused:
             small_config(variant, extra=on(backend.name))
@@ -270,7 +268,7 @@ def test_flash_backend_uses_newest_installed_version_for_gpu(
     assert calls == [*activated, ("tried", 64, False)]
 
 
-def test_flash_attn_4_with_masked_documents_raises_config_error_on_older_torch(machine):
+def test_flash_attn_4_refuses_masked_documents_if_torch_is_too_old(machine):
     """Torch 2.11 raises for any window in this backward pass, and causal attention is a window."""
     calls = machine(packages=V4, torch_takes_it=False)
     expected = r"does not support data.mask_documents=true: flash-attn-4 with document masks"
@@ -295,7 +293,7 @@ NOT_INSTALLED = "needs a flash-attn package: install flash-attn 2"
         (V2, HOPPER, FLOAT32, "backend=flash needs precision=bf16"),
     ],
 )
-def test_flash_backend_raises_config_error_in_float32_or_without_installed_package_for_gpu(
+def test_flash_backend_raises_config_error_for_float32_or_missing_package(
     machine, packages, capability, dtype, said
 ):
     machine(capability, packages)

@@ -72,9 +72,7 @@ def agrees_with_explicit_maps(backend, model, masked, compiled):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("variant", MAIN)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_backends_on_gpu_agree_with_explicit_attention_maps(
-    backend, variant, masked, compiled
-):
+def test_attention_backends_on_gpu_match_reference_backend(backend, variant, masked, compiled):
     available(backend, documents=masked)
     agrees_with_explicit_maps(backend, bf16_model(variant, 64), masked, compiled)
 
@@ -85,7 +83,7 @@ def test_attention_backends_on_gpu_agree_with_explicit_attention_maps(
     [("standard", ()), ("diff_v2", ()), *(("diff_v1", (layout,)) for layout in LAYOUTS)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_backends_at_head_width_128_agree_with_explicit_attention_maps(
+def test_attention_backends_match_reference_backend_at_head_width_128(
     backend, variant, extra, masked
 ):
     """Values of V1 have width 256, or two halves of width 128."""
@@ -96,9 +94,7 @@ def test_attention_backends_at_head_width_128_agree_with_explicit_attention_maps
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex])
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_varlen_and_flex_kernels_with_masked_documents_agree_with_explicit_attention_maps(
-    monkeypatch, variant, kernel
-):
+def test_varlen_and_flex_kernels_match_reference_for_masked_documents(monkeypatch, variant, kernel):
     """Kernels that backend=sdpa may choose without flash-attn-4."""
     monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
@@ -133,7 +129,7 @@ def out_and_grads(parts, run):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("wide", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bf16_attention_of_4096_tokens_agrees_with_float32_attention_maps(backend, wide, masked):
+def test_bf16_attention_over_4096_tokens_matches_float32_reference(backend, wide, masked):
     """Head width 128, and values of width 256 as in V1; kernels use bf16."""
     width = 128 * wide
     available(backend, width, masked)
@@ -150,7 +146,7 @@ def test_bf16_attention_of_4096_tokens_agrees_with_float32_attention_maps(backen
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
-def test_block_on_gpu_compiles_once_for_batches_with_any_number_of_documents(monkeypatch, kernel):
+def test_block_on_gpu_compiles_only_once_for_all_document_counts(monkeypatch, kernel):
     """Compile forward and backward for the GPU; None is the kernel chosen for this machine."""
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))

@@ -37,7 +37,7 @@ def new(batch, tokens):
     )
 
 
-def test_kv_cache_stores_heads_before_positions_and_its_append_method_returns_views_of_cache():
+def test_kv_cache_append_returns_views_of_stored_keys_and_values():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
     assert held.v.shape == (2, 1, 6, 5)
@@ -62,7 +62,7 @@ def test_kv_cache_converts_appended_tensors_to_cache_dtype():
     assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
 
 
-def test_append_to_full_kv_cache_raises_value_error_without_changing_cache():
+def test_refused_append_leaves_kv_cache_unchanged():
     held, k, _ = filled((4, 4))
     with pytest.raises(ValueError, match="is full"):
         held.append(*new(2, 3))
@@ -78,9 +78,7 @@ FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
 
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
-def test_decoding_in_chunks_or_from_unequal_sequence_lengths_equals_full_forward_pass(
-    variant, shape, extra
-):
+def test_decoding_with_kv_cache_equals_full_forward_pass(variant, shape, extra):
     model = shared_model(variant, *shape, extra)
     tokens = torch.randint(0, 64, (3, 16))
     whole = model(tokens)
@@ -191,9 +189,7 @@ def assert_read_in_place(part, cached, heads, width, positions):
 @torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
-def test_decoding_step_makes_one_kernel_call_per_layer_without_copying_kv_cache(
-    kernel_calls, variant, shape, ragged
-):
+def test_decoding_step_reads_each_kv_cache_in_one_kernel_call(kernel_calls, variant, shape, ragged):
     heads, kv_heads, d = shape
     model = shared_model(variant, *shape)
     caches = decoding(model, ragged)
@@ -217,7 +213,7 @@ def test_decoding_step_makes_one_kernel_call_per_layer_without_copying_kv_cache(
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("values", ["wide", "split"])
 @pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 8), (8, 2, 8)])
-def test_diff_v1_decoding_step_makes_one_kernel_call_per_attention_map(
+def test_diff_v1_decoding_makes_one_kernel_call_per_attention_map(
     kernel_calls, shape, values, ragged
 ):
     heads, kv_heads, d = shape

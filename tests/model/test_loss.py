@@ -41,7 +41,7 @@ def exact(hidden, weight, targets, z_weight, scale):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 37, 1000])
-def test_chunked_loss_in_float64_equals_unchunked_loss_for_any_chunk_size(chunk):
+def test_chunked_loss_equals_unchunked_loss_for_any_chunk_size(chunk):
     hidden, weight, targets = problem(37, 23, 8, torch.float64)
     total, parts = chunked_cross_entropy(hidden, weight, targets, 1e-2, chunk)
     expected, theirs = exact(hidden, weight, targets, 1e-2, 0.3)
@@ -55,7 +55,7 @@ def test_chunked_loss_in_float64_equals_unchunked_loss_for_any_chunk_size(chunk)
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])
-def test_chunked_loss_multiplies_bf16_gradients_by_upstream_gradient_in_float32(chunk):
+def test_chunked_loss_scales_bf16_gradients_in_float32(chunk):
     """The scale 0.3349 rounds to 0.3340 in bf16, so all gradients would be 0.3% too small."""
     hidden, weight, targets = problem(512, 32, 16, torch.bfloat16)
     total, _ = chunked_cross_entropy(hidden, weight, targets, 1e-3, chunk)

@@ -115,14 +115,14 @@ def test_experts_without_tokens_get_zero_gradients(score):
 
 
 @pytest.mark.parametrize("favourite", [0, 2, 4])
-def test_moe_layer_with_all_tokens_on_one_expert_equals_loop_reference(favourite):
+def test_moe_layer_equals_loop_reference_if_one_expert_gets_all_tokens(favourite):
     moe = layer(top_k=1, renormalise=False)
     moe.router.bias[favourite] = 100
     counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
     assert counts.tolist() == [10 * (e == favourite) for e in range(EXPERTS)]
 
 
-def test_router_with_equal_scores_chooses_distinct_experts_deterministically():
+def test_router_breaks_ties_between_experts_deterministically():
     """The choice among equal experts is free; the output must be that of the chosen experts."""
     moe = layer(n_experts=6, top_k=3)
     with torch.no_grad():
@@ -168,9 +168,7 @@ def assert_close(found, wanted, tolerance, name="", floor=0.1):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_moe_layer_with_grouped_products_equals_layer_with_one_product_per_expert(
-    monkeypatch, dtype, crowded
-):
+def test_moe_layer_with_grouped_products_matches_loop_over_experts(monkeypatch, dtype, crowded):
     """Cases include experts without tokens, and an expert with the maximum number of tokens."""
     moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
     if crowded:
@@ -198,7 +196,7 @@ def test_moe_layer_with_grouped_products_equals_layer_with_one_product_per_exper
     n_experts=st.integers(1, 12),
     data=st.data(),
 )
-def test_moe_layer_of_any_shape_in_float32_equals_loop_reference(
+def test_float32_moe_layer_of_any_shape_equals_loop_reference(
     batch, length, dim, width, n_experts, data
 ):
     """Widths with and without support by grouped products."""
@@ -247,7 +245,7 @@ def test_router_losses_and_their_gradients_equal_paper_formulas(loss, score, bia
         torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
 
 
-def test_router_bias_rises_for_underused_experts_except_in_skipped_steps():
+def test_router_updates_bias_and_load_except_in_skipped_steps():
     router = Router(DIM, MoEConfig(n_experts=EXPERTS, top_k=TOP_K, bias_update_rate=0.25))
     router.bias.zero_()
     router.load.fill_(1)

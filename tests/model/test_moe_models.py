@@ -31,7 +31,7 @@ def test_every_parameter_of_moe_model_gets_a_gradient(variant):
             assert grad.flatten(1).any(1).all(), name
 
 
-def test_objective_of_moe_model_is_cross_entropy_plus_weighted_router_losses():
+def test_moe_model_objective_includes_weighted_router_losses():
     model, tokens = mixture("standard", *LOSSES), torch.randint(0, 64, (2, 17))
     out = model(tokens[:, :-1], tokens[:, 1:])
     assert out.routed.balance > 0
@@ -40,7 +40,7 @@ def test_objective_of_moe_model_is_cross_entropy_plus_weighted_router_losses():
     torch.testing.assert_close(out.objective.double(), expected.double(), rtol=1e-6, atol=0)
 
 
-def test_n_dense_layers_makes_first_layers_of_moe_model_dense():
+def test_n_dense_layers_setting_makes_first_layers_dense():
     extra = ("model.n_layers=4", "model.moe.n_dense_layers=3", *LOSSES)
     model = mixture("diff_v2", *extra)
     assert [type(layer.ffn) for layer in model.layers] == [SwiGLU] * 3 + [MoE]
@@ -53,7 +53,7 @@ def test_n_dense_layers_makes_first_layers_of_moe_model_dense():
     assert out.stats["router_entropy"].shape == (1,)
 
 
-def test_moe_and_dense_models_have_equal_initial_values_of_parameters_that_both_contain():
+def test_experts_do_not_change_initial_values_of_other_parameters():
     """The number of experts does not matter; experts of one layer have different values."""
     dense, four, six = (
         dict(build_model(small_config("diff_v2", extra=extra).model).named_parameters())

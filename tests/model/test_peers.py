@@ -103,9 +103,7 @@ def test_standard_model_equals_transformers_llama_with_same_parameters(heads, kv
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_diff_v1_model_equals_transformers_diffllama_after_heads_in_weights_are_reordered(
-    heads, kv_heads
-):
+def test_diff_v1_model_equals_transformers_diffllama_after_head_reordering(heads, kv_heads):
     model = ours("diff_v1", heads, kv_heads)
     config = peer_config(transformers.DiffLlamaConfig, heads, kv_heads)
     compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)

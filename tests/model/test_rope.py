@@ -57,7 +57,7 @@ def test_rope_frequencies_and_tables_equal_transformers_library(scaling, fields,
     torch.testing.assert_close(tables.sin, angles.sin() * factor, rtol=1e-5, atol=1e-5)
 
 
-def test_interleaved_rope_equals_rotate_half_rope_if_even_channels_are_moved_before_odd_channels():
+def test_interleaved_rope_equals_rotate_half_rope_after_channel_reordering():
     """docs/interop.md converts query and key weights of the papers by this reordering."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 8, 3, 16, generator=generator, dtype=torch.float64)

@@ -39,14 +39,14 @@ values = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
 
 
 @given(st.lists(values, min_size=1, max_size=20))
-def test_split_of_float32_into_three_bf16_numbers_has_exact_sum(numbers):
+def test_sum_of_three_bf16_parts_equals_float32_value(numbers):
     x = torch.tensor(numbers)
     parts = split(x)
     assert [part.dtype for part in parts] == [torch.bfloat16] * 3
     assert torch.equal(sum(part.double() for part in parts), x.double())
 
 
-def test_router_logits_from_weight_split_into_bf16_parts_are_as_exact_as_float32_logits(no_cuda):
+def test_split_product_is_as_exact_as_float32_product(no_cuda):
     """With a weight rounded to bf16, 1% of tokens would choose other experts."""
     x, weight = tokens_and_weight()
     exact = x.double() @ weight.double().T
@@ -69,7 +69,7 @@ def chosen_of(logits):
     return logits.topk(TOP_K).indices.sort().values
 
 
-def test_split_product_returns_weight_gradient_in_float32_and_input_gradient_in_bf16(no_cuda):
+def test_gradients_of_split_product_have_dtypes_of_inputs(no_cuda):
     """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()
@@ -85,7 +85,7 @@ def test_split_product_returns_weight_gradient_in_float32_and_input_gradient_in_
 
 
 @pytest.mark.slow
-def test_compiled_product_with_weight_split_into_bf16_parts_is_as_exact_as_float32_product(no_cuda):
+def test_compiled_split_product_is_as_exact_as_float32_product(no_cuda):
     """Compilers drop a conversion to bf16 and back, which would make later parts zero."""
     torch._dynamo.reset()
     x, weight = tokens_and_weight()
@@ -98,7 +98,7 @@ def test_compiled_product_with_weight_split_into_bf16_parts_is_as_exact_as_float
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_router_logits_without_bf16_split_equal_float32_product_bit_for_bit(dtype, monkeypatch):
+def test_router_logits_without_bf16_split_equal_float32_product(dtype, monkeypatch):
     monkeypatch.setattr(router, "float32_mm", None)
     x, weight = torch.randn(9, DIM).to(dtype), torch.randn(EXPERTS, DIM)
     wide = torch.promote_types(dtype, torch.float32)
@@ -107,7 +107,7 @@ def test_router_logits_without_bf16_split_equal_float32_product_bit_for_bit(dtyp
 
 
 @pytest.mark.gpu
-def test_router_logits_and_gradients_on_gpu_are_as_exact_as_float32():
+def test_router_on_gpu_is_as_exact_as_float32_product():
     x, weight = (value.cuda().requires_grad_() for value in tokens_and_weight())
     logits = router_logits(x, weight)
     grad = torch.randn_like(logits)

@@ -43,7 +43,7 @@ def kurtosis_of(x):
     return block_stats(x, {"context": torch.zeros(1, 1, 1, 1)})["hidden_kurtosis"].item()
 
 
-def test_kurtosis_is_3_for_normal_values_and_equals_width_for_one_large_channel():
+def test_kurtosis_equals_closed_form_for_known_distributions():
     assert kurtosis_of(torch.randn(4, 16, 8192) * 7 + 3) == pytest.approx(3, rel=0.02)
     assert kurtosis_of(torch.rand(4, 16, 8192)) == pytest.approx(1.8, rel=0.02)
     outlier = torch.zeros(2, 3, 1000)
@@ -76,7 +76,7 @@ def reduced_with_nan(values):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_reduced_statistic_is_nan_on_all_ranks_if_nan_on_one_rank(rank, tmp_path):
+def test_nan_on_one_rank_makes_reduced_statistic_nan_on_all_ranks(rank, tmp_path):
     values = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     values[rank][0] = values[rank][2] = math.nan
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):

@@ -23,7 +23,7 @@ def as_json(capsys, *words):
     return json.loads(out)
 
 
-def test_plan_json_contains_memory_and_communication_and_time_and_assumptions(capsys):
+def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
     out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast)
     memory, time = out["memory"], out["time"]
@@ -50,7 +50,7 @@ def test_plan_json_contains_memory_and_communication_and_time_and_assumptions(ca
     assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
 
 
-def test_planned_flops_with_masked_documents_decrease_if_data_visible_keys_is_set():
+def test_visible_keys_setting_reduces_planned_flops_for_masked_documents():
     words = ["model=dense_7b", "attention=diff_v2", "seq_len=4096"]
     masked = [*words, "data.mask_documents=true"]
     whole, unstated, stated = (
@@ -82,7 +82,7 @@ def test_planned_step_time_is_maximum_of_computation_and_communication(capsys):
     assert f"MFU {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
 
 
-def test_plan_command_prints_that_run_fits_gpu_and_prints_its_assumptions(capsys):
+def test_plan_command_prints_memory_fit_and_assumptions(capsys):
     out = said(capsys, *SMALL, "gpus=2")
     assert out.startswith("diff_v2 / tiny: ")
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "set tokens= for", "optimizer"):
@@ -92,7 +92,7 @@ def test_plan_command_prints_that_run_fits_gpu_and_prints_its_assumptions(capsys
 
 
 @pytest.mark.slow
-def test_plan_command_prints_message_if_run_fits_gpu_memory_with_none_of_the_tried_changes(capsys):
+def test_plan_command_prints_message_if_no_tried_change_fits_memory(capsys):
     words = [*SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0"]
     assert tools.main(["plan", *words]) == 0
     out, progress = capsys.readouterr()
@@ -121,7 +121,7 @@ def test_plan_command_with_invalid_argument_prints_a_single_error_line(words, me
     assert len(error.splitlines()) == 1
 
 
-def test_planned_seconds_of_collective_equal_sent_bytes_divided_by_bandwidth():
+def test_planned_time_of_collective_equals_closed_form():
     cluster = Cluster(gpus=16, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     node, all_ranks, one_a_node = tuple(range(8)), tuple(range(16)), (0, 8)
 

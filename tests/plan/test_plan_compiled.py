@@ -41,7 +41,7 @@ def held(function, *shapes):
     return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 
-def test_simulated_compiled_gated_ffn_does_not_save_silu_output_for_backward():
+def test_simulated_compiler_does_not_save_silu_output_for_backward():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
     forward, kept, backward, found = held(gated, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])
@@ -54,7 +54,7 @@ def test_simulated_compiled_gated_ffn_does_not_save_silu_output_for_backward():
     assert backward == 4 * product + 2 * weight + 3 * out
 
 
-def test_simulated_chain_of_elementwise_operations_allocates_no_intermediate_results():
+def test_simulated_compiler_fuses_chain_of_elementwise_operations():
     def chain(x, w):
         return (((x.float() * 2).sin() + 1).exp().bfloat16()) @ w
 
@@ -86,7 +86,7 @@ def kept_by_a_block(cfg, x, rope):
     "overrides",
     [["model=small_125m", "attention=diff_v2"], ["model=moe_tiny", "attention=standard"]],
 )
-def test_simulated_compiled_transformer_block_saves_as_many_bytes_as_real_compiler(overrides):
+def test_saved_bytes_of_simulated_block_match_real_compiler(overrides):
     cfg = load_config([*overrides, "seq_len=256", "data.vocab_size=512"]).model
     x = torch.randn(1, 256, cfg.dim, dtype=torch.bfloat16, requires_grad=True)
     rotary = RotaryEmbedding(cfg.head_dim, cfg.seq_len, cfg.rope)

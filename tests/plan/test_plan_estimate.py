@@ -53,9 +53,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("gpus", "overrides", "words"), slow_but(CHANGES[:1], CHANGES))
-def test_plan_that_exceeds_gpu_memory_suggests_smallest_config_change_that_fits_memory(
-    gpus, overrides, words
-):
+def test_plan_suggests_smallest_config_change_that_fits_memory(gpus, overrides, words):
     overrides = [*SMALL, *overrides]
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9
     made = limited(room, overrides, gpus=gpus)
@@ -67,7 +65,7 @@ def test_plan_that_exceeds_gpu_memory_suggests_smallest_config_change_that_fits_
     assert change.words == words
 
 
-def test_outcome_returns_none_for_invalid_change_and_plan_for_change_that_exceeds_memory():
+def test_outcome_returns_none_only_for_invalid_change():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits
@@ -76,7 +74,7 @@ def test_outcome_returns_none_for_invalid_change_and_plan_for_change_that_exceed
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_planned_time_of_collective_is_limited_by_node_with_fewest_participating_ranks():
+def test_planned_time_of_collective_depends_on_node_with_fewest_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4
@@ -90,7 +88,7 @@ def test_planned_time_of_collective_is_limited_by_node_with_fewest_participating
 
 
 @pytest.mark.slow
-def test_mesh_keeps_expert_groups_within_nodes_but_lets_shard_and_replica_groups_span_nodes():
+def test_mesh_keeps_only_expert_groups_within_nodes():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
     made = made.simulated(made.cfg.activation_checkpointing, print)

@@ -38,9 +38,7 @@ def measured_peak(cfg):
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model", [DENSE, MOE])
-def test_planned_peak_memory_is_within_10_percent_of_peak_measured_on_gpu(
-    model, checkpointing, compiled, tmp_path
-):
+def test_planned_peak_memory_matches_peak_measured_on_gpu(model, checkpointing, compiled, tmp_path):
     words = [f"activation_checkpointing={checkpointing}", f"compile={compiled}"]
     cfg = load_config([*model, *BATCH, *words])
     planned = simulate(cfg, 1).peak

@@ -75,9 +75,7 @@ def slow(*values):
         slow(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
-def test_simulated_parameter_gradient_and_optimizer_bytes_equal_bytes_on_real_ranks(
-    ranks, overrides, tmp_path
-):
+def test_simulated_bytes_of_training_state_equal_real_bytes(ranks, overrides, tmp_path):
     real = run_ranks(real_bytes, ranks, tmp_path, overrides)
     cfg = load_config(overrides)
     for rank in range(ranks):
@@ -128,9 +126,7 @@ def test_simulated_peak_memory_equals_peak_of_step_with_real_tensors(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_simulated_activation_bytes_and_collective_calls_equal_values_of_real_processes(
-    overrides, tmp_path
-):
+def test_simulated_activation_bytes_and_collectives_match_real_step(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
@@ -138,9 +134,7 @@ def test_simulated_activation_bytes_and_collective_calls_equal_values_of_real_pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCE)
-def test_simulation_extrapolated_from_two_micro_batches_equals_simulation_of_all_micro_batches(
-    reduce, monkeypatch
-):
+def test_extrapolated_simulation_equals_simulation_of_all_micro_batches(reduce, monkeypatch):
     reduce = f"parallel.reduce={reduce}"
     overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
     cfg = load_config(overrides)

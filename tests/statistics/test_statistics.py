@@ -68,7 +68,7 @@ def test_t_tests_of_single_seed_return_gap_without_p_value():
     assert welch({}, {0: 1.0}) is None
 
 
-def test_paired_t_test_raises_for_loss_that_is_not_finite():
+def test_paired_t_test_refuses_nonfinite_loss():
     with pytest.raises(ValueError, match="diverged"):
         paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
 
@@ -91,7 +91,7 @@ def test_holm_correction_equals_p_values_computed_by_hand():
     assert holm([0.2]) == [0.2]
 
 
-def test_equivalence_test_equals_two_one_sided_t_tests_of_scipy():
+def test_equivalence_test_matches_scipy():
     found = paired(by_seed(OWN), by_seed(BASE))
     made = equivalence(found, 0.4)
     assert (made.low, made.high) == found.interval(0.9)
@@ -108,7 +108,7 @@ def test_equivalence_test_equals_two_one_sided_t_tests_of_scipy():
         equivalence(found, 0.0)
 
 
-def test_fraction_of_diverged_runs_has_exact_binomial_confidence_interval():
+def test_divergence_rate_has_exact_binomial_confidence_interval():
     """0 of 10: upper end 1 - 0.025^(1/10); 1 of 3: 0.8% to 90.6%, from printed tables."""
     assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
     assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
@@ -119,7 +119,7 @@ def test_fraction_of_diverged_runs_has_exact_binomial_confidence_interval():
     assert not diverged_more(Share(1, 3), Share(1, 3))
 
 
-def test_wilson_interval_is_within_0_and_1_and_has_95_percent_mean_coverage():
+def test_wilson_interval_has_95_percent_mean_coverage():
     """The mean coverage over p is 95%; the coverage at one p can be lower (Brown et al., 2001)."""
     for n in (1, 5, 20, 50):
         intervals = [wilson(k / n, n) for k in range(n + 1)]
@@ -137,7 +137,7 @@ def test_wilson_interval_is_within_0_and_1_and_has_95_percent_mean_coverage():
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.booleans())
-def test_confidence_interval_contains_mean_after_clipping_to_possible_values(shares, gap):
+def test_clipped_confidence_interval_contains_mean(shares, gap):
     values = [2 * x - 1 for x in shares] if gap else shares
     found = estimate(values).within(-1.0 if gap else 0.0, 1.0)
     assert (-1 if gap else 0) <= found.low <= found.mean <= found.high <= 1
@@ -145,7 +145,7 @@ def test_confidence_interval_contains_mean_after_clipping_to_possible_values(sha
     assert found.all_equal or len({*values}) > 1
 
 
-def test_p_value_is_1_if_arm_with_lower_loss_has_more_diverged_runs():
+def test_p_value_is_1_if_better_arm_diverges_more_often():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
     found = compare_arms(better, base)
@@ -166,7 +166,7 @@ def test_p_value_is_1_if_arm_with_lower_loss_has_more_diverged_runs():
     assert both.p == both.paired.p
 
 
-def test_comparison_with_arm_of_only_diverged_runs_has_divergence_p_value_but_no_gap():
+def test_fully_diverged_arm_has_only_divergence_p_value():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
@@ -181,7 +181,7 @@ def test_standard_deviation_between_seeds_is_pooled_over_arms():
     assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
 
 
-def test_pairs_returns_standard_deviation_of_paired_differences():
+def test_pairs_function_returns_standard_deviation_of_differences():
     own, base = by_seed(OWN), by_seed(BASE)
     found = pairs([own, base])
     assert found.differences.sd == pytest.approx(np.subtract(OWN, BASE).std(ddof=1))
@@ -195,7 +195,7 @@ def test_pairs_returns_standard_deviation_of_paired_differences():
 # Documents and seeds
 
 
-def test_bootstrap_returns_token_weighted_gap_but_is_refused_for_too_few_seeds_or_documents():
+def test_bootstrap_is_withheld_for_too_few_seeds_or_documents():
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 100, 40)
     gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
@@ -258,7 +258,7 @@ def excess_events(own, base):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 5), (4, 4)])
-def test_log_rank_p_value_equals_p_value_from_all_permutations_of_arm_labels(sizes):
+def test_log_rank_p_value_equals_exact_permutation_p_value(sizes):
     rng = np.random.default_rng(0)
     for _ in range(10):
         sides = [
@@ -283,7 +283,7 @@ def test_log_rank_p_value_agrees_with_scipy():
     assert log_rank(own, base) == pytest.approx(found.pvalue, abs=0.02)
 
 
-def test_permutation_test_is_exact_for_few_seeds_and_uses_random_permutations_for_many_seeds():
+def test_permutation_test_is_exact_only_for_few_seeds():
     rng = np.random.default_rng(2)
     own, base = rng.normal(0.5, 1, 5), rng.normal(0, 1, 4)
     assert label(own, base) == pytest.approx(
@@ -329,7 +329,7 @@ T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
         (list(range(10)), 4.5, math.sqrt(82.5 / 9)),
     ],
 )
-def test_half_width_of_confidence_interval_is_t_times_standard_error(values, mean, deviation):
+def test_half_width_of_confidence_interval_equals_closed_form(values, mean, deviation):
     found = estimate(values)
     half = T_TABLE[len(values)] * deviation / math.sqrt(len(values))
     assert found.mean == pytest.approx(mean)
@@ -345,7 +345,7 @@ def test_estimate_of_single_seed_has_no_confidence_interval():
         estimate([])
 
 
-def test_paired_gap_uses_only_seeds_of_both_arms():
+def test_paired_gap_ignores_seeds_missing_from_one_arm():
     own = {(0, 0): 4.0, (1, 1): 5.0, (2, 2): 100.0}
     base = {(9, 9): -100.0, (1, 1): 5.5, (0, 0): 4.3}
     found = paired(own, base)

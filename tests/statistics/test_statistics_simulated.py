@@ -52,7 +52,7 @@ def within_chance(found, expected, draws):
 
 
 @pytest.mark.parametrize("seeds", slow_but([5], [3, 5, 8]))
-def test_paired_and_welch_confidence_intervals_cover_true_gap_in_95_percent(seeds):
+def test_confidence_intervals_of_t_tests_have_95_percent_coverage(seeds):
     for test, correlation in ((paired, 0.6), (welch, 0.0)):
         found = [test(*both) for both in arms(seeds, correlation=correlation)]
         assert 0.93 <= rate(each.low <= GAP <= each.high for each in found) <= 0.97
@@ -61,9 +61,7 @@ def test_paired_and_welch_confidence_intervals_cover_true_gap_in_95_percent(seed
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 @pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
-def test_confidence_intervals_cover_true_gap_in_95_percent_at_any_correlation_and_variance_ratio(
-    seeds, correlation, ratio
-):
+def test_coverage_is_95_percent_for_every_correlation_and_variance_ratio(seeds, correlation, ratio):
     both = list(arms(seeds, 6000, correlation, ratio=ratio))
     tests = [paired, welch] if correlation == 0 else [paired]
     for test in tests:
@@ -72,7 +70,7 @@ def test_confidence_intervals_cover_true_gap_in_95_percent_at_any_correlation_an
 
 
 @pytest.mark.parametrize("seeds", slow_but([3], [3, 5, 8]))
-def test_simulated_gap_of_2_sd_is_found_with_predicted_power(seeds):
+def test_simulated_power_of_t_tests_equals_predicted_power(seeds):
     both = list(arms(seeds, gap=2 * SD))
     found = rate(welch(*each).p < 0.05 for each in both)
     assert within_chance(found, welch_power(2 * SD, SD, seeds), DRAWS)
@@ -101,7 +99,7 @@ def test_power_of_students_t_test_equals_published_table(sd, gap, seeds, power):
     assert welch_power(gap, sd, seeds) <= student_power(gap, sd, seeds)
 
 
-def test_documented_tables_of_power_and_smallest_p_value_equal_code():
+def test_documented_power_and_p_value_tables_match_code():
     text = PAGE.read_text() + PAGE.with_name("power.md").read_text()
     rows = re.findall(r"^\| ([\d.]+)[^|]* \| (0.*) \| (\d+) seeds \|$", text, re.M)
     assert len(rows) == 4
@@ -119,7 +117,7 @@ def test_documented_tables_of_power_and_smallest_p_value_equal_code():
         assert f"| {unit} | {smallest} |" in text
 
 
-def test_least_seeds_returns_smallest_number_of_seeds_that_reaches_wanted_power():
+def test_least_seeds_function_returns_fewest_seeds_that_reach_power():
     for gap in (0.005, 0.02, 0.1):
         n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
         assert welch_power(gap, SD, n) >= 0.8
@@ -143,7 +141,7 @@ def test_power_of_t_tests_rises_with_gap_and_seeds():
     assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
 
 
-def test_holm_correction_limits_probability_of_any_false_gap_to_5_percent():
+def test_holm_correction_limits_familywise_error_rate():
     """Eight equal arms are compared with the same base, so their gaps are correlated."""
     rng, draws = np.random.default_rng(0), 400
     false = 0
@@ -155,7 +153,7 @@ def test_holm_correction_limits_probability_of_any_false_gap_to_5_percent():
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
-def test_equivalence_test_is_significant_in_at_most_5_percent_if_true_gap_equals_margin(seeds):
+def test_equivalence_test_has_at_most_5_percent_false_positives(seeds):
     both = list(arms(seeds, gap=0.04))
     wrong = rate(equivalence(welch(*each), 0.04).p < 0.05 for each in both)
     assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / DRAWS)
@@ -183,7 +181,7 @@ def coverage_of_the_page():
 
 
 @pytest.mark.parametrize("seeds", slow_but([3, 8], [3, 5, 8, 12]))
-def test_documented_bootstrap_coverage_equals_simulation(seeds):
+def test_documented_bootstrap_coverage_equals_simulated_coverage(seeds):
     stated, with_documents = coverage_of_the_page()[seeds]
     assert (stated >= 0.9) == (seeds >= LEAST_SEEDS)
     assert within_chance(covered(seeds, 600), stated, 600)

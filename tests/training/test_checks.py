@@ -11,7 +11,7 @@ STEPS = {"steps": (40, 80)}
 SCHEDULE = {"optim.schedule": ("cosine", "wsd"), "optim.min_lr_ratio": (0.1, 0.0)}
 
 
-def test_resume_warns_if_changed_steps_or_schedule_raise_learning_rate():
+def test_resume_warns_if_changed_settings_raise_learning_rate():
     cfg = load_config(WORDS)
     said = learning_rate_jump(cfg, STEPS, 40)
     was, now = learning_rate(cfg.optim, 39, 40), learning_rate(cfg.optim, 40, 80)

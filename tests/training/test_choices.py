@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_auto_precision_is_bf16_with_bf16_hardware_and_otherwise_float32(device, fast, monkeypatch):
+def test_auto_precision_is_bf16_only_on_bf16_hardware(device, fast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -55,7 +55,7 @@ def test_torch_compile_is_enabled_by_default_only_on_gpu():
         (1.0, True, "torch.compile fails: no g++", False),
     ],
 )
-def test_default_compile_on_cpu_depends_on_compiler_and_run_length_and_setting_of_resumed_run(
+def test_default_compile_setting_on_cpu_depends_on_run_length_and_compiler(
     flops, kept, fault, expected, monkeypatch
 ):
     monkeypatch.setattr(building, "compiler_fault", lambda: fault)
@@ -65,7 +65,7 @@ def test_default_compile_on_cpu_depends_on_compiler_and_run_length_and_setting_o
     assert chosen_compile(False, CPU, flops, kept) == (False, "asked for")
 
 
-def test_compiler_fault_returns_single_line_error_if_cpp_compiler_is_broken(tmp_path):
+def test_broken_cpp_compiler_gives_single_line_error(tmp_path):
     code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def test_compiler_fault_returns_single_line_error_if_cpp_compiler_is_broken(tmp_
     assert "/bin/false" in line
 
 
-def test_default_gradient_reduction_runs_once_per_step_if_gradients_need_little_memory(monkeypatch):
+def test_gradient_reduction_runs_once_per_step_for_small_models(monkeypatch):
     params = [torch.empty(3, 1000), torch.empty(96)]
     chosen = chosen_reduce(None, params)
     assert chosen.value is Reduce.last
@@ -85,9 +85,7 @@ def test_default_gradient_reduction_runs_once_per_step_if_gradients_need_little_
 
 
 @pytest.mark.parametrize(("words", "share"), [([], 1), (["parallel.expert=2"], 2)])
-def test_expert_ranks_returns_expert_parallel_size_for_expert_parameters_and_otherwise_1(
-    words, share
-):
+def test_only_expert_parameters_have_more_than_one_expert_rank(words, share):
     cfg = load_config(["model=moe_tiny", "precision=fp32", *words])
     with fake_world(0, 2):
         model, *_ = sharded_model(cfg, CPU)

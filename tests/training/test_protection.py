@@ -61,14 +61,14 @@ def test_spike_guard_on_device_skips_same_steps_as_monitor_on_host(seed):
     assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
 
 
-def test_skip_step_nonfinite_skips_only_steps_with_nonfinite_loss_or_gradient():
+def test_skip_step_setting_nonfinite_skips_only_nonfinite_steps():
     flags = judged(guard(SkipStep.nonfinite), recorded())
     assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
     assert set(judged(guard(SkipStep.off), recorded())) == {0.0}
 
 
 @pytest.mark.parametrize("cut", [0, 60, 128, 130, 400, 401])
-def test_spike_guard_after_resume_skips_same_steps_as_without_interruption(cut):
+def test_resumed_spike_guard_skips_same_steps_as_uninterrupted_guard(cut):
     series, monitor = recorded(), SpikeMonitor()
     whole = judged(guard(SkipStep.spike), series)
     spiked(monitor, series[:cut])
@@ -209,7 +209,7 @@ def train_with_less_protection():
     )
 
 
-def test_skip_step_nonfinite_applies_gradient_spike_and_skip_step_off_applies_nan_gradient(
+def test_weaker_skip_step_settings_apply_bad_gradients(
     tmp_path,
 ):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)

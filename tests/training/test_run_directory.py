@@ -74,7 +74,7 @@ def test_run_directory_leaves_no_lock_file_if_directory_is_refused(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_unnamed_runs_started_in_same_second_get_different_directories(tmp_path, monkeypatch):
+def test_unnamed_runs_of_same_second_get_different_directories(tmp_path, monkeypatch):
     """A third run does not resume the first run, whose lock is free."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
@@ -116,9 +116,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_resume_with_changed_config_raises_error_that_names_changed_key_and_changes_no_file(
-    begun, override, key
-):
+def test_resume_error_for_changed_config_names_changed_key(begun, override, key):
     before = snapshot(begun)
     with pytest.raises(ConfigError, match="was made with another config") as caught:
         RunDirectory(begun, tiny(override)).check()
@@ -146,9 +144,7 @@ def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, ove
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_accepts_saved_diff_v1_values_setting_that_new_config_leaves_to_device(
-    tmp_path, tokenizer
-):
+def test_resume_accepts_explicit_diff_v1_values_setting_of_older_run(tmp_path, tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
@@ -196,7 +192,7 @@ def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_pa
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
 
 
-def test_run_is_finished_only_if_steps_in_summary_reach_configured_steps(begun):
+def test_run_with_fewer_steps_than_configured_is_not_finished(begun):
     directory = RunDirectory(begun, tiny())
     assert ending(directory.path, directory.cfg) is None
     directory.finish({"steps": tiny().steps})
@@ -205,7 +201,7 @@ def test_run_is_finished_only_if_steps_in_summary_reach_configured_steps(begun):
     assert ending(directory.path, directory.cfg) is None, "the finished run had fewer steps"
 
 
-def test_diverged_run_can_be_resumed_only_if_settings_that_affect_training_are_changed(begun):
+def test_diverged_run_resumes_only_after_change_of_training_settings(begun):
     directory = RunDirectory(begun, tiny())
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
@@ -224,7 +220,7 @@ def test_diverged_run_can_be_resumed_only_if_settings_that_affect_training_are_c
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])
-def test_resume_of_finished_run_with_changed_settings_raises_config_error(begun, change):
+def test_resume_of_finished_run_refuses_changed_settings(begun, change):
     directory = RunDirectory(begun, tiny("run.allow_changes=[steps,optim,eval,seed]", change))
     directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
     before = snapshot(begun)
@@ -256,9 +252,7 @@ def test_run_directory_without_write_access_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_config_loaded_from_run_directory_equals_original_and_builds_equal_initial_parameters(
-    tmp_path, tokenizer, variant
-):
+def test_config_loaded_from_run_directory_equals_original_config(tmp_path, tokenizer, variant):
     cfg = tiny(
         f"attention={variant}",
         "seed=3",
@@ -284,7 +278,7 @@ def test_config_loaded_from_run_directory_equals_original_and_builds_equal_initi
 # Resume
 
 
-def test_resume_config_key_selects_checkpoint_to_resume_from(tmp_path):
+def test_resume_setting_selects_checkpoint(tmp_path):
     own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
     other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
     assert resume_checkpoint(tiny("resume=auto"), []) is None

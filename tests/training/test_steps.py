@@ -29,7 +29,7 @@ def corpus(tmp_path):
         ("data.tokenizer=a.model", "none"),
     ],
 )
-def test_default_experiment_is_quickstart_only_if_no_override_affects_computation(word, experiment):
+def test_quickstart_is_default_unless_overrides_affect_computation(word, experiment):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]
@@ -62,7 +62,7 @@ def test_epochs_setting_determines_number_of_steps(corpus):
         (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),
     ],
 )
-def test_load_config_raises_single_line_error_if_training_length_is_invalid(words, said):
+def test_invalid_training_length_raises_single_line_error(words, said):
     with pytest.raises(ConfigError, match=said) as error:
         load_config([*words, "data.cache_dir=/nowhere"])
     assert "\n" not in str(error.value)

@@ -158,12 +158,12 @@ class TokensJob:
 def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash limit of the held-out split: documents with a lower hash are held out.
 
-    `records` are the records of all parts, which were encoded with the limit `below`. If the
-    training or held-out split is empty with this limit, the returned limit puts one distinct
-    document into this split. If the held-out split is below its minimum size, the returned limit is
-    high enough for this size, but at most LARGEST_SHARE of the corpus is held out for this purpose.
-    Otherwise, returns `below`. Raises DataError if the corpus has fewer than two distinct
-    documents.
+    `records` describe the encoded parts of the corpus, which were split at the limit `below`. The
+    result is `below`, except in two cases:
+    - If a split is empty, the result moves one distinct document into this split.
+    - If the held-out split is smaller than its minimum, the result adds documents until the split
+      has the minimum size, but at most LARGEST_SHARE of the corpus.
+    Raises DataError if the corpus has fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)

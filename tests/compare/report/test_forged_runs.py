@@ -35,12 +35,12 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("line", NOT_RECORDS)
-def test_read_metrics_line_returns_none_for_line_without_valid_numbers(line: str):
+def test_read_metrics_line_returns_none_for_invalid_line(line: str):
     assert read_metrics_line(line) is None
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
-def test_extreme_number_in_metrics_or_summary_is_read_as_none(tmp_path: Path, value: str):
+def test_extreme_number_in_run_file_is_replaced_by_none(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
@@ -50,14 +50,14 @@ def test_extreme_number_in_metrics_or_summary_is_read_as_none(tmp_path: Path, va
 
 
 @pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])
-def test_reading_run_json_with_impossible_value_raises_error(tmp_path: Path, fact: str):
+def test_read_record_raises_error_for_impossible_value_in_run_json(tmp_path: Path, fact: str):
     (tmp_path / "run.json").write_text(f"{{{fact}}}")
     with pytest.raises(CheckpointError, match=f"has no usable {fact.split(chr(34))[1]}"):
         read_record(tmp_path / "run.json")
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_metrics_reader_skips_and_counts_lines_whose_step_does_not_increase(
+def test_metrics_reader_skips_line_if_step_does_not_increase(
     places: list[tuple[int, int] | None],
 ):
     lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
@@ -66,14 +66,14 @@ def test_metrics_reader_skips_and_counts_lines_whose_step_does_not_increase(
     assert (np.diff(metrics.steps) > 0).all()
 
 
-def test_metrics_reader_keeps_lines_whose_token_count_decreases():
+def test_metrics_reader_keeps_line_if_token_count_decreases():
     metrics = Metrics({"step": step, "tokens": tokens} for step, tokens in [(1, 64), (2, 48)])
     assert metrics.skipped == 0
     assert metrics.tokens.tolist() == [64, 48]
 
 
 @pytest.mark.parametrize("unit", [1e-120, 1.0, 1e39])
-def test_welch_test_gives_same_p_value_in_any_unit(unit: float):
+def test_welch_p_value_is_independent_of_unit(unit: float):
     own, base = {0: 5.0, 1: 6.0, 2: 8.0}, {0: 4.0, 1: 4.5, 2: 5.5}
     scaled = [{seed: unit * value for seed, value in arm.items()} for arm in (own, base)]
     gap, expected = welch(*scaled), welch(own, base)
@@ -84,7 +84,7 @@ def test_welch_test_gives_same_p_value_in_any_unit(unit: float):
 
 
 @pytest.mark.parametrize("test", [welch_power, paired_power])
-def test_power_of_t_test_is_1_for_huge_gap_and_alpha_for_tiny_gap(test: Callable[..., float]):
+def test_power_of_t_test_is_correct_for_huge_and_tiny_gaps(test: Callable[..., float]):
     assert test(1e308, 5e-324, 3) == 1
     assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
 
@@ -162,9 +162,7 @@ def backwards(texts: list[str], number: int) -> list[str]:
     ],
     ids=["loss", "signs", "small", "logs", "facts", "flops", "metrics", "clock", "order", "odd"],
 )  # fmt: skip
-def test_commands_exit_with_code_0_or_2_if_run_directories_are_corrupted(
-    kept, tmp_path, monkeypatch, forge
-):
+def test_commands_do_not_crash_on_corrupted_run_directories(kept, tmp_path, monkeypatch, forge):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     for number, run in enumerate(sorted(Path("s").iterdir())):
@@ -181,7 +179,7 @@ def test_load_run_prints_single_warning_for_skipped_metrics_lines(kept, tmp_path
     assert said == f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
 
 
-def test_study_verdict_escapes_control_characters_and_html_in_claim_text_of_study_file(
+def test_study_verdict_escapes_control_characters_and_html_in_claim(
     kept, tmp_path, monkeypatch, capsys
 ):
     shutil.copytree(kept, tmp_path / "copy")

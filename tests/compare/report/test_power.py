@@ -29,7 +29,7 @@ def power(capsys, tmp_path):
     return run
 
 
-def test_required_seeds_follow_from_pilot_variance(power, tmp_path):
+def test_power_command_computes_number_of_seeds_from_pilot_variance(power, tmp_path):
     for variant, losses in LOSSES.items():
         for seed, loss in enumerate(losses):
             words = (f"attention={variant}", f"seed={seed}")
@@ -82,7 +82,7 @@ def test_required_seeds_follow_from_pilot_variance(power, tmp_path):
     assert "6 seeds per arm are enough" in few
 
 
-def test_power_command_reports_pilot_runs_that_diverged_or_cannot_be_compared(power, tmp_path):
+def test_power_command_reports_excluded_pilot_runs(power, tmp_path):
     sweep(tmp_path / "a", LOSSES)
     write_run(tmp_path / "a/lost", "attention=gated", summary={"heldout_loss": None})
     sweep(tmp_path / "b", {"standard": [4.0, 5.0]}, "steps=40")

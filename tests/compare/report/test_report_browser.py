@@ -95,7 +95,7 @@ def views(tmp_path_factory):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 900, 1400])
-def test_report_page_fits_browser_width_and_follows_light_or_dark_theme(views, width, dark):
+def test_report_page_fits_browser_width_in_light_and_dark_theme(views, width, dark):
     answers = views[FOUR, width, dark]
     assert isinstance(answers, dict), answers
     assert answers["inner"] == width
@@ -112,7 +112,7 @@ def test_report_page_fits_browser_width_and_follows_light_or_dark_theme(views, w
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_report_page_with_unusual_content_fits_screen_of_360_pixels(views, name):
+def test_report_page_with_unusual_content_fits_narrow_screen(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["wide"] <= 360

@@ -47,7 +47,7 @@ def compared(tmp_path, **how):
     return compare(loaded(sorted(tmp_path.iterdir())))
 
 
-def test_loss_gaps_at_equal_tokens_flops_and_seconds_equal_known_values(tmp_path):
+def test_loss_gap_at_equal_cost_matches_closed_form(tmp_path):
     (_, gated) = compared(tmp_path).rows
     end = 20 * TOKENS
     for cost, share in (("tokens", 1.0), ("flops", 2 / 3), ("seconds", 100 / 125)):
@@ -66,7 +66,7 @@ KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
 PER_KEY = {"standard": 1e4, "gated": 3e4}
 
 
-def test_training_flops_are_computed_from_logged_number_of_visible_attention_keys(tmp_path):
+def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -86,7 +86,7 @@ def test_training_flops_are_computed_from_logged_number_of_visible_attention_key
     assert row.values["flops_per_token"] == gated.facts["flops_per_token"]
 
 
-def test_reported_interpolation_error_of_loss_gap_bounds_true_error(tmp_path):
+def test_true_interpolation_error_is_at_most_reported_error(tmp_path):
     def bent(variant, tokens, seed):
         return 6 - 0.1 * (variant == "gated") + 40 / tokens**0.5
 
@@ -97,7 +97,7 @@ def test_reported_interpolation_error_of_loss_gap_bounds_true_error(tmp_path):
     assert gated.equal["tokens"].error == 0
 
 
-def test_interpolation_error_with_two_points_is_zero_at_points_and_infinite_between_points():
+def test_interpolation_between_only_two_points_has_infinite_error():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
     assert read_curve(curve, 20.0) == (2.0, 0.0)
     assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
@@ -116,7 +116,7 @@ def test_runs_on_different_machines_have_no_loss_gap_at_equal_seconds(tmp_path):
     assert sorted(found.rows[1].equal) == ["flops", "tokens"]
 
 
-def test_loss_gap_at_equal_cost_excludes_seeds_with_diverged_run(tmp_path):
+def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):
     for seed in (0, 1):
         written(tmp_path / f"a{seed}", "standard", seed)
     written(tmp_path / "b0", "gated", 0)
@@ -127,7 +127,7 @@ def test_loss_gap_at_equal_cost_excludes_seeds_with_diverged_run(tmp_path):
     assert {found.gap.seeds for found in gated.equal.values()} == {1}
 
 
-def test_seed_noise_floor_of_loss_gap_is_computed_from_variance_pooled_over_variants(tmp_path):
+def test_seed_noise_floor_is_computed_from_pooled_variance(tmp_path):
     deviation = {"standard": 0.02, "gated": 0.04}
 
     def noisy(variant, tokens, seed):
@@ -141,7 +141,7 @@ def test_seed_noise_floor_of_loss_gap_is_computed_from_variance_pooled_over_vari
     assert seed_noise([rows[0]]).values[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
-def test_seed_noise_floor_contains_95_percent_of_loss_gaps_between_equal_variants():
+def test_seed_noise_floor_covers_95_percent_of_random_loss_gaps():
     rng = np.random.default_rng(0)
 
     class Drawn:

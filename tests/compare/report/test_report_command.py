@@ -71,7 +71,7 @@ def test_report_directory_and_title_are_derived_from_run_paths(
     assert read([Path(word) for word in words])[0].title == title
 
 
-def test_find_runs_returns_run_once_if_several_paths_lead_to_the_run(swept):
+def test_find_runs_returns_each_run_only_once(swept):
     link = swept / "link"
     link.symlink_to(swept / "cmp1")
     paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
@@ -80,7 +80,7 @@ def test_find_runs_returns_run_once_if_several_paths_lead_to_the_run(swept):
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
-def test_report_command_requires_out_if_common_directory_is_more_than_one_level_above_runs(
+def test_report_command_requires_out_if_default_directory_is_undefined(
     swept, tmp_path, monkeypatch, capsys
 ):
     for name in ("a/x", "b/y", "b/z"):
@@ -98,7 +98,7 @@ def test_report_command_requires_out_if_common_directory_is_more_than_one_level_
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
-def test_report_contains_note_about_sweep_runs_that_have_not_started(swept):
+def test_report_contains_note_about_unstarted_sweep_runs(swept):
     names = [path.name for path in sorted(Path("cmp1").iterdir())]
     planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
     record = swept / "cmp1/sweep.json"
@@ -118,13 +118,13 @@ def test_report_contains_note_about_sweep_runs_that_have_not_started(swept):
     assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
 
 
-def test_find_runs_reads_existing_path_with_glob_characters_literally(tmp_path):
+def test_find_runs_prefers_existing_path_over_glob_pattern(tmp_path):
     run = write_run(tmp_path / "a[1]" / "run", "attention=standard")
     write_run(tmp_path / "a1" / "run", "attention=gated")
     assert find_runs([tmp_path / "a[1]"]).runs == [run]
 
 
-def test_find_runs_skips_directories_inside_runs_and_hidden_directories(tmp_path):
+def test_find_runs_ignores_contents_of_runs_and_hidden_directories(tmp_path):
     run = write_run(tmp_path / "run", "attention=standard")
     write_run(run / "checkpoints" / "inner", "attention=gated")
     write_run(tmp_path / ".trash" / "run", "attention=gated")
@@ -134,7 +134,7 @@ def test_find_runs_skips_directories_inside_runs_and_hidden_directories(tmp_path
     assert find_runs([tmp_path]).runs == [run]
 
 
-def test_report_command_accepts_baseline_and_output_directory(swept, capsys):
+def test_report_command_accepts_output_directory_and_baseline(swept, capsys):
     code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert code == 0
     assert "gap to diff_v2" in out
@@ -159,9 +159,7 @@ def test_report_command_accepts_baseline_and_output_directory(swept, capsys):
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
     ],
 )
-def test_report_command_with_invalid_arguments_prints_one_error_and_writes_no_file(
-    swept, capsys, words, parts
-):
+def test_report_command_prints_single_error_line_for_invalid_argument(swept, capsys, words, parts):
     before = files(swept)
     code, out, err = report(capsys, *words)
     assert (code, out) == (2, "")
@@ -194,9 +192,7 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
         ("summary.json", ""),
     ],
 )
-def test_report_contains_note_about_damaged_run_and_results_of_other_runs(
-    swept, capsys, name, text
-):
+def test_report_contains_note_about_each_damaged_run(swept, capsys, name, text):
     Path("cmp1/standard-seed1", name).write_text(text)
     code, out, err = report(capsys, "cmp1")
     assert (code, err) == (0, "")

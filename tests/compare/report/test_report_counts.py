@@ -29,7 +29,7 @@ from diffllm.statistics.estimates import Rate
         (1e21, "1000E"), (math.nan, "–"),
     ],
 )  # fmt: skip
-def test_compact_number_format_rounds_before_choosing_unit_prefix(value, text):
+def test_compact_format_rounds_number_before_choosing_unit_prefix(value, text):
     assert compact(value) == text
 
 
@@ -67,7 +67,7 @@ def diverging(root, *, gave_up=False):
 
 
 @pytest.mark.parametrize("gave_up", [False, True])
-def test_diverged_seed_is_reported_in_terminal_output_and_html_page_and_csv_file(tmp_path, gave_up):
+def test_diverged_seed_is_reported_in_every_output_format(tmp_path, gave_up):
     found = diverging(tmp_path, gave_up=gave_up)
     gated = found.rows[1]
     assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
@@ -100,7 +100,7 @@ def test_diverged_seed_is_reported_in_terminal_output_and_html_page_and_csv_file
     assert float(lines[0]["diverged_low"]) == 0
 
 
-def test_variant_with_only_diverged_runs_has_divergence_rate_and_no_loss_in_report(tmp_path):
+def test_report_contains_no_loss_if_all_runs_of_variant_diverged(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
@@ -128,7 +128,7 @@ def test_variant_with_only_diverged_runs_has_divergence_rate_and_no_loss_in_repo
         ([Cell("3")], []),
     ],
 )
-def test_report_replaces_column_by_sentence_if_all_cells_of_column_are_equal(cells, said):
+def test_report_replaces_constant_column_by_sentence(cells, said):
     names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
     table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
     assert found == said
@@ -141,7 +141,7 @@ def with_events(root, name, seed, total, judged, **more):
     return write_run(root / f"{name}{seed}", *words, summary={**counts, **more})
 
 
-def test_spike_rate_sums_spikes_and_tested_steps_over_seeds(tmp_path):
+def test_spike_rate_is_computed_over_all_seeds(tmp_path):
     with_events(tmp_path, "standard", 0, 2.0, 300.0)
     # Events of diverged runs count.
     with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)
@@ -171,7 +171,7 @@ def test_spike_rate_sums_spikes_and_tested_steps_over_seeds(tmp_path):
     assert gated.values["loss_events"] == 0
 
 
-def test_sweep_prints_heldout_loss_or_reason_of_divergence_for_each_run(tmp_path, capsys):
+def test_sweep_prints_outcome_of_each_run(tmp_path, capsys):
     jobs = []
     for number, loss in enumerate((4.0, math.nan, None)):
         path = tmp_path / f"run{number}"

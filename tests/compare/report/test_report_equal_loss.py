@@ -22,7 +22,7 @@ def checkpoint(loss: float, value: float | None) -> Checkpoint:
     return Checkpoint(loss, {"top_1": {"of": "top_1", "value": value, "chance": None}})
 
 
-def test_scores_are_compared_at_lowest_loss_that_all_runs_reach() -> None:
+def test_scores_are_compared_at_lowest_loss_reached_by_all_runs() -> None:
     slow = [checkpoint(5.0, 1), checkpoint(4.0, 2)]
     fast = [checkpoint(4.5, 1), checkpoint(3.0, 4)]
     assert loss_of_all([slow, fast]) == 4.0
@@ -32,7 +32,7 @@ def test_scores_are_compared_at_lowest_loss_that_all_runs_reach() -> None:
     assert loss_of_all([]) is None
 
 
-def test_evaluation_score_at_given_loss_is_interpolated_between_checkpoints() -> None:
+def test_evaluation_score_is_interpolated_between_checkpoints() -> None:
     run = [checkpoint(6.0, 0.0), checkpoint(5.0, 1.0), checkpoint(3.0, 5.0)]
     assert scores_at(4.5, run)["top_1"]["value"] == pytest.approx(2.0)
     assert scores_at(5.0, run)["top_1"]["value"] == 1.0
@@ -82,7 +82,7 @@ def test_score_that_depends_only_on_loss_has_no_gap_at_equal_loss(tmp_path: Path
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
 
 
-def test_comparison_at_equal_loss_excludes_checkpoints_evaluated_with_other_settings(
+def test_scores_from_different_evaluation_settings_are_not_compared(
     tmp_path: Path,
 ) -> None:
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}

@@ -57,7 +57,7 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_report_contains_mean_needle_score_and_gap_to_baseline_at_each_depth(runs: Path) -> None:
+def test_report_contains_mean_needle_score_at_each_depth(runs: Path) -> None:
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
@@ -73,7 +73,7 @@ def test_report_contains_mean_needle_score_and_gap_to_baseline_at_each_depth(run
     assert "512, depth 0.75" in page(comparison)
 
 
-def test_report_computes_mean_evaluation_score_of_each_variant_and_gap_between_runs_of_same_seed(
+def test_mean_scores_and_score_gaps_of_evaluation_match_reference(
     runs: Path,
 ) -> None:
     (mqar,) = compared(runs).evaluated
@@ -92,7 +92,7 @@ def test_report_computes_mean_evaluation_score_of_each_variant_and_gap_between_r
     assert of_all.mean.mean == pytest.approx(sum(means) / 3)
 
 
-def test_report_page_and_csv_contain_evaluation_scores_and_gaps(runs: Path) -> None:
+def test_report_page_and_csv_file_contain_evaluation_score_gaps(runs: Path) -> None:
     comparison = compared(runs)
     html = page(comparison)
     assert "Evaluations" in html
@@ -106,7 +106,7 @@ def test_report_page_and_csv_contain_evaluation_scores_and_gaps(runs: Path) -> N
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_report_skips_run_whose_newest_evaluated_step_differs_from_other_runs(runs: Path) -> None:
+def test_report_skips_run_evaluated_at_different_step_than_other_runs(runs: Path) -> None:
     run = runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)
@@ -149,7 +149,7 @@ def test_confidence_intervals_of_accuracy_are_between_0_and_1(
         ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
-def test_confidence_interval_has_negative_lower_bound_only_if_score_unit_is_change_of_loss(
+def test_confidence_bound_may_be_negative_only_for_change_of_loss(
     tmp_path: Path, unit: str, text: str
 ) -> None:
     for seed, value in enumerate((0.5, 2.5)):
@@ -161,7 +161,7 @@ def test_confidence_interval_has_negative_lower_bound_only_if_score_unit_is_chan
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_confidence_interval_is_clipped_to_value_range_of_score_in_evaluation_file(
+def test_confidence_interval_stays_within_value_range_of_score(
     runs: Path,
 ) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
@@ -188,7 +188,7 @@ def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path:
     assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
 
 
-def test_evaluation_scores_at_different_difficulty_levels_of_task_are_not_compared(
+def test_report_does_not_compare_scores_of_different_difficulty_levels(
     runs: Path,
 ) -> None:
     for seed in range(3):
@@ -253,7 +253,7 @@ def test_report_skips_evaluation_result_with_edited_scores(runs: Path) -> None:
     assert said in comparison.notes
 
 
-def test_report_shows_stored_results_of_evaluations_that_no_longer_exist(runs: Path) -> None:
+def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
     for run in runs.iterdir():
         right = 0.5 if run.name.startswith("standard") else 0.75
         about = {"shortened": 0, "shots": 0, "version": 1.0, "interval": [0.25, 0.9]}

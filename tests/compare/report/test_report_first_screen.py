@@ -40,7 +40,7 @@ def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
     assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
 
 
-def test_comparison_text_contains_mean_losses_loss_gaps_and_notes(swept, tmp_path):
+def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
@@ -65,7 +65,7 @@ def test_comparison_text_contains_mean_losses_loss_gaps_and_notes(swept, tmp_pat
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
 
 
-def test_report_page_contains_command_and_commit_and_duration_and_text_generated_by_model(tmp_path):
+def test_report_page_contains_command_commit_duration_and_generated_text(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
@@ -82,7 +82,7 @@ def test_report_page_contains_command_and_commit_and_duration_and_text_generated
 
 
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_report_page_omits_values_of_wrong_type_in_run_json_and_summary_json(tmp_path, odd):
+def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
     summary = json.loads((path / "summary.json").read_text())
@@ -102,9 +102,7 @@ def test_every_attention_variant_has_unique_one_line_description():
     assert max(map(len, lines)) < 160
 
 
-def test_report_figures_show_only_first_group_of_comparable_runs_if_number_of_steps_differs(
-    swept, tmp_path
-):
+def test_report_figures_show_only_first_group_of_comparable_runs(swept, tmp_path):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )

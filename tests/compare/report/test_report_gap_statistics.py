@@ -50,7 +50,7 @@ def shown(four):
     return " ".join(Reader(page(four)).text.split())
 
 
-def test_report_csv_contains_p_values_and_welch_interval_of_every_gap(four):
+def test_p_values_and_welch_intervals_in_report_csv_match_scipy(four):
     lines = list(csv.DictReader(io.StringIO(csv_text(four.rows))))
     base = LOSSES["standard"]
     ps = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines[1:]]
@@ -88,7 +88,7 @@ def test_report_states_how_many_gaps_survive_holm_correction(four, shown):
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
-def test_gap_figure_draws_filled_marker_only_for_gap_that_survives_holm_correction(four):
+def test_gap_figure_fills_only_markers_of_significant_gaps(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
@@ -99,7 +99,7 @@ def test_gap_figure_draws_filled_marker_only_for_gap_that_survives_holm_correcti
     assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
-def test_gap_figure_of_single_seed_does_not_mention_holm_correction():
+def test_gap_figure_omits_holm_correction_for_single_seed():
     found = compared({"standard": [4.0], "gated": [3.9]})
     (_, svg), *_ = figures_of(page(found)).items()
     assert "mean" in words_of(svg)
@@ -117,7 +117,7 @@ def test_gap_figure_shows_arrow_and_value_for_gap_beyond_axis(four, seeds):
     assert legend == ["95% interval", "mean", "off the scale"]
 
 
-def test_loss_gap_is_not_significant_with_equal_values_of_all_seeds_or_single_seed():
+def test_loss_gap_is_not_significant_if_gap_is_equal_for_all_seeds():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
     found = compared(losses)
     gated, diff_v2 = found.rows[1:]
@@ -179,7 +179,7 @@ def with_documents(tmp_path, seeds, texts=40):
     return runs
 
 
-def test_loss_gap_has_bootstrap_interval_only_if_all_runs_store_losses_of_same_documents(tmp_path):
+def test_loss_gap_has_no_bootstrap_interval_if_runs_used_different_documents(tmp_path):
     runs = with_documents(tmp_path, LEAST_SEEDS)
     found = compare(runs, title="made")
     row = found.rows[1]
@@ -201,7 +201,7 @@ def test_loss_gap_has_bootstrap_interval_only_if_all_runs_store_losses_of_same_d
     assert "has no losses of held-out documents" in compare(runs).rows[1].no_documents
 
 
-def test_report_page_explains_missing_bootstrap_interval_for_few_seeds_or_documents(tmp_path):
+def test_report_page_explains_missing_bootstrap_interval(tmp_path):
     found = compare(with_documents(tmp_path / "a", LEAST_SEEDS - 1), title="made")
     assert found.rows[1].documents is None
     text = " ".join(Reader(page(found)).text.split())

@@ -102,7 +102,7 @@ def test_report_page_is_well_formed_and_loads_no_other_file(case):
     assert all(row.label in read.text for row in comparison_of(case).rows)
 
 
-def test_report_page_of_equal_comparisons_is_identical():
+def test_report_pages_of_two_equal_comparisons_are_identical():
     assert page(sample.hostile()) == html_of("hostile names")
 
 
@@ -160,7 +160,7 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
     assert '<th scope="col">Seed</th>' in listed
 
 
-def test_figure_legend_with_more_than_ten_curves_has_one_entry_per_attention_variant():
+def test_legend_of_more_than_ten_curves_has_one_entry_per_variant():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
     rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
     styles = row_styles(rows)
@@ -170,7 +170,7 @@ def test_figure_legend_with_more_than_ten_curves_has_one_entry_per_attention_var
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
-def test_report_page_of_incomparable_runs_names_differing_keys_and_shows_no_gap():
+def test_report_page_shows_no_gap_between_incomparable_runs():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
@@ -188,7 +188,7 @@ def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     return {column.title: column.cells for column in columns}
 
 
-def test_gap_cell_contains_text_no_difference_shown_if_confidence_interval_contains_0():
+def test_gap_cell_reports_no_difference_if_confidence_interval_contains_0():
     comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
     base, row = comparison.rows
 
@@ -277,7 +277,7 @@ def with_baseline(comparison: Comparison) -> Comparison:
     return comparison
 
 
-def test_loss_gap_curve_equals_mean_loss_difference_between_runs_of_same_seed():
+def test_loss_gap_curve_pairs_runs_by_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
@@ -291,7 +291,7 @@ def test_loss_gap_curve_equals_mean_loss_difference_between_runs_of_same_seed():
     assert curves.gap_band(base) is None
 
 
-def test_layer_figure_ignores_unfinished_runs_if_at_least_one_run_is_finished():
+def test_layer_figure_ignores_unfinished_runs_if_finished_runs_exist():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])
@@ -318,7 +318,7 @@ def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
         return draw_curves(bands, row_styles(rows), "unit", **how).axes[0]
 
 
-def test_loss_axis_ignores_spike_and_shows_arrow_for_curve_above_axis():
+def test_loss_axis_range_ignores_spike():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000

@@ -63,7 +63,7 @@ def said(comparison, *parts):
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
 
-def test_config_of_sample_run_equals_config_loaded_from_same_overrides():
+def test_config_of_sample_run_matches_load_config():
     words = ("attention=diff_v2", "seed=7", "optim.lr=1e-3")
     assert config(words) == load_config([*TINY, *words])
 
@@ -220,9 +220,7 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_loss_gap_of_swept_variant_uses_baseline_runs_with_same_values_of_swept_keys(
-    tmp_path, case
-):
+def test_loss_gap_uses_baseline_run_with_same_swept_values(tmp_path, case):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]
@@ -267,9 +265,7 @@ OF_NO_EFFECT = [
         OF_NO_EFFECT,
     ),
 )
-def test_comparison_averages_runs_that_differ_only_in_seed_and_config_keys_without_effect_on_loss(
-    tmp_path, override
-):
+def test_comparison_ignores_config_keys_without_effect_on_loss(tmp_path, override):
     variant = "diff_v1" if "values" in override else "standard"
     base = f"{variant} {FILES}"
     found = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
@@ -336,7 +332,7 @@ def test_comparison_names_run_json_entry_that_makes_runs_incomparable(tmp_path, 
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
-def test_comparison_checks_config_keys_of_corpus_if_run_json_does_not_record_corpus(tmp_path):
+def test_comparison_uses_data_config_if_run_json_lacks_corpus(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
@@ -352,7 +348,7 @@ def test_comparison_checks_config_keys_of_corpus_if_run_json_does_not_record_cor
     assert [row.gap for row in found.rows] == [None] * 3
 
 
-def test_run_with_empty_run_json_has_no_gap_to_run_with_complete_run_json(tmp_path):
+def test_comparison_computes_no_gap_if_one_run_json_is_empty(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     runs[2:] = [replace(run, facts={}) for run in runs[2:]]
     found = compare(runs[:2] + runs[3:])
@@ -390,7 +386,7 @@ def test_loss_of_heldout_sample_is_not_compared_with_loss_of_whole_split(tmp_pat
     assert values == {"5000", "12345678901"}
 
 
-def test_run_with_eval_tokens_above_heldout_size_is_comparable_to_run_evaluated_on_whole_split(
+def test_eval_tokens_above_heldout_size_do_not_affect_comparability(
     tmp_path,
 ):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
@@ -402,9 +398,7 @@ def test_run_with_eval_tokens_above_heldout_size_is_comparable_to_run_evaluated_
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
-def test_comparison_returns_unchanged_loss_gaps_if_runs_with_different_config_are_added(
-    tmp_path, override
-):
+def test_loss_gaps_do_not_change_if_runs_of_different_config_are_added(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
@@ -413,7 +407,7 @@ def test_comparison_returns_unchanged_loss_gaps_if_runs_with_different_config_ar
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
 
 
-def test_long_row_labels_of_report_are_replaced_by_group_letter_and_variant(tmp_path):
+def test_report_shortens_long_row_labels_to_group_letter_and_variant(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     found = compare(runs)
@@ -427,7 +421,7 @@ def test_long_row_labels_of_report_are_replaced_by_group_letter_and_variant(tmp_
 # Notes
 
 
-def test_unfinished_run_is_in_table_but_excluded_from_loss_and_gap(tmp_path):
+def test_unfinished_run_is_excluded_from_mean_loss_and_loss_gap(tmp_path):
     paths = sweep(tmp_path, {"standard": [4.0, 4.2], "diff_v2": [3.9, None], "gated": [None]})
     found = compare(loaded(paths))
     assert labels(found) == ["standard", "gated", "diff_v2"]
@@ -455,7 +449,7 @@ def test_mean_loss_excludes_seeds_with_nan_or_null_heldout_loss(tmp_path):
     assert len(said(found, "is not finite")) == 2
 
 
-def test_loss_gap_excludes_seeds_that_only_variant_or_only_baseline_has(tmp_path):
+def test_loss_gap_uses_only_seeds_common_to_variant_and_baseline(tmp_path):
     seeds = {"standard": (0, 1, 2), "diff_v2": (2, 1, 5), "gated": (8,)}
     words = [(f"{variant} seed={seed}",) for variant, own in seeds.items() for seed in own]
     found = compare(written(tmp_path, *words))
@@ -475,7 +469,7 @@ def test_loss_gap_pairs_runs_by_seed_and_init_seed(tmp_path):
 
 
 @pytest.mark.parametrize("newest", ["a", "b"])
-def test_comparison_uses_newest_finished_run_of_several_runs_with_equal_seed(tmp_path, newest):
+def test_comparison_uses_newest_finished_run_of_each_seed(tmp_path, newest):
     for name, loss in (("a", 4.0), ("b", 5.0)):
         written = 2e9 if name == newest else 1e9
         write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
@@ -490,7 +484,7 @@ def test_comparison_uses_newest_finished_run_of_several_runs_with_equal_seed(tmp
         assert len(found.notes) == 2
 
 
-def test_note_on_unequal_parameter_counts_suggests_match_params_to(tmp_path):
+def test_note_on_unequal_parameter_counts_suggests_config_override(tmp_path):
     names = ("standard", "gated", "diff_v2")
     found = compare(written(tmp_path, *((name,) for name in names)))
     standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
@@ -505,9 +499,7 @@ def test_note_on_unequal_parameter_counts_suggests_match_params_to(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "notes"), [(1_005_000, 0), (1_005_100, 1), (994_900, 1)])
-def test_comparison_adds_note_if_parameter_counts_differ_by_more_than_half_a_percent(
-    tmp_path, count, notes
-):
+def test_comparison_adds_note_if_parameter_counts_differ_above_tolerance(tmp_path, count, notes):
     counts = {"standard": 1_000_000, "gated": count}
     runs = written(tmp_path, *((name, 4.0, {"parameters": n}) for name, n in counts.items()))
     assert len(compare(runs).notes) == notes
@@ -516,9 +508,7 @@ def test_comparison_adds_note_if_parameter_counts_differ_by_more_than_half_a_per
 @pytest.mark.parametrize(
     ("facts", "named"), [({"device": "H"}, "device (CPU, H)"), ({"ranks": 8}, "ranks (1, 8)")]
 )
-def test_comparison_of_runs_on_different_hardware_computes_loss_gap_and_adds_note_on_throughput(
-    tmp_path, facts, named
-):
+def test_comparison_computes_loss_gap_despite_different_hardware(tmp_path, facts, named):
     other = ("standard_sink compile=true", 4.0, facts | {"compiled": True})
     found = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
     assert found.differences == []
@@ -528,7 +518,7 @@ def test_comparison_of_runs_on_different_hardware_computes_loss_gap_and_adds_not
     assert f"{named}, compile (null, true), compiled (false, true)." in note
 
 
-def test_damaged_metrics_line_adds_note_unless_last_line_is_incomplete(tmp_path):
+def test_comparison_adds_note_on_damaged_lines_of_metrics_file(tmp_path):
     path = write_run(tmp_path / "a", "attention=standard")
     file = path / "metrics.jsonl"
     with open(file, "a") as f:
@@ -548,7 +538,7 @@ def test_damaged_metrics_line_adds_note_unless_last_line_is_incomplete(tmp_path)
 # Columns
 
 
-def test_report_csv_contains_mean_or_minimum_or_maximum_of_each_metric_over_seeds(tmp_path):
+def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
     for seed in (0, 1):
         lines = metric_lines(20, 256, 4.0)
         for line in lines:
@@ -625,7 +615,7 @@ def test_report_csv_keeps_full_precision_of_numbers(four):
 # Versions of plugins
 
 
-def test_runs_with_different_plugin_code_have_separate_rows_without_gap(tmp_path):
+def test_runs_with_different_plugin_code_have_separate_rows(tmp_path):
     old, new = ({"plugin_code": {"own": version, "m": "x"}} for version in ("1a", "2b"))
     runs = [("standard", 4.0, old), ("gated", 3.9, old), ("standard", 4.2, new)]
     found = compare(written(tmp_path, *runs, ("gated", 3.8, new)))
@@ -656,7 +646,7 @@ def write_config_change(path, step, **made):
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 
-def test_run_with_config_changed_during_training_does_not_affect_loss_gap_of_unchanged_runs(
+def test_run_whose_config_changed_does_not_affect_loss_gap_of_other_runs(
     tmp_path,
 ):
     paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})
@@ -674,9 +664,7 @@ def test_run_with_config_changed_during_training_does_not_affect_loss_gap_of_unc
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
-def test_comparison_computes_no_loss_gap_for_runs_with_config_changed_after_step_0(
-    tmp_path, step, gap
-):
+def test_comparison_computes_no_loss_gap_if_config_changed_after_step_0(tmp_path, step, gap):
     paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})
     for path in paths:
         write_config_change(path, step, **{"optim.lr": [1e-3, 2e-3]})

@@ -67,9 +67,7 @@ def sentence(found):
         (-0.03, 0.002, "shows no trend: +0.0020 nats"),
     ],
 )
-def test_trend_sentence_states_whether_loss_gap_grows_or_shrinks_or_crosses_0_or_has_no_trend(
-    tmp_path, start, slope, words
-):
+def test_trend_sentence_states_direction_of_loss_gap(tmp_path, start, slope, words):
     said = sentence(compared(tmp_path, start, slope))
     assert f"The gap of gated to standard {words} per token per doubling of tokens" in said
     end = start + slope * math.log2(10)
@@ -77,7 +75,7 @@ def test_trend_sentence_states_whether_loss_gap_grows_or_shrinks_or_crosses_0_or
     assert "through 5 evaluations from 512 to 5.12k tokens." in said
 
 
-def test_report_csv_and_gap_table_contain_trend_slope_with_confidence_interval(tmp_path):
+def test_report_contains_trend_slope_and_confidence_interval(tmp_path):
     found = compared(tmp_path, -0.03, 0.008)
     standard, gated = csv.DictReader(io.StringIO(csv_text(found.rows)))
     assert float(gated["gap_trend"]) == pytest.approx(0.008)
@@ -91,7 +89,7 @@ def test_report_csv_and_gap_table_contain_trend_slope_with_confidence_interval(t
     assert column.cells[0].text in " ".join(Reader(page(found)).text.split())
 
 
-def test_trend_of_single_seed_has_slope_without_confidence_interval(tmp_path):
+def test_trend_slope_of_single_seed_has_no_confidence_interval(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, seeds=1))
     assert "moves: +0.0070 nats per token per doubling of tokens (no interval from one" in said
 
@@ -102,14 +100,14 @@ def test_trend_of_loss_gap_excludes_seed_with_diverged_run(tmp_path):
     assert "2 seeds" in said
 
 
-def test_runs_with_two_evaluations_have_no_trend_of_loss_gap(tmp_path):
+def test_loss_gap_has_no_trend_if_runs_have_only_two_evaluations(tmp_path):
     found = compared(tmp_path, -0.03, 0.008, steps=(1, 10, 20))
     assert found.rows[1].gap is not None
     assert found.rows[1].trend is None
     assert "per doubling" not in whole_text(found)
 
 
-def test_report_with_many_trends_describes_only_largest_trend_in_one_sentence():
+def test_report_describes_only_largest_of_many_trends():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8
     said = sentence(found)

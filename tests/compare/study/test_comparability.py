@@ -52,9 +52,7 @@ def others(word: str) -> str:
 
 
 @pytest.mark.parametrize("word", IN_CONFIG)
-def test_study_whose_arms_differ_in_config_starts_only_if_difference_is_declared(
-    tmp_path, capsys, word
-):
+def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path, capsys, word):
     override, said = IN_CONFIG[word]
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
     study = study_file(tmp_path / "study.yaml", LOWER, **arms)
@@ -80,7 +78,7 @@ def judged(tmp_path, unequal, override="", half=None, v2=None):
 
 
 @pytest.mark.parametrize("word", [word for word in IN_CONFIG if word not in SIZES | {"flops": 0}])
-def test_verdict_is_not_comparable_if_arms_differ_in_config_without_declaration(tmp_path, word):
+def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, word):
     override, said = IN_CONFIG[word]
     for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
         (tmp_path / place).mkdir()
@@ -91,7 +89,7 @@ def test_verdict_is_not_comparable_if_arms_differ_in_config_without_declaration(
 
 
 @pytest.mark.parametrize("word", IN_FACTS)
-def test_verdict_is_not_comparable_if_arms_differ_in_run_json_without_declaration(tmp_path, word):
+def test_undeclared_run_json_difference_makes_verdict_not_comparable(tmp_path, word):
     facts, said = IN_FACTS[word]
     for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
         (tmp_path / place).mkdir()
@@ -102,21 +100,19 @@ def test_verdict_is_not_comparable_if_arms_differ_in_run_json_without_declaratio
             assert found.reasons[0].endswith(f"(if the study intends this, add {word} to unequal)")
 
 
-def test_verdict_ignores_difference_of_parameters_and_flops_within_tolerance(tmp_path):
+def test_verdict_ignores_small_differences_of_parameters_and_flops(tmp_path):
     found = judged(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
     assert found.verdict == "shown", found.reasons
 
 
-def test_verdict_ignores_different_code_and_hardware_of_arms(tmp_path):
+def test_verdict_ignores_code_and_hardware_differences_between_arms(tmp_path):
     own = {"diffllm": {"hash": "a1b2"}, "device": "NVIDIA H100", "ranks": 8}
     found = judged(tmp_path, [], half={"diffllm": {"hash": "c3d4"}}, v2=own)
     assert found.verdict == "shown", found.reasons
     assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
 
 
-def test_started_study_with_undeclared_difference_of_arms_prints_warning_and_resumes(
-    tmp_path, capsys
-):
+def test_started_study_resumes_despite_undeclared_difference_of_arms(tmp_path, capsys):
     arms = {"arms": two_arms(), "baseline": "half", "unequal": "[]"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
     with pytest.raises(ConfigError, match="add flops to unequal"):
@@ -128,6 +124,6 @@ def test_started_study_with_undeclared_difference_of_arms_prints_warning_and_res
     assert "add flops to unequal" in said
 
 
-def test_study_file_with_unknown_entry_in_unequal_raises_error_that_lists_allowed_entries(tmp_path):
+def test_error_about_unknown_unequal_entry_lists_allowed_entries(tmp_path):
     with pytest.raises(ConfigError, match=r"unequal\[1\]=size is not one of parameters, flops, "):
         study_file(tmp_path / "study.yaml", LOWER, unequal="[flops, size]")

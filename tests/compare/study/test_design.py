@@ -85,7 +85,7 @@ def with_keys(rule, **keys):
         ),
     ],
 )  # fmt: skip
-def test_study_whose_rules_cannot_decide_its_claim_prints_error_and_starts_no_run(
+def test_study_does_not_start_if_rules_cannot_decide_claim(
     tmp_path, capsys, rule, seeds, more, said
 ):
     study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
@@ -116,11 +116,11 @@ def test_study_whose_rules_cannot_decide_its_claim_prints_error_and_starts_no_ru
         (ALIKE, 10, {"also": f"[{LOWER}, {LOWER}]", "power": POWER}),
     ],
 )
-def test_valid_study_design_passes_checks_before_start(tmp_path, rule, seeds, more):
+def test_check_study_runs_accepts_valid_study_design(tmp_path, rule, seeds, more):
     check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
 
 
-def test_study_with_too_large_alpha_can_resume_and_get_verdict_but_cannot_start(tmp_path, capsys):
+def test_started_study_can_resume_despite_too_large_alpha(tmp_path, capsys):
     study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
     write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
     next_jobs(study, SweepDirectory(out, "study"), [])

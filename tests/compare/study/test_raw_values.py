@@ -142,7 +142,7 @@ def change(*keys, value):
         (change("texts", 0, "tokens", 0, value=0), "texts[0] has documents without tokens"),
     ],
 )
-def test_verdict_command_prints_single_error_line_if_values_json_is_invalid_or_of_different_study(
+def test_verdict_command_prints_one_error_line_for_invalid_values_json(
     forty, tmp_path, capsys, edit, said
 ):
     study, file = forty
@@ -158,7 +158,7 @@ def test_verdict_command_prints_single_error_line_if_values_json_is_invalid_or_o
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00", None])
-def test_read_values_raises_for_file_without_valid_content(forty, tmp_path, text):
+def test_read_values_raises_for_missing_or_invalid_file(forty, tmp_path, text):
     file = tmp_path / "values.json"
     if text is not None:
         file.write_text(text)

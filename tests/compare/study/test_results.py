@@ -41,7 +41,7 @@ def expected():
     return recompute.expectations(RESULTS)
 
 
-def test_numbers_on_published_result_pages_equal_recomputation_without_diffllm(tmp_path):
+def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
     found = run(RESULTS)
     assert found.returncode == 0, found.stdout + found.stderr
     assert [line.partition(":")[0] for line in found.stdout.splitlines()] == [*PAGES[1:], PAGES[0]]
@@ -78,7 +78,7 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
         assert len([*recompute.differences(text, other)]) == len(numbers), sentence
 
 
-def test_recomputation_detects_changed_verdict_or_changed_loss_of_one_seed(tmp_path, expected):
+def test_recomputation_detects_changed_verdict_and_changed_loss(tmp_path, expected):
     name = "context_rms_end/verdict.md"
     text = (RESULTS / name).read_text()
     shown = text.replace(": refuted;", ": shown;")
@@ -91,7 +91,7 @@ def test_recomputation_detects_changed_verdict_or_changed_loss_of_one_seed(tmp_p
     assert [*recompute.differences(text, recompute.expectations(copy)[name])]
 
 
-def test_result_figures_are_svg_with_fixed_colours_and_white_background():
+def test_result_figures_have_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
     numbers = json.loads((RESULTS / "damping_short" / "verdict.json").read_text())
     drawn = picture(numbers)
@@ -105,7 +105,7 @@ def test_result_figures_are_svg_with_fixed_colours_and_white_background():
     assert picture(json.loads((RESULTS / "retrieval_mqar_short/verdict.json").read_text())) == ""
 
 
-def test_result_page_of_new_study_is_recomputed_from_values_file(tmp_path, monkeypatch):
+def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monkeypatch):
     rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
     study = study_file(tmp_path / "own.yaml", rule)
     losses = {"standard": [4.5, 4.52, 4.51], "half": [4.4, 4.41, 4.39], "v2": [4.3, 4.312, 4.289]}

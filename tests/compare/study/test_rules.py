@@ -80,7 +80,7 @@ def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
 
 
-def test_log_rank_rule_is_underpowered_if_all_runs_reach_target_accuracy_at_same_time(tmp_path):
+def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path):
     arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert (found.verdict, found.p) == ("underpowered", 1)
@@ -152,7 +152,7 @@ def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
-def test_loss_or_accuracy_rule_treats_arm_as_worse_if_all_of_its_runs_diverged(
+def test_loss_and_accuracy_rules_treat_fully_diverged_arm_as_worse(
     tmp_path, metric, rule, v2_diverges, verdict
 ):
     arms = [[NAN] * 4, list(4 + noise(4))]
@@ -164,9 +164,7 @@ def test_loss_or_accuracy_rule_treats_arm_as_worse_if_all_of_its_runs_diverged(
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_difference_rule_is_shown_or_refuted_if_and_only_if_confidence_bounds_exclude_0(
-    tmp_path, shift, test
-):
+def test_verdict_of_difference_rule_matches_confidence_bounds(tmp_path, shift, test):
     half = 4 + noise(8)
     arms = two(half + shift + noise(8, 0.006, seed=3), half)
     for rule in (LOWER, HIGHER):
@@ -208,9 +206,7 @@ def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_pat
         (0.05, ALIKE, "refuted"),
     ],
 )
-def test_verdict_distinguishes_significant_from_insignificant_gap_within_margin(
-    tmp_path, shift, rule, verdict
-):
+def test_verdict_depends_on_significance_of_gap_within_margin(tmp_path, shift, rule, verdict):
     half = 4 + noise(8)
     differences = noise(8, 0.003, seed=1)
     v2 = half + shift + differences - differences.mean()
@@ -218,7 +214,7 @@ def test_verdict_distinguishes_significant_from_insignificant_gap_within_margin(
     assert found.verdict == verdict, found.reason
 
 
-def test_holm_correction_of_equivalence_rule_also_counts_difference_rules_with_margin(tmp_path):
+def test_holm_correction_counts_every_rule_that_tests_equivalence(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
@@ -243,7 +239,7 @@ def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
     assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
 
 
-def test_exact_test_that_cannot_reach_alpha_does_not_change_verdict(tmp_path):
+def test_verdict_ignores_exact_test_that_cannot_reach_alpha(tmp_path):
     half = 4 + noise(4)
     (found,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
     assert (found.smallest, found.showing.exact) == (1 / 16, 1 / 16)
@@ -254,9 +250,7 @@ def test_exact_test_that_cannot_reach_alpha_does_not_change_verdict(tmp_path):
     ("outlier", "seeds", "verdict"),
     [(0.09, 5, "refuted"), (0.03, 6, "refuted"), (0.015, 6, "not robust")],
 )
-def test_refutation_of_equivalence_uses_twice_the_smaller_exact_p_value(
-    tmp_path, outlier, seeds, verdict
-):
+def test_refutation_of_equivalence_uses_two_sided_exact_p_value(tmp_path, outlier, seeds, verdict):
     half, gaps = 4 + noise(seeds), 0.1 + noise(seeds, seed=1)
     gaps[0] = outlier
     (found,) = decided(tmp_path, ALIKE, two(half + gaps, half))
@@ -298,9 +292,7 @@ def with_documents(gaps, sd, n=24, seeds=8):
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_verdict_is_not_robust_if_document_bootstrap_interval_of_gap_contains_0(
-    tmp_path, scale, test
-):
+def test_verdict_is_not_robust_if_bootstrap_interval_contains_0(tmp_path, scale, test):
     words = {"scale": scale, "test": test}
     if scale == "log":
         for arm in (arms := with_documents(-0.02, 0.2)):
@@ -318,7 +310,7 @@ def test_verdict_is_not_robust_if_document_bootstrap_interval_of_gap_contains_0(
         assert found.verdict == "shown"
 
 
-def test_verdict_is_underpowered_if_document_bootstrap_bounds_lie_outside_margin(tmp_path):
+def test_verdict_is_underpowered_if_bootstrap_interval_exceeds_margin(tmp_path):
     rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
@@ -327,12 +319,12 @@ def test_verdict_is_underpowered_if_document_bootstrap_bounds_lie_outside_margin
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_difference_rule_omits_document_bootstrap_if_arms_have_fewer_than_eight_seeds(tmp_path):
+def test_difference_rule_omits_document_bootstrap_below_eight_seeds(tmp_path):
     (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
     assert (found.verdict, found.documents) == ("shown", None)
 
 
-def test_study_bootstrap_is_omitted_if_a_run_lacks_document_losses(tmp_path):
+def test_study_omits_bootstrap_if_any_run_lacks_document_losses(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     half.runs[8] = replace(half.runs[8], documents=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
@@ -349,7 +341,7 @@ def test_study_bootstrap_is_omitted_if_a_run_lacks_document_losses(tmp_path):
         (1.0, 0.6, "shown"),
     ],
 )
-def test_verdict_is_not_decidable_if_accuracy_of_both_arms_is_at_chance_or_at_ceiling(
+def test_verdict_is_not_decidable_if_both_arms_are_at_chance_or_ceiling(
     tmp_path, v2, half, verdict
 ):
     arms = [
@@ -365,7 +357,7 @@ def test_verdict_is_not_decidable_if_accuracy_of_both_arms_is_at_chance_or_at_ce
 
 
 @pytest.mark.parametrize("half", [0.2, 0.998])
-def test_accuracy_rule_is_refuted_if_all_runs_of_arm_claimed_as_better_diverge(tmp_path, half):
+def test_accuracy_rule_is_refuted_if_all_runs_of_favoured_arm_diverge(tmp_path, half):
     arms = two([NAN] * 5, half + noise(5, 0.001), chance=0.2)
     (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
     assert found.verdict == "refuted", found.reason
@@ -383,7 +375,7 @@ def test_run_whose_final_metric_is_not_finite_counts_as_diverged(tmp_path):
 
 @pytest.mark.parametrize("lost", ["v2", "half", None])
 @pytest.mark.parametrize(("rule", "gap"), [(LOWER, -0.3), (HIGHER, 0.3), (ALIKE, 0.0)])
-def test_lr_sensitivity_rule_is_underpowered_if_claimed_better_arm_has_more_diverged_runs(
+def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges_more_often(
     tmp_path, rule, gap, lost
 ):
     half = 0.4 + noise(5)

@@ -142,7 +142,7 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x is not one of basic"),
     ],
 )
-def test_study_command_with_wrong_arguments_prints_single_error_line(
+def test_study_command_prints_one_error_line_for_wrong_arguments(
     tmp_path, capsys, monkeypatch, words, said
 ):
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,7 @@ def edit(out, old, new, names="*"):
         file.write_text(text.replace(old, new))
 
 
-def test_study_hash_is_equal_in_all_runs_and_in_verdict(written):
+def test_all_runs_and_verdict_store_same_study_hash(written):
     study, out = written
     numbers = judge(study, out).numbers()
     marks = {load_run_config(path).run.study for path in out.iterdir()}
@@ -40,7 +40,7 @@ def test_study_hash_is_equal_in_all_runs_and_in_verdict(written):
     assert numbers["study_hash"] != numbers["hash"] == study.hash
 
 
-def test_verdict_accepts_runs_of_older_versions_that_saved_study_file_hash(written):
+def test_verdict_accepts_runs_that_store_hash_of_study_file(written):
     study, out = written
     edit(out, judge(study, out).numbers()["study_hash"], study.hash)
     found = judge(study, out)
@@ -63,9 +63,7 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(written):
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_verdict_is_exploratory_and_contains_differing_key_if_config_of_run_differs_from_study(
-    written, old, new, said
-):
+def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, said):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
     found = judge(study, out)

@@ -93,14 +93,12 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (ALIKE, [4.401, 4.409, NAN], "underpowered"),
     ],
 )
-def test_difference_and_equivalence_rules_are_decided_by_gap_and_seed_variance(
-    tmp_path, rule, v2, verdict
-):
+def test_study_verdict_depends_on_mean_gap_and_variance_over_seeds(tmp_path, rule, v2, verdict):
     (found,) = decided(tmp_path, rule, v2)
     assert found.verdict == verdict, found.reason
 
 
-def test_claim_about_arm_whose_runs_all_diverge_is_refuted(tmp_path):
+def test_claim_of_lower_loss_is_refuted_if_all_runs_of_arm_diverge(tmp_path):
     half = [*HALF, 4.4, 4.41]
     (found,) = decided(tmp_path, LOWER, [NAN] * 5, half)
     assert found.verdict == "refuted"
@@ -109,7 +107,7 @@ def test_claim_about_arm_whose_runs_all_diverge_is_refuted(tmp_path):
     assert found.verdict == "shown"
 
 
-def test_study_verdict_reports_number_of_diverged_runs_of_arm(tmp_path):
+def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
     assert found.verdict == found.would_be == "underpowered"
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
@@ -118,7 +116,7 @@ def test_study_verdict_reports_number_of_diverged_runs_of_arm(tmp_path):
     assert "1 of 3 runs of v2" in numbers["reasons"][0]
 
 
-def test_p_value_is_adjusted_for_all_rules_of_the_study(tmp_path):
+def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     v2 = [4.37, 4.385, 4.355]
     (alone,) = decided(tmp_path, LOWER, v2)
     assert alone.p == pytest.approx(alone.p_adjusted)
@@ -129,7 +127,7 @@ def test_p_value_is_adjusted_for_all_rules_of_the_study(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
-def test_study_with_welch_test_compares_arms_as_unpaired_samples(tmp_path):
+def test_welch_test_compares_arms_as_unpaired_samples(tmp_path):
     v2 = [4.39, 4.4001, 4.3801]
     assert decided(tmp_path, LOWER, v2)[0].verdict == "shown"
     (found,) = decided(tmp_path, LOWER, v2, test="welch")
@@ -142,7 +140,7 @@ def test_study_with_welch_test_compares_arms_as_unpaired_samples(tmp_path):
     "words",
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
-def test_warning_about_too_little_heldout_text_names_config_key(
+def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
     tmp_path, monkeypatch, capsys, words, counts
 ):
     monkeypatch.chdir(tmp_path)
@@ -176,7 +174,7 @@ def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     assert found.would_be == "refuted"
 
 
-def test_exploratory_verdict_names_changed_config_value_if_arm_overrides_were_edited(tmp_path):
+def test_exploratory_verdict_names_config_key_that_was_edited_after_runs(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
@@ -190,7 +188,7 @@ def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
 
 
-def test_config_of_planned_study_run_equals_config_loaded_from_its_overrides(tmp_path):
+def test_config_of_planned_returns_same_config_as_load_config(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO, lr=RATES)
     for arm in study.arms:
         (planned,) = planned_runs.deciding_runs(study, arm, 2**40, 0.3)
@@ -214,9 +212,7 @@ NOTE = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
         ),
     ],
 )
-def test_verdict_is_not_comparable_if_corpus_or_packages_or_plugin_code_differ(
-    tmp_path, half, v2, reason
-):
+def test_verdict_is_not_comparable_if_data_or_code_of_runs_differs(tmp_path, half, v2, reason):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, **half)
     write_arms(study, tmp_path / "out", {"v2": BETTER}, **v2)
@@ -225,7 +221,7 @@ def test_verdict_is_not_comparable_if_corpus_or_packages_or_plugin_code_differ(
     assert found.reasons[0].startswith(reason)
 
 
-def test_study_run_raises_error_if_existing_runs_used_other_plugin_code(tmp_path):
+def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
     (tmp_path / "out" / "sweep.json").write_text(
@@ -248,7 +244,7 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
 
 
-def test_study_rule_accepts_only_metrics_that_runs_have_logged(tmp_path):
+def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
     found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
@@ -270,7 +266,7 @@ def test_study_with_log_scale_reports_gap_as_ratio(tmp_path):
 # Learning rates
 
 
-def test_study_tunes_learning_rate_on_seeds_that_final_runs_do_not_use(tmp_path):
+def test_study_tunes_learning_rate_with_separate_seeds(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     names = [run.name for run in next_runs(study, out)]
     assert len(names) == 2 * 3
@@ -287,7 +283,7 @@ def chosen(study, arm, out):
     return next(choice for choice in choose_all(study, out) if choice.arm == arm)
 
 
-def test_learning_rate_grid_is_extended_if_best_rate_is_at_its_end(tmp_path):
+def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
     assert [run.lr for run in chosen(study, "v2", out).wanted] == [0.0005]
@@ -300,7 +296,7 @@ def test_learning_rate_grid_is_extended_if_best_rate_is_at_its_end(tmp_path):
     assert chosen(study, "standard", out).problem == "every learning rate diverged"
 
 
-def test_study_run_exits_1_and_names_arm_that_diverged_at_every_learning_rate(
+def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
@@ -321,7 +317,7 @@ def test_study_run_exits_1_and_names_arm_that_diverged_at_every_learning_rate(
 
 
 @pytest.mark.slow
-def test_verdict_is_not_comparable_if_best_learning_rate_is_at_end_of_extended_grid(tmp_path):
+def test_verdict_is_not_comparable_if_best_learning_rate_is_largest_of_grid(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
@@ -335,7 +331,7 @@ def test_verdict_is_not_comparable_if_best_learning_rate_is_at_end_of_extended_g
 # Written pages
 
 
-def test_html_and_markdown_and_json_output_of_study_verdict_contain_same_verdict(tmp_path, capsys):
+def test_all_output_formats_contain_same_study_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     text = verdict_html(found)
@@ -360,7 +356,7 @@ def test_html_and_markdown_and_json_output_of_study_verdict_contain_same_verdict
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
 
 
-def test_verdict_page_describes_sizes_of_runs_and_differences_between_arms(tmp_path):
+def test_verdict_page_describes_model_and_training_sizes_of_arms(tmp_path):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -388,7 +384,7 @@ def test_verdict_page_describes_sizes_of_runs_and_differences_between_arms(tmp_p
     assert source.replace("`", "") in verdict_html(found)
 
 
-def test_lr_sensitivity_is_mean_capped_loss_minus_best_loss():
+def test_lr_sensitivity_equals_mean_of_capped_losses_minus_best_loss():
     assert lr_sensitivity([4.4, 4.5, 4.9], 4096) == pytest.approx(0.2)
     initial = math.log(4096)
     assert lr_sensitivity([4.4, 20.0], 4096) == pytest.approx((initial - 4.4) / 2), "capped"
@@ -397,7 +393,7 @@ def test_lr_sensitivity_is_mean_capped_loss_minus_best_loss():
 
 
 @pytest.mark.slow
-def test_lr_sensitivity_rule_compares_arms_over_all_learning_rates(tmp_path):
+def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     sweep = {"lr_sweep": "[1e-3, 2e-3, 4e-3]", "metric": "lr_sensitivity"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO, **sweep), tmp_path / "out"
     assert len(next_runs(study, out)) == 2 * 3 * 3
@@ -432,9 +428,7 @@ def dry_run(study, out, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_study_dry_run_estimates_time_from_pilot_runs_if_study_has_no_finished_runs(
-    tmp_path, capsys
-):
+def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
     pilot = tmp_path / "pilot"
     said = dry_run(study, out, capsys)
@@ -457,7 +451,7 @@ def test_study_dry_run_estimates_time_from_pilot_runs_if_study_has_no_finished_r
     assert not (out / "sweep.json").exists()
 
 
-def test_study_flops_with_document_masking_are_computed_from_number_of_visible_keys(tmp_path):
+def test_study_cost_estimate_uses_number_of_visible_keys(tmp_path):
     masked = "data.mask_documents=true"
 
     def cost(name, *words):
@@ -500,7 +494,7 @@ OURS = slow_but(
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_study_files_of_the_repository_pass_all_checks_before_start(tmp_path, name):
+def test_every_study_file_of_repository_passes_start_checks(tmp_path, name):
     study = load_study(STUDIES / f"{name}.yaml")
     if name in BEFORE_UNEQUAL:
         with pytest.raises(ConfigError, match=r"arms differ in .* add flops to unequal"):
@@ -511,7 +505,9 @@ def test_study_files_of_the_repository_pass_all_checks_before_start(tmp_path, na
 
 
 @pytest.mark.parametrize(("name", "said"), EARLIER.items())
-def test_study_with_outdated_task_settings_prints_single_error_line(tmp_path, capsys, name, said):
+def test_study_run_command_prints_error_line_if_task_settings_are_outdated(
+    tmp_path, capsys, name, said
+):
     words = ["study", "run", str(STUDIES / f"{name}.yaml"), f"out={tmp_path / 'out'}"]
     for more in ([], ["--dry-run"]):
         assert main([*words, *more]) == 2
@@ -550,9 +546,7 @@ def reaching(tmp_path, steps):
         ([None] * 5, [None] * 5, "underpowered"),
     ],
 )
-def test_log_rank_rule_decides_which_arm_reaches_accuracy_in_fewer_tokens(
-    tmp_path, v2, half, verdict
-):
+def test_log_rank_rule_compares_arms_by_tokens_until_target_accuracy(tmp_path, v2, half, verdict):
     found = reaching(tmp_path, {"v2": v2, "half": half})
     assert found.verdict == verdict, found.reasons
     count = sum(at is not None for at in v2)
@@ -576,7 +570,7 @@ def test_log_rank_rule_is_underpowered_if_one_arm_has_no_run(tmp_path):
     assert "0 of 0 runs of half reach it" in found.reasons[-1]
 
 
-def test_judge_composes_config_once_per_arm_for_any_number_of_seeds(tmp_path, monkeypatch):
+def test_judge_function_composes_config_only_once_per_arm(tmp_path, monkeypatch):
     counts = []
     for seeds in (4, 40):
         place = tmp_path / str(seeds)

@@ -77,7 +77,7 @@ def decided(tmp_path, rule, v2, half=0 * NOISE, diverged=((), ()), asked="same",
         ("above: 0.0", -0.01, "refuted"),
     ],
 )
-def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, bound, slope, verdict):
+def test_trend_rule_compares_slope_of_loss_gap_with_bound(tmp_path, rule, bound, slope, verdict):
     found = decided(tmp_path, rule.replace("below: 0.0", bound), slope + NOISE)
     assert found.verdict == verdict, found.reason
     assert found.gap.mean == pytest.approx(slope, abs=1e-12)
@@ -86,7 +86,7 @@ def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, boun
     assert found.reason.startswith(said)
 
 
-def test_trend_rule_is_underpowered_if_slopes_are_equal_or_only_one_arm_diverges(
+def test_trend_rule_is_underpowered_if_only_one_arm_has_diverged_runs(
     tmp_path,
 ):
     slopes = -0.01 + NOISE
@@ -99,7 +99,7 @@ def test_trend_rule_is_underpowered_if_slopes_are_equal_or_only_one_arm_diverges
     assert both.gap.seeds == 4
 
 
-def test_trend_rule_compares_slopes_of_arms_with_welch_test_or_on_log_scale(tmp_path):
+def test_trend_rule_supports_welch_test_and_log_scale(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -111,7 +111,7 @@ def test_trend_rule_compares_slopes_of_arms_with_welch_test_or_on_log_scale(tmp_
     assert "nats" not in found.reason
 
 
-def test_trend_rule_raises_error_if_arms_have_too_few_common_points_or_different_documents(
+def test_trend_rule_raises_error_if_evaluations_of_arms_do_not_match(
     tmp_path,
 ):
     study = study_file(tmp_path / "study.yaml", TOKENS)
@@ -147,7 +147,7 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
     return apply_rules(study, arms)[0]
 
 
-def test_trend_over_parameters_is_slope_of_gaps_over_model_sizes(tmp_path):
+def test_trend_over_parameters_equals_slope_of_gap_per_doubling(tmp_path):
     found = sized(tmp_path, (-0.01, -0.03, -0.05))
     assert found.gap.mean == pytest.approx(-0.02)
     assert found.gap.error == pytest.approx(np.std(NOISE, ddof=1) / math.sqrt(5))
@@ -160,9 +160,7 @@ def test_trend_over_parameters_is_slope_of_gaps_over_model_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
-def test_trend_over_parameters_raises_error_if_model_sizes_are_equal_or_last_arm_is_not_largest(
-    tmp_path, parameters
-):
+def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path, parameters):
     with pytest.raises(
         ConfigError, match=r"different numbers of parameters \(.* must be the largest arm"
     ):
@@ -187,7 +185,7 @@ def test_trend_over_parameters_raises_error_if_model_sizes_are_equal_or_last_arm
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
     ],
 )
-def test_error_about_invalid_trend_rule_names_the_invalid_key(tmp_path, old, new, said):
+def test_error_for_invalid_trend_rule_names_the_key(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", TOKENS.replace(old, new))
     assert said in str(caught.value)
@@ -201,7 +199,7 @@ def test_error_about_invalid_trend_rule_names_the_invalid_key(tmp_path, old, new
         ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l contains an arm twice"),
     ],
 )
-def test_error_about_model_sizes_of_trend_rule_names_the_arm(tmp_path, old, new, said):
+def test_trend_rule_raises_error_if_smaller_key_lists_invalid_arms(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", SIZES.replace(old, new), **SIX)
     assert said in str(caught.value)
@@ -211,14 +209,12 @@ def test_error_about_model_sizes_of_trend_rule_names_the_arm(tmp_path, old, new,
     ("rule", "metric"),
     [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
 )
-def test_trend_rule_raises_error_if_metric_has_no_training_curve_or_position_losses(
-    tmp_path, rule, metric
-):
+def test_trend_rule_raises_error_if_metric_has_no_curve(tmp_path, rule, metric):
     with pytest.raises(ConfigError, match=f"metric={metric}"):
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
 
-def test_study_check_raises_error_if_trend_has_too_few_evaluations_or_last_arm_is_not_largest(
+def test_check_study_runs_raises_error_if_runs_do_not_fit_trend_rule(
     tmp_path,
 ):
     study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
@@ -258,7 +254,7 @@ def written(tmp_path, rule, **more):
 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
-def test_verdict_page_describes_how_loss_gap_changes_over_training_tokens(tmp_path, test):
+def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path, test):
     difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
     found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
@@ -283,7 +279,7 @@ def test_trend_rule_over_tokens_uses_losses_logged_during_training(tmp_path):
     )
 
 
-def test_trend_rule_over_position_uses_position_evaluation_at_last_step(tmp_path):
+def test_trend_rule_over_position_reads_position_losses_of_last_step(tmp_path):
     study, out = written(tmp_path, POSITION), tmp_path / "out"
     for name in ("half", "v2"):
         for seed, noise in enumerate(NOISE):

@@ -63,7 +63,7 @@ def test_run_names_differ_for_different_data_paths() -> None:
         (["model.rope.factor", "x.factor"], ["rope.factor", "x.factor"]),
     ],
 )
-def test_key_labels_in_run_names_are_shortest_unambiguous_suffixes(
+def test_short_labels_returns_shortest_unique_suffix_of_each_key(
     keys: list[str], labels: list[str]
 ) -> None:
     assert list(short_labels(keys).values()) == labels
@@ -82,18 +82,18 @@ def test_key_labels_in_run_names_are_shortest_unambiguous_suffixes(
         ("hydra.launcher.partition=a,b", "one value each"),
     ],
 )
-def test_override_of_key_that_sweep_sets_itself_raises_error(word: str, named: str) -> None:
+def test_sweep_refuses_override_of_reserved_key(word: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         split_overrides(["seed=0,1", word])
 
 
-def test_sweep_over_continuous_interval_of_values_raises_error() -> None:
+def test_sweep_refuses_continuous_interval_of_values() -> None:
     message = r"optim.lr=interval\(0,1\): a sweep needs a list of values"
     with pytest.raises(ConfigError, match=message):
         combinations(split_overrides(["optim.lr=interval(0,1)"])[0])
 
 
-def test_split_overrides_separates_launcher_overrides_from_run_overrides() -> None:
+def test_split_overrides_returns_launcher_overrides_separately() -> None:
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
     overrides, launcher = split_overrides(["seed=0,1", *words])
     assert launcher == words

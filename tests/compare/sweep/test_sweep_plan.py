@@ -54,7 +54,7 @@ def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
     return {run["name"]: run["finished"] for run in runs}
 
 
-def test_sweep_with_added_values_runs_only_new_combinations() -> None:
+def test_sweep_runs_only_new_combinations_after_values_are_added() -> None:
     pretend(planned("attention=gated,standard", "seed=0,1"))
     runs = planned("seed=0,2", "attention=standard,gated")  # Names keep the recorded order of keys.
     assert states(runs) == {
@@ -66,7 +66,7 @@ def test_sweep_with_added_values_runs_only_new_combinations() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
-def test_sweep_resume_raises_error_if_value_of_unswept_config_key_was_changed() -> None:
+def test_resumed_sweep_raises_error_if_fixed_config_value_has_changed() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
     for values in ("0,1", "2,3"):  # The same runs, and different runs.
@@ -78,7 +78,7 @@ def test_sweep_resume_raises_error_if_value_of_unswept_config_key_was_changed() 
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
 
 
-def test_finished_sweep_resumes_with_more_steps_if_run_allow_changes_lists_steps() -> None:
+def test_finished_sweep_can_continue_with_more_steps_if_change_is_allowed() -> None:
     pretend(planned("seed=0,1", "steps=200"))
     with pytest.raises(ConfigError, match=r"run\.allow_changes=\[optim\.warmup_steps,steps\]"):
         planned("seed=0,1", "steps=300")
@@ -86,9 +86,7 @@ def test_finished_sweep_resumes_with_more_steps_if_run_allow_changes_lists_steps
     assert states(runs) == {"seed0": False, "seed1": False}
 
 
-def test_sweep_with_changed_plugin_code_is_extended_only_if_run_allow_changes_lists_plugins() -> (
-    None
-):
+def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
     pretend(planned("seed=0,1"))
     Path("outputs/mine/seed1/run.json").write_text('{"plugin_code": {"own": "1a2b"}}')
     with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b in the run"):
@@ -97,7 +95,7 @@ def test_sweep_with_changed_plugin_code_is_extended_only_if_run_allow_changes_li
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
-def test_sweep_resume_raises_error_if_command_omits_a_previously_swept_key() -> None:
+def test_resumed_sweep_raises_error_if_command_omits_a_swept_key() -> None:
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set each of these"):
         planned("attention=gated,standard")
@@ -122,7 +120,7 @@ VARIANTS = "attention=standard,gated"
         ),
     ],
 )
-def test_resumed_sweep_with_more_values_of_a_key_keeps_names_of_ended_runs(
+def test_resumed_sweep_keeps_names_of_ended_runs_if_values_are_added(
     first: list[str], more: list[str], expected: dict[str, bool]
 ) -> None:
     pretend(planned(*first))
@@ -147,7 +145,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
-def test_command_prints_error_if_output_directory_was_created_by_another_type_of_command(
+def test_command_prints_error_if_another_command_created_output_directory(
     workplace: Path, there: str, words: list[str], said: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
@@ -168,7 +166,7 @@ def test_command_prints_error_if_output_directory_was_created_by_another_type_of
     assert snapshot(workplace) == before
 
 
-def test_sweep_raises_error_if_runs_exist_and_resume_is_set_to_never() -> None:
+def test_sweep_raises_error_if_run_exists_and_resume_is_never() -> None:
     pretend(planned("seed=0,1")[:1])
     with pytest.raises(ConfigError, match="mine/seed0 contains a run, but resume=never"):
         planned("seed=0,1", "resume=never")
@@ -201,7 +199,7 @@ def job(path: Path, number: int = 1) -> Job:
     return Job(number, 2, path.name, str(path), 10, [], False)
 
 
-def test_sweep_prints_loss_or_failure_reason_of_each_run(
+def test_sweep_output_contains_loss_or_error_of_each_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, failed = Path("s/done"), Path("s/failed")
@@ -253,7 +251,7 @@ def test_invalid_hydra_launcher_raises_error(words: list[str], ranks: int, named
         ClusterLauncher.of(words, ranks, "run.sweep=mine")
 
 
-def test_slurm_world_size_is_nodes_times_tasks_per_node() -> None:
+def test_slurm_world_size_equals_total_number_of_tasks() -> None:
     words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
     launcher = ["hydra/launcher=submitit_slurm", *words]
     cluster = ClusterLauncher.of(launcher, 1, "run.sweep=mine")
@@ -263,7 +261,7 @@ def test_slurm_world_size_is_nodes_times_tasks_per_node() -> None:
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
-def test_submitit_folder_whose_parent_is_a_file_prints_single_error_line(
+def test_train_command_prints_single_error_line_if_submitit_folder_is_invalid(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "file").touch()
@@ -301,7 +299,7 @@ def squeue(tmp_path, monkeypatch):
     return install
 
 
-def test_in_queue_returns_whether_squeue_lists_the_job(squeue):
+def test_in_queue_returns_true_only_if_squeue_lists_the_job(squeue):
     squeue("7_0\n", "", 0)
     assert in_queue("7_0")
     squeue("", "slurm_load_jobs error: Invalid job id specified\n", 1)
@@ -319,7 +317,7 @@ def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
         in_queue("7_0")
 
 
-def test_sweep_plan_raises_error_if_swept_key_is_added_while_runs_are_in_slurm_queue(squeue):
+def test_sweep_raises_error_if_key_is_added_while_runs_are_in_slurm_queue(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
@@ -334,7 +332,7 @@ def test_sweep_plan_raises_error_if_swept_key_is_added_while_runs_are_in_slurm_q
 @pytest.mark.parametrize(
     ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_ctrl_c_during_sweep_prints_message_about_submitted_jobs(kind, said, monkeypatch, capfd):
+def test_interrupted_sweep_prints_state_of_submitted_jobs(kind, said, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
