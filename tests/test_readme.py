@@ -43,7 +43,7 @@ def anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_every_documented_guarantee_names_existing_test_files():
+def test_every_documented_guarantee_refers_to_existing_test_files():
     """The second test of a guarantee may be in the directory of the first test."""
     text = (ROOT / "docs" / "guarantees.md").read_text().partition("\n## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("- ")]

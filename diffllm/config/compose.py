@@ -163,7 +163,7 @@ def check_interpolated(cfg: DictConfig, prefix: str = "") -> None:
             continue
         if node._is_interpolation() and not isinstance(cfg[name], type(node) | None):
             kind = "list" if isinstance(node, ListConfig) else "mapping"
-            raise ConfigError(f"{key} is interpolated as {cfg[name]}, but must be a {kind}")
+            raise ConfigError(f"{key} refers to the value {cfg[name]}, but must be a {kind}")
         if isinstance(node, DictConfig) and not (node._is_interpolation() or node._is_none()):
             check_interpolated(node, f"{key}.")
 

@@ -234,8 +234,10 @@ class DataConfig(TextConfig):
             # Shares and numbers of tokens compare only if the run's length is known.
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:
-                previous = f"data.curriculum[{i - 1}].at=" if i else ""
-                raise ConfigError(f"{where}.at={point.at:g} must be above {previous}{former.at:g}")
+                previous = f", the value of data.curriculum[{i - 1}].at" if i else ""
+                raise ConfigError(
+                    f"{where}.at={point.at:g} must be greater than {former.at:g}{previous}"
+                )
 
 
 def check_sizes(sources: int, points: int) -> None:

@@ -97,10 +97,10 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Compute after how many samples of the mixture a source has provided `most` samples.
+        """Return the number of mixture samples after which `source` has provided `most` samples.
 
-        The number is computed from the weights alone, without the blocks, and rounded down. Returns
-        None if the source never provides `most` samples.
+        The number follows from the weights alone and is rounded down. Return None if the source
+        never provides `most` samples.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):

@@ -174,11 +174,11 @@ class EventCounter:
         return False
 
     def _exclude(self, spike: bool) -> bool:
-        """Exclude the current value, a spike or a drop, from the fitted line; return `spike`.
+        """Omit the current value from the line through recent values; return `spike`.
 
-        `spike` is False for a drop. A spike is counted as a new event if the previous spike was
-        more than APART steps ago, or if no spike occurred. After more than APART consecutive
-        excluded values, fit a new line to later values.
+        `spike` is True if the value is above the line, and False if the value is below the line.
+        The first spike, and each spike more than APART steps after the previous spike, is a new
+        event. After more than APART omitted values in a row, the line begins anew.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:

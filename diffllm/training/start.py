@@ -203,8 +203,8 @@ def fill(
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Return the entry "weights" or "init_match" of run.json; return an empty dict if the run starts
-    from a checkpoint or uses neither. Every rank must call this.
+    Return the new entry of run.json: "weights" or "init_match". The dict is empty for a checkpoint,
+    and for random initial values without model.init_match. Every rank must call this function.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:

@@ -197,7 +197,9 @@ def test_failed_checkpoint_save_prints_warning_and_leaves_no_files(
     assert capfd.readouterr().err == ""
 
 
-def test_failed_final_save_raises_error_that_names_newest_checkpoint(checkpointer, gate, tmp_path):
+def test_failed_final_save_raises_error_that_mentions_newest_checkpoint(
+    checkpointer, gate, tmp_path
+):
     gate.set()
     saved(checkpointer, 1)
     gate.broken = True

@@ -198,7 +198,7 @@ def test_corpus_keys_that_contradict_explicit_data_source_are_refused(words, nam
     [("data.paths", "list"), ("data.document_lengths", "mapping"), ("model.moe", "mapping")],
 )
 def test_list_or_mapping_key_refuses_interpolated_number(key, kind):
-    with pytest.raises(ConfigError, match=f"{key} is interpolated as 7, but must be a {kind}"):
+    with pytest.raises(ConfigError, match=f"{key} refers to the value 7, but must be a {kind}"):
         load_config(["seed=7", f"{key}=${{seed}}"])
 
 

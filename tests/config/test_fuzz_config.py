@@ -422,7 +422,7 @@ BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PART
 
 
 @pytest.mark.parametrize(("key", "rule", "bound"), BOUNDS)
-def test_error_for_config_value_beyond_bound_names_the_bound(key, rule, bound):
+def test_error_for_config_value_beyond_bound_mentions_the_bound(key, rule, bound):
     kind = base_type(KEYS[key][0])[0]
     step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
     value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)

@@ -188,7 +188,7 @@ def test_flop_match_uses_configured_visible_keys_for_both_variants():
         ),
     ],
 )
-def test_error_for_invalid_visible_keys_names_config_key(words, message):
+def test_error_for_invalid_visible_keys_mentions_config_key(words, message):
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", "attention=standard", "seq_len=64", *words])
     assert str(caught.value) == message
@@ -212,7 +212,7 @@ def test_parameter_match_target_ignores_attention_overrides():
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_error_for_impossible_parameter_match_names_closest_ffn_dim():
+def test_error_for_impossible_parameter_match_mentions_closest_ffn_dim():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])

@@ -61,12 +61,12 @@ def test_removed_key_with_default_value_is_refused_only_as_override(key):
         (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
-def test_error_for_removed_command_or_argument_names_replacement(words, said, capsys):
+def test_error_for_removed_command_or_argument_mentions_replacement(words, said, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
-def test_error_for_removed_key_names_experiment_that_sets_the_key():
+def test_error_for_removed_key_mentions_experiment_that_sets_the_key():
     file = Path("mine/experiment/x.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("# @package _global_\nprepare:\n  old: 2\n")

@@ -28,7 +28,7 @@ def read(order, first, count):
 
 @settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
-def test_mixture_order_spaces_samples_of_each_source_evenly(weights, first):
+def test_mixture_order_distributes_samples_of_each_source_evenly(weights, first):
     order = MixtureOrder([(0, weights)])
     count = 12_000
     sources, numbers = read(order, first, count)

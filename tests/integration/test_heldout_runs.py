@@ -99,7 +99,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
 
 
 @pytest.mark.slow
-def test_error_names_rank_killed_during_heldout_evaluation(corpus, tmp_path):
+def test_error_mentions_rank_killed_during_heldout_evaluation(corpus, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)

@@ -132,7 +132,7 @@ def test_rank_that_ends_after_rank_0_causes_no_error(corpus, tmp_path):
         ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
-def test_error_names_rank_with_different_config_or_code_or_corpus(corpus, tmp_path, kind, said):
+def test_error_mentions_rank_with_different_config_or_code_or_corpus(corpus, tmp_path, kind, said):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
         error = error_of(run, code=2)
     assert said in error
@@ -140,7 +140,7 @@ def test_error_names_rank_with_different_config_or_code_or_corpus(corpus, tmp_pa
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_training_error_names_tensor_that_differs_between_replicas(corpus, tmp_path):
+def test_training_error_mentions_tensor_that_differs_between_replicas(corpus, tmp_path):
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:

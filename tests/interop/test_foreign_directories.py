@@ -86,7 +86,7 @@ def test_random_value_in_config_json_causes_only_expected_errors(data, kind, odd
         ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
     ],
 )
-def test_import_error_names_config_key_if_value_has_wrong_type(key, value, said):
+def test_import_error_mentions_config_key_if_value_has_wrong_type(key, value, said):
     with pytest.raises(ValueError, match=said):
         model_of({**config_of(LAYOUTS["own"]), key: value})
 

@@ -166,7 +166,7 @@ def test_p_value_is_1_if_better_arm_diverges_more_often():
     assert both.p == both.paired.p
 
 
-def test_fully_diverged_arm_has_only_divergence_p_value():
+def test_arm_without_finite_run_has_p_value_of_divergence_only():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)

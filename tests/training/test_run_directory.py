@@ -116,7 +116,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_resume_error_for_changed_config_names_changed_key(begun, override, key):
+def test_resume_error_for_changed_config_mentions_changed_key(begun, override, key):
     before = snapshot(begun)
     with pytest.raises(ConfigError, match="was made with another config") as caught:
         RunDirectory(begun, tiny(override)).check()

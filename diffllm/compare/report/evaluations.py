@@ -170,9 +170,9 @@ def subgroup_scores(scores: Lines) -> Lines:
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
-    """Return the lowest loss that every run reached at its evaluated checkpoints.
+    """Return the lowest loss that all runs reached, so that their scores can be compared there.
 
-    Return None if the lowest losses of all runs are equal: no interpolation is then necessary.
+    Only evaluated checkpoints count. Return None if all runs have the same lowest loss.
     """
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
     return max(lowest) if len({*lowest}) > 1 else None

@@ -158,11 +158,11 @@ class TokensJob:
 def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash limit of the held-out split: documents with a lower hash are held out.
 
-    `records` describe the encoded parts of the corpus, which were split at the limit `below`. The
-    result is `below`, except in two cases:
-    - If a split is empty, the result moves one distinct document into this split.
-    - If the held-out split is smaller than its minimum, the result adds documents until the split
-      has the minimum size, but at most LARGEST_SHARE of the corpus.
+    `records` describe the parts of the corpus, which were encoded with `below` as limit. Return
+    `below`, except in two cases:
+    - If one split is empty, return a limit that gives this split one distinct document.
+    - If the held-out split is too small, return a higher limit, so that the split has its minimum
+      size but at most LARGEST_SHARE of the corpus.
     Raises DataError if the corpus has fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]

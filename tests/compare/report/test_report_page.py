@@ -145,7 +145,7 @@ def test_report_figures_have_legend_with_label_of_every_curve():
         assert style.colour in figures["Held-out sample loss"], name
 
 
-def test_caption_of_gradient_norm_figure_names_parameter_group():
+def test_caption_of_gradient_norm_figure_mentions_parameter_group():
     text = html_of("four variants")
     for group in ("attention", "embedding", "ffn"):
         assert f"L2 norm over the parameters of the group {group}." in text
@@ -277,7 +277,7 @@ def with_baseline(comparison: Comparison) -> Comparison:
     return comparison
 
 
-def test_loss_gap_curve_pairs_runs_by_seed():
+def test_loss_gap_curve_compares_runs_with_equal_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]

@@ -307,7 +307,7 @@ INCOMPARABLE = {
         INCOMPARABLE.items(),
     ),
 )
-def test_comparison_names_config_key_that_makes_runs_incomparable(tmp_path, override, key):
+def test_comparison_mentions_config_key_that_makes_runs_incomparable(tmp_path, override, key):
     found = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
     assert list(found.differences) == [key]
     standard, _ = labels(found)
@@ -318,7 +318,7 @@ def test_comparison_names_config_key_that_makes_runs_incomparable(tmp_path, over
 
 
 @pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
-def test_comparison_names_run_json_entry_that_makes_runs_incomparable(tmp_path, fact):
+def test_comparison_mentions_run_json_entry_that_makes_runs_incomparable(tmp_path, fact):
     other = {fact: "0123456789abcdef"}
     runs = [("standard", 4.0), ("diff_v2", 3.0, other), ("standard seed=1", 4.0, other)]
     found = compare(written(tmp_path, *runs))
@@ -459,7 +459,7 @@ def test_loss_gap_uses_only_seeds_common_to_variant_and_baseline(tmp_path):
     assert said(found, "gap of gated to standard is unknown")
 
 
-def test_loss_gap_pairs_runs_by_seed_and_init_seed(tmp_path):
+def test_loss_gap_compares_runs_with_equal_seed_and_init_seed(tmp_path):
     one = "model.init_seed=1"
     runs = [("standard", 4.0), (f"standard {one}", 5.0), ("gated", 3.9), (f"gated {one}", 4.9)]
     found = compare(written(tmp_path, *runs))

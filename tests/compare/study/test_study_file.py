@@ -111,7 +111,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim: V2's", "claim: [V2's", "is not YAML: "),
     ],
 )
-def test_error_about_invalid_study_file_names_the_invalid_key(tmp_path, old, new, said):
+def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, new, said):
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
         load_study(written(tmp_path, GOOD.replace(old, new, 1)))
@@ -153,7 +153,7 @@ def test_study_command_prints_one_error_line_for_wrong_arguments(
     assert printed.err.count("\n") == 1
 
 
-def test_error_about_invalid_config_of_arm_names_the_arm(tmp_path, capsys):
+def test_error_about_invalid_config_of_arm_mentions_the_arm(tmp_path, capsys):
     path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
     assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
     assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err

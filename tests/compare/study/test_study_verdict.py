@@ -174,7 +174,7 @@ def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     assert found.would_be == "refuted"
 
 
-def test_exploratory_verdict_names_config_key_that_was_edited_after_runs(tmp_path):
+def test_exploratory_verdict_mentions_config_key_that_was_edited_after_runs(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")

@@ -185,7 +185,7 @@ def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path,
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
     ],
 )
-def test_error_for_invalid_trend_rule_names_the_key(tmp_path, old, new, said):
+def test_error_for_invalid_trend_rule_mentions_the_key(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", TOKENS.replace(old, new))
     assert said in str(caught.value)
