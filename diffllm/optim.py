@@ -80,7 +80,8 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
     The rate rises linearly to `lr` in `warmup_steps` steps, and later falls to `min_lr_ratio * lr`.
     With schedule=cosine, the rate falls as half a cosine directly after warm-up. With schedule=wsd,
-    the rate first stays at `lr`, and falls linearly over the last `decay_fraction * steps` steps.
+    the rate stays at `lr` after warm-up, then falls linearly over the last
+    `decay_fraction * steps` steps.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -156,8 +157,8 @@ class Guard:
     """Decides which optimizer updates to skip, without a transfer of tensors to the CPU.
 
     A loss is a spike if it is more than `sigmas` standard deviations above the mean of the last
-    `window` finite losses. With fewer finite losses so far, no loss is a spike. The same rule
-    defines spikes of the gradient norm.
+    `window` finite losses. Before there are `window` finite losses, no loss is a spike. The same
+    rule defines spikes of the gradient norm.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):

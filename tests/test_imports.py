@@ -177,7 +177,7 @@ TRAINING = (
 """Layers of modules in `training`; a module imports only from earlier layers."""
 
 
-def test_training_package_imports_only_heldout_from_evaluation_package():
+def test_training_package_imports_only_heldout_module_of_evaluation_package():
     files = modules("training")
     assert len(files) > 10
     for path in files:

@@ -150,7 +150,7 @@ def test_config_keys_similar_to_secret_names_are_accepted():
 
 
 @pytest.mark.parametrize("key", ["wandb.project", "run.name", "data.cache_dir", "seed"])
-def test_override_with_environment_variable_is_refused(key: str, monkeypatch) -> None:
+def test_override_that_reads_environment_variable_is_refused(key: str, monkeypatch) -> None:
     """The value could be a secret, and would appear in config.yaml or in an error."""
     monkeypatch.setenv("SOME_NAME", SECRET)
     with pytest.raises(ConfigError, match="interpolation is not allowed") as caught:

@@ -102,7 +102,7 @@ def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
     return [(file, function) for file, function in json.loads(printed[-1])]
 
 
-def test_training_step_enters_limited_number_of_source_files(tmp_path):
+def test_training_step_calls_code_in_limited_number_of_source_files(tmp_path):
     calls = calls_of_a_step(tmp_path)
     assert calls[0] == ("distributed/watch.py", "reached")
     assert {"train_step", "forward", "judge"} <= {function for _, function in calls}

@@ -83,9 +83,9 @@ def list_incomplete(directory: Path) -> list[Path]:
 def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the newest undamaged checkpoint directory in `paths`, which is sorted oldest first.
 
-    Print a warning for each damaged checkpoint that is newer than the result. Ignore checkpoints
-    that training deletes during the check. If no other checkpoint exists, return None. Raises
-    CheckpointError if other checkpoints exist and all of them are damaged.
+    Print a warning for each damaged checkpoint that is newer than the result. Training may delete
+    checkpoints during the check; ignore the deleted checkpoints. If no checkpoint remains, return
+    None. Raises CheckpointError if checkpoints remain and all of them are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -115,8 +115,8 @@ def check_checkpoint(path: Path) -> None:
 def find_checkpoint(run: Path, step: int = 0) -> Path:
     """Return the checkpoint directory of training step `step` in the run directory `run`.
 
-    Step 0 selects the newest undamaged checkpoint. Raises CheckpointError if the checkpoint is
-    missing or damaged.
+    If `step` is 0, return the newest undamaged checkpoint directory. Raises CheckpointError if the
+    checkpoint of step `step` is missing or damaged, or if the run has no undamaged checkpoint.
     """
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:

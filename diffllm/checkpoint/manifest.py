@@ -176,8 +176,8 @@ STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(Non
 def faults(path: Path, checksums: bool = True) -> list[str]:
     """Compare the files in a checkpoint directory with manifest.json, and check state.json.
 
-    state.json is checked only if all files match. Return one error message per problem. If
-    `checksums` is False, compare only the file sizes with manifest.json.
+    Return one error message per problem. The content of state.json is checked only if all files
+    match. If `checksums` is False, compare only the file sizes with manifest.json.
     """
     if problems := verify(path, checksums):
         return problems
@@ -203,10 +203,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a `state` entry that training needs to resume is missing or invalid.
+    """Raise CheckpointError if `state` lacks a valid value that is required to resume training.
 
-    `state` is the parsed state.json of the checkpoint directory `path`. If `state["loop"]` is None,
-    the checkpoint contains only parameters, and no error is raised.
+    `state` is the parsed state.json of the checkpoint directory `path`; these values are in
+    `state["loop"]`. If `state["loop"]` is None, the checkpoint contains only parameters, and no
+    error is raised.
     """
     loop = state["loop"]
     if loop is None:

@@ -82,9 +82,10 @@ class Checkpointer:
 
     Args:
         directory: directory with the checkpoints of the run.
-        step: training step at which the run starts or resumes. Checkpoints of later steps that
-            already exist must be damaged: the run would otherwise resume from one of them. The
-            Checkpointer does not delete these checkpoints, and `cfg.keep_last` does not count them.
+        step: training step at which the run starts or resumes. If checkpoints of later steps exist
+            at this time, they must be damaged: the run would otherwise resume from one of them.
+            The Checkpointer does not delete these checkpoints, and they do not count as newest
+            checkpoints for `cfg.keep_last`.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -118,8 +119,9 @@ class Checkpointer:
         marks the last save of the run.
 
         If the last checkpoint of the run cannot be written, `save` or `wait` raises AgreedByAll on
-        all ranks. If another checkpoint cannot be written, rank 0 prints a warning and training
-        continues. If the run directory was removed, `save` raises AgreedByAll in both cases.
+        all ranks. If an earlier checkpoint cannot be written, rank 0 prints a warning and training
+        continues. If the run directory was removed, `save` raises AgreedByAll on all ranks for
+        every checkpoint.
         """
         self.wait()
         self.since = monotonic()
@@ -190,7 +192,8 @@ class Checkpointer:
         """Write state.json and manifest.json, rename `hidden`, and delete old checkpoints.
 
         Runs on rank 0. Returns the reason why the save failed, or None after success. `parts` has
-        one entry per rank: sizes and checksums of the rank's files, or why the rank's write failed.
+        one entry per rank. If the rank wrote its files, the entry contains their sizes and
+        checksums; otherwise, it is the error message.
         """
         final, files = checkpoint_path(self.directory, step), Manifest()
         try:

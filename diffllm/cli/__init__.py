@@ -67,11 +67,12 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins that plugins=[...] in `words` names, for the command `name`.
+    """Import the plugin modules that the word plugins=[...] in `words` lists.
 
-    If `name` is in COMPOSE and `words` contains --config-dir DIR, also register DIR as a directory
-    of YAML files; return `words` without --config-dir DIR. Otherwise, return `words` unchanged. If
-    `name` is in NO_PLUGINS, import nothing.
+    `words` are the arguments of the command `name`. If `name` is in NO_PLUGINS, only return `words`
+    unchanged. If `name` is in COMPOSE and `words` contains --config-dir DIR, also register DIR as a
+    directory of YAML files, and return `words` without --config-dir DIR. Otherwise, return `words`
+    unchanged.
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
@@ -122,9 +123,9 @@ def interrupt(text: str, number: int, frame: FrameType | None) -> None:
 
 
 def report_error(error: UserError, hint_text: str) -> None:
-    """Print an error on stderr; on rank 0, also print `hint_text`.
+    """Print `error` on stderr; on rank 0, add `hint_text`.
 
-    If all ranks raise the same error, only rank 0 prints it.
+    Ranks other than 0 print nothing if `error` is of a type that all ranks raise together.
     """
     rank = own_rank()
     if rank == 0:

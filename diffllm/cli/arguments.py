@@ -33,9 +33,10 @@ def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
     Args:
         text: description of the field in --help.
         metadata: bounds of the value, such as least=1 (see `core.bounds`), or these properties.
-            `path=True`: check and expand the value as a path. `flag=True`: --name or --name VALUE
-            sets the field. `words="plain"`: the field also collects words without a key, such as
-            file names. `words="overrides"`: the field collects words that match no other field.
+            `path=True`: check and expand the value as a path. `flag=True`: the command line sets
+            a bool field with --name, and a field of another type with --name VALUE.
+            `words="plain"`: the field also collects words without a key, such as file names.
+            `words="overrides"`: the field collects words that match no other field.
     """
     metadata["help"] = text
     if default == []:
@@ -113,8 +114,9 @@ def required(f: "Field[Any]") -> bool:
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
     """Yield (key, value as text) for each word of `argv`.
 
-    `known` maps keys to dataclass fields. If a field is declared with `words=` (see `argument`),
-    the words that this field collects get its key. Raises ConfigError if no field accepts a word.
+    `known` maps keys to dataclass fields. A field that `argument` declares with `words=` collects
+    words without a key of `known`; each of these words is yielded with the key of this field.
+    Raises ConfigError if no field accepts a word.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"
@@ -144,4 +146,6 @@ def write_out(out: str | Path, content: str | bytes) -> None:
     try:
         replace_file(Path(out), content)
     except OSError as error:
-        raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"out={out} cannot be written: {error.strerror}; choose another out=FILE"
+        ) from None

@@ -45,7 +45,9 @@ def attention_map_command(argv: list[str]) -> None:
     tokens = tokenizer.encode(args.prompt)
     most = min(cfg.model.seq_len, MOST_TOKENS)
     if not 0 < len(tokens) <= most:
-        raise ConfigError(f"prompt has {len(tokens)} tokens; allowed are 1 to {most} tokens")
+        raise ConfigError(
+            f"prompt has {len(tokens)} tokens, but must have 1 to {most} tokens; change the prompt"
+        )
     if args.out and Path(args.out).suffix.lower() not in FORMATS:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)

@@ -83,9 +83,9 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
 def count(cfg: TrainConfig) -> dict[str, Any]:
     """Count parameters, training FLOPs per token and bytes of KV cache per token (bf16) of a model.
 
-    Return the counts by name, such as "total_params". cfg.visible_keys is the mean number of tokens
-    that a query sees. If it is None, a query sees all tokens of the sequence up to its own
-    position.
+    Return the counts by name, such as "total_params". The FLOPs depend on `cfg.visible_keys`, the
+    mean number of tokens that a query sees. If it is None, a query sees all tokens of the sequence
+    up to its own position.
     """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
@@ -112,7 +112,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Format the visible keys per query for a title; return "" if documents are not masked."""
+    """Return a title suffix with the visible keys per query; "" if documents are not masked."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:

@@ -7,13 +7,13 @@ signal; all other keys i have noise x_i, e_i ~ N(0, 1), all independent. The log
     map 2:   0       at s,   sigma (rho x_i + sqrt(1 - rho^2) e_i)    elsewhere
 
 With p = softmax(map 1) and q = softmax(map 2) the weights are w = p - lambda q; lambda = 0 is
-standard attention. For values that are uncorrelated between keys and of RMS 1,
+standard attention. Let m = p.q / |q|^2 and r = |p - m q|, with products and norms over i != s. For
+values that are uncorrelated between keys and of RMS 1, the signal-to-noise ratio (SNR) and the
+lambda with the largest SNR are
 
     SNR(lambda) = w_s / sqrt(sum over i != s of w_i^2)
                 = (p_s - lambda q_s) / sqrt(r^2 + |q|^2 (lambda - m)^2)
-    lambda*     = m - q_s r^2 / (|q|^2 (p_s - m q_s)),    the best lambda
-
-where m = p.q / |q|^2 and r = |p - m q|, with products and norms over i != s.
+    best lambda = m - q_s r^2 / (|q|^2 (p_s - m q_s))
 """
 
 import json
@@ -62,10 +62,9 @@ class NoiseFloorArguments:
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
-    """Return five numbers for one sample of the noise: p_s, q_s, m, r^2 and |q|^2.
+    """Return the five numbers that determine the SNR for one sample of the noise.
 
-    p_s and q_s are the weights of map 1 and map 2 on the signal. The module docstring defines m,
-    r and |q|^2.
+    The numbers are p_s, q_s, m, r^2 and |q|^2; the module docstring defines them.
 
     `noise1` and `noise2` (n - 1,) are the logits of both attention maps at all keys except the
     signal; `signal` is the logit of map 1 at the signal.
@@ -80,12 +79,11 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
 
 
 def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
-    """Sample the noise; return the five numbers of `reduce_maps` as an array (5, points, draws).
-
-    All points use the same random numbers, so that curves over the points are smooth.
+    """Sample the noise; return the five numbers of `reduce_maps` for each point and each sample.
 
     `points` are pairs (number of keys, noise amplitude). `correlation` is the correlation between
-    the noise of the two attention maps.
+    the noise of the two attention maps. The result has shape (5, number of points, cfg.draws). All
+    points use the same random numbers, so that curves over the points are smooth.
     """
     maps = np.empty((5, len(points), cfg.draws))
     most = max(keys for keys, _ in points) - 1

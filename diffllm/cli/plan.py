@@ -51,8 +51,8 @@ def plan_command(argv: list[str]) -> None:
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     """Return memory (bytes), times (seconds), FLOPs and settings of the plan `made`, for JSON.
 
-    If `made` does not fit into memory, `change` is a plan with other settings that fits. `change`
-    is None if `made` itself fits, or if no plan fits.
+    If `made` does not fit into memory, `change` is a plan with other settings that fits, or None
+    if no plan fits. If `made` fits, `change` is None.
     """
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)

@@ -105,7 +105,8 @@ def study_command(argv: list[str]) -> int:
         return 0
     if argv[:1] != ["run"]:
         raise ConfigError(
-            f"diffllm study {' '.join(argv[:1])}: use diffllm study run or diffllm study verdict"
+            f"unknown command {' '.join(['diffllm study', *argv[:1]])!r}; use diffllm study run "
+            "or diffllm study verdict"
         )
     args = parse(StudyRunArguments, argv[1:], STUDY)
     launcher = [w for w in args.study if w.startswith(("hydra/launcher=", "hydra.launcher."))]
@@ -239,9 +240,9 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print how often a pilot recommends too few seeds, if it is as large as the pilot in `found`.
+    """Print how often pilots of the same size as a given pilot recommend too few seeds.
 
-    `found` is the first result of `power_numbers`.
+    `found` is the first result of `power_numbers` for the given pilot.
     """
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [

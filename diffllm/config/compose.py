@@ -195,9 +195,9 @@ OmegaConf.register_new_resolver(
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
     """Make an override of steps, max_tokens or epochs replace the run length from YAML files.
 
-    If such an override exists, set max_tokens and epochs in `cfg` to None unless they have an
-    override. Raises ConfigError if overrides set two of the three keys, or if `cfg` still contains
-    both max_tokens and epochs.
+    If one of the three keys has an override, set max_tokens and epochs in `cfg` to None, except
+    for the key with the override. Raises ConfigError if more than one of the three keys has an
+    override, or if `cfg` still contains both max_tokens and epochs.
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:

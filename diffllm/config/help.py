@@ -188,7 +188,10 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return the comment in the variant's YAML file; if it has none, the docstring of its class."""
+    """Return the comment in the variant's YAML file.
+
+    If the file has no comment, return the first docstring paragraph of the class of `config`.
+    """
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 

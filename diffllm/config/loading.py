@@ -87,7 +87,8 @@ def check_keys_of_match(cfg: TrainConfig) -> None:
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "the mean number of tokens that a query sees; set data.document_lengths, or set "
-            "data.visible_keys to the visible_keys in summary.json of a run on this corpus, or set "
-            f"data.visible_keys={(cfg.seq_len + 1) / 2} to count FLOPs without document masks"
+            "the mean number of tokens that a query sees; set data.document_lengths or "
+            "data.visible_keys. A value for data.visible_keys is in summary.json of a run on this "
+            f"corpus. With data.visible_keys={(cfg.seq_len + 1) / 2}, FLOPs are counted without "
+            "document masks"
         )

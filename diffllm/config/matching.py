@@ -20,10 +20,11 @@ UNITS = {"params": "parameters", "flops": "FLOPs per token"}
 
 @dataclass
 class Matched:
-    """Feed-forward widths and costs of a model and of its target model (prefix `target_`).
+    """Feed-forward widths and costs of a model and of its target model.
 
-    `target` is the target's attention variant. Both widths are values of the model key `key`:
-    "ffn_dim" or "moe.expert_dim". `by` is the matched cost: "params" or "flops".
+    Fields with the prefix `target_` belong to the target model, and `target` is the name of its
+    attention variant. `ffn_dim` and `target_ffn_dim` are values of the model key `key`: "ffn_dim"
+    or "moe.expert_dim". `by` is the matched cost: "params" or "flops".
     """
 
     target: str = MISSING
@@ -64,9 +65,9 @@ def match(
     """Solve the feed-forward width at which `model` costs as much as a target model.
 
     The target model is `model` with the attention `target_attention`. If the two models cost the
-    same, keep the width. Otherwise, round the exact solution to the nearest multiple of 64. If the
-    costs then differ by more than TOLERANCE, round to a multiple of 32, 16 or 8 instead. Raises
-    ConfigError if the costs differ by more than TOLERANCE at all four widths.
+    same, keep the width. Otherwise, compute the width with equal costs, and round this width to a
+    multiple of 64, 32, 16 or 8: the first of these at which the costs differ by at most TOLERANCE.
+    Raises ConfigError if the costs differ by more than TOLERANCE at all four rounded widths.
 
     Args:
         target: name of the target variant.
@@ -94,9 +95,9 @@ def match(
                 break
         else:
             raise ConfigError(
-                f"{key}: no model.{name} gives {wanted:,.0f} {unit} within "
-                f"{float(TOLERANCE):.1%} (the closest, model.{name}={width}, gives "
-                f"{own[by]:,.0f}); choose a config with a larger model.{name}"
+                f"{key}: no model.{name} gives {wanted:,.0f} {unit} with an error of at most "
+                f"{float(TOLERANCE):.1%}. The closest value, model.{name}={width}, gives "
+                f"{own[by]:,.0f}; choose a config with a larger model.{name}"
             )
     return Matched(
         target=target, target_params=round(goal["params"]), target_ffn_dim=start,

@@ -153,7 +153,8 @@ def compose_with_origin(words: list[str]) -> DictConfig:
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
     """Return overrides that set the model, attention and tokenizer of `origin`.
 
-    Skip each of the three if the user's overrides, `given` as {key: value}, already choose it.
+    `given` contains the user's overrides as {key: value}. If they already choose the model, the
+    attention or the tokenizer, the result does not set it.
     """
     words = []
     if "model" not in given:

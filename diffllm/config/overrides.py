@@ -39,8 +39,9 @@ ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
-    """Raise ConfigError if an override contains ${...} other than ${key} and ${of_steps:...}.
+    """Raise ConfigError if an override contains a disallowed interpolation.
 
+    The allowed forms of ${...} are ${key} and ${of_steps:...}.
     `where` is the start of the error message, for example a file name.
     """
     for word in words:
@@ -143,8 +144,8 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     """Return the override of the data source that other overrides imply.
 
     For example, return ["data=files"] for data.paths=... Return [] if an override sets data or
-    data.source, or if the overrides imply no source other than that of `cfg`. Raises ConfigError
-    if the overrides imply two sources.
+    data.source, if no override implies a source, or if `cfg` already has the implied source.
+    Raises ConfigError if the overrides imply two sources.
     """
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
@@ -210,7 +211,10 @@ def one_line(error: BaseException) -> str:
 
 
 class Removed(NamedTuple):
-    """A config key that no longer exists; a saved config may set it only to `default`."""
+    """A config key that no longer exists.
+
+    A saved config may still contain this key, but only with the value `default`.
+    """
 
     default: Any
     instead: str
@@ -233,7 +237,7 @@ def removal(key: str, detail: str = "") -> str:
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a saved config without removed keys.
 
-    Raises ConfigError if the value of a removed key is not its former default.
+    Raises ConfigError if a removed key has another value than its former default.
     """
     kept = {}
     for name, value in saved.items():

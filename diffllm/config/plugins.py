@@ -88,7 +88,8 @@ def sources(name: str, place: Path, base: Path) -> set[Path]:
                 todo += [] if installed else imported_files(file, base)
     if not found:
         raise ConfigError(
-            f"module {name} is in an archive; unpack the archive, because runs record source files"
+            f"module {name} must not be in an archive, because runs record source files; "
+            "unpack the archive"
         )
     return found
 
@@ -242,8 +243,8 @@ def imported(name: str) -> ModuleSpec:
 def plugin_module(name: str) -> str:
     """Return the module of the entry point `name`, or `name` if no entry point has this name.
 
-    Raises ConfigError if several modules have an entry point `name`, or if another module is itself
-    called `name`.
+    Raises ConfigError if entry points called `name` refer to several modules, or if there is also a
+    module called `name` outside the package of the entry point.
     """
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):

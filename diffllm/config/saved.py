@@ -40,8 +40,8 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     """Compare the plugin versions of a run with those of this process; see `version_changes`.
 
-    If `needs_all` is true, a plugin that this process has not imported counts as changed. If
-    `needs_all` is false, ignore this plugin.
+    Plugins of the run that this process has not imported count as changed if `needs_all` is true,
+    and are ignored if `needs_all` is false.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
@@ -99,7 +99,7 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Return the error message that `path` is not a run directory.
+    """Return the error message for a `path` that is not a run directory.
 
     `missing` is the file or directory that `path` lacks. If `path` exists, the message lists runs
     inside `path`; otherwise, the message suggests run directories with similar names.

@@ -202,8 +202,9 @@ class TrainConfig:
             own = moe.n_experts // expert
             if all(size % shard for size in (own, moe.expert_dim, self.model.dim)):
                 raise ConfigError(
-                    f"parallel.shard={shard} must divide at least one of: {own} experts per rank, "
-                    f"model.moe.expert_dim={moe.expert_dim}, model.dim={self.model.dim}"
+                    f"parallel.shard={shard} must divide at least one of these: the number of "
+                    f"experts per rank ({own}), model.moe.expert_dim={moe.expert_dim}, "
+                    f"model.dim={self.model.dim}; choose another parallel.shard"
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
@@ -221,7 +222,7 @@ class TrainConfig:
         micro = self.micro_batch_size or share
         if share % micro:
             raise ConfigError(
-                f"micro_batch_size={micro} must divide the {share} sequences per rank"
+                f"micro_batch_size={micro} must divide {share}, the number of sequences per rank"
             )
         return micro, share // micro
 

@@ -21,8 +21,8 @@ READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": P
 class SimilarConfigs:
     """Reader for the configs of many runs.
 
-    If several files differ only in the values of the keys in READ, such as the seed, parse only
-    one of these files.
+    The files of similar runs differ only in the values of the keys in READ, such as the seed. Only
+    one of these files is parsed in full.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class SimilarConfigs:
 def split(text: str) -> tuple[str, dict[str, str] | None]:
     """Split a config.yaml into (text without the values of the keys in READ, {key: value}).
 
-    If a key in READ is missing, or if its value is not a plain number or path, return None
-    instead of the dict.
+    The dict contains the removed values. If a key in READ is missing, or if its value is not a
+    plain number or path, return None instead of the dict.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

@@ -27,7 +27,10 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
     nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """Compose a YAML node. Raises ValueError for a tag or more than MOST_NODES nodes."""
+        """Compose a YAML node.
+
+        Raises ValueError for a tag, or if the file has more than MOST_NODES keys and values.
+        """
         event, before = self.peek_event(), self.nodes
         if isinstance(event, yaml.AliasEvent):
             if not hasattr(self.anchors.get(event.anchor), "size"):
@@ -102,10 +105,10 @@ PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
 
 
 def with_recipe(word: str) -> list[str]:
-    """Replace the override data=FILE.yaml by one override for each key in FILE.yaml.
+    """Return the overrides that replace the command-line override `word`.
 
-    If `word` does not have the form data=FILE.yaml, return [word]. Raises ConfigError for a missing
-    or invalid file.
+    If `word` has the form data=FILE.yaml, return one override for each key in FILE.yaml. Otherwise,
+    return [word]. Raises ConfigError for a missing or invalid file.
     """
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
@@ -129,7 +132,7 @@ def printed_override(key: str, value: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Write a value from a YAML file in the syntax of Hydra overrides."""
+    """Return a value from a YAML file as text in the syntax of Hydra overrides."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):

@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape unprintable characters, such as control characters; do not escape those in `kept`."""
+    """Escape unprintable characters, such as control characters, except those in `kept`."""
     return "".join(
         c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
     )
@@ -92,10 +92,10 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Return the number in `text`, which Hydra has rejected, in Python's notation.
+    """Rewrite the number in `text` in Python's notation, for example "10M" as "10e6".
 
-    For example, return "10e6" for "10M". Return "" if `text` already has this notation or is not a
-    number. Also return "" if the message `error` does not ask for a number.
+    Hydra has rejected `text` with the message `error`. Return "" if this message does not ask for a
+    number. Also return "" if `text` already has Python's notation or is not a number.
     """
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
@@ -130,7 +130,7 @@ class ConfigError(UserError):
 
 
 class InUseError(ConfigError):
-    """A directory that another process has locked."""
+    """An attempt to use a directory that another process has locked."""
 
 
 class DataError(UserError):

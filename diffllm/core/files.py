@@ -1,6 +1,6 @@
 """Atomic writes, reads of untrusted files, locks between processes, and paths from users.
 
-A symbolic link is rejected as a file of a run, but accepted as a path from a user.
+Symbolic links are rejected for files that a run has written, but accepted for paths from users.
 """
 
 import difflib
@@ -72,7 +72,10 @@ def check_absent(path: Path, key: str) -> None:
 
 
 def check_length(path: Path, shown: str) -> None:
-    """Raise ConfigError, with a message that begins with `shown`, if a path or name is too long."""
+    """Raise ConfigError if `path`, or a file or directory name in it, is too long.
+
+    The error message begins with `shown`.
+    """
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
         raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
@@ -81,7 +84,10 @@ def check_length(path: Path, shown: str) -> None:
 
 
 def why_no_file(path: Path) -> str:
-    """Return why a path is not a regular file, or "" if the file is regular or missing."""
+    """Return why `path` is not a regular file, such as "is a symbolic link, not a file".
+
+    Return "" if `path` is a regular file or missing.
+    """
     try:
         mode = path.lstat().st_mode  # one call: another process may create or delete the file
     except (FileNotFoundError, NotADirectoryError):
@@ -107,8 +113,8 @@ def readable(file: Path) -> Iterator[None]:
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
     """Open a regular file with `os.open` and `flags`; return the file descriptor.
 
-    Raises OSError if the file is not regular, and for a symbolic link unless `follow` is true. A
-    named pipe does not block the call.
+    Raises OSError if the file is not regular or cannot be opened. If `follow` is false, also raises
+    OSError for a symbolic link. The call does not block, even for a named pipe.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -365,7 +371,7 @@ def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None
 
 
 def sync(path: Path) -> None:
-    """Call fsync for a file or for the entries of a directory. Raises OSError."""
+    """Call fsync for a file or for the entries of a directory. Raises OSError on failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -121,8 +121,8 @@ class Table:
     def text(self, width: int | None = None) -> list[str]:
         """Return the header and the rows as lines of text with aligned columns.
 
-        If the table is wider than `width` characters, print the first cell of each row on a
-        separate line. If `width` is None, keep each row on one line.
+        If the table is wider than `width` characters, the first cell of each row is on a line
+        above the other cells. If `width` is None, each row is on one line.
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -148,10 +148,7 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
     def csv(self) -> str:
-        """Return the table as CSV text with the `value` of each cell.
-
-        If the `value` is None, use the `text` of the cell.
-        """
+        """Return the table as CSV text with the `value` of each cell; if it is None, the `text`."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)

@@ -194,7 +194,7 @@ class DataConfig(TextConfig):
             )
 
     def check_current(self) -> None:
-        """Raise ConfigError for a setting of an older version that training no longer supports."""
+        """Raise ConfigError for a setting with which only an older version of diffllm can train."""
 
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))

@@ -1,4 +1,4 @@
-"""Held-out sequences for evaluation during training, and held-out documents for the final one.
+"""Held-out data: sequences for evaluation during training, documents for the final evaluation.
 
 Symbols in shapes: n documents, r sequences, T tokens per sequence, b sequences per batch.
 """
@@ -59,9 +59,10 @@ class HeldoutDocuments:
         """Concatenate the documents, cut them into sequences, and yield the batches of this rank.
 
         A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
-        each. Over all ranks, each token is a target exactly once, except context tokens. An EOS
-        precedes the first document as input. Context and padding have target -1; padding has
-        document index 0. All ranks get equally many batches; padding sequences fill the last ones.
+        each. Over all ranks, each token is a target exactly once, except context tokens. The first
+        input of the first sequence is an EOS. At positions of context tokens and padding, the
+        target is -1. At positions of padding, the document index is 0. All ranks get equally many
+        batches; the last batches are filled with padding sequences.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -158,7 +159,9 @@ def heldout_documents(
             one sequence.
     """
     if tokens is not None and not tokens > 0:
-        raise ConfigError(f"heldout_documents: tokens={tokens} must be above 0, or None for all")
+        raise ConfigError(
+            f"heldout_documents: tokens={tokens} must be above 0; for all documents, use None"
+        )
     check_counts(least=1, most=1 if most is None else most)
     tokens = len(stream) if tokens is None else min(tokens, len(stream))
     if most is None and tokens == len(stream):

@@ -35,9 +35,9 @@ from diffllm.data.verified import usable
 class FilesStream:
     """Tokens [start, stop) of the concatenated token files `paths`.
 
-    `tokenizer` is (vocabulary size, EOS id). `indexes` maps the path of each index file to the size
-    and hash that `prepare_tokens` found. The constructor raises DataError if a token file is
-    unusable or an index file has changed.
+    `tokenizer` is (vocabulary size, EOS id). `indexes` maps the path of each index file of a token
+    file to the size and hash that `prepare_tokens` found. The constructor raises DataError if a
+    token file is unusable or an index file has changed.
     """
 
     split: str
@@ -73,7 +73,8 @@ class FilesStream:
 class ImportedData(TokenData):
     """Corpus of the token files `paths`; the cache contains only the tokenizer and the manifest.
 
-    `indexes` maps the path of each index file to the size and hash that `prepare_tokens` found.
+    `indexes` maps the path of each index file of a token file to the size and hash that
+    `prepare_tokens` found.
     """
 
     paths: tuple[str, ...]
@@ -94,8 +95,9 @@ class ImportedData(TokenData):
         stream = FilesStream(name, self.paths, tokenizer, start, stop, self.indexes)
         if len(stream.whole) != total:
             raise DataError(
-                f"{', '.join(self.paths[:3])}: found {len(stream.whole):,} tokens, but the first "
-                f"run found {total:,}; delete {self.directory} to count the tokens again"
+                f"{', '.join(self.paths[:3])}: the number of tokens was {total:,} in the first "
+                f"run, but is now {len(stream.whole):,}; restore the original files, or delete "
+                f"{self.directory} to count the tokens again"
             )
         return stream
 
@@ -119,7 +121,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     if not paths:
         raise DataError(
             f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file; "
-            "data=files reads text files"
+            "for text files, set data=files"
         )
     beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
     paths = [path for path in paths if path not in beside]
@@ -164,9 +166,8 @@ def manifest_of(
     cut = document_end(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
     if cut >= length:
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: no document begins in the last {share:.2%} of the "
-            "tokens, so no document can be held out; increase "
-            f"data.heldout_fraction={fraction} to more than {share:.4g}"
+            f"{', '.join(map(str, paths[:3]))}: no document can be held out, because none begins "
+            f"in the last {share:.2%} of the tokens; set data.heldout_fraction above {share:.4g}"
         )
     counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}

@@ -61,7 +61,7 @@ class TrainLoader:
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size="
-                f"{micro_batch_size} times world_size={world_size}"
+                f"{micro_batch_size} times world_size={world_size}; change one of these sizes"
             )
         self.samples, self._start = samples, 0
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size

@@ -52,9 +52,10 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return the number of samples per source after the first `samples` samples of the segment.
+        """Return how many samples each source has provided up to a position in this segment.
 
-        The samples of all earlier segments of the run are included.
+        The position is given by `samples`, the number of samples since the start of the segment.
+        The returned numbers include the samples of all earlier segments.
         """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
@@ -65,7 +66,7 @@ class MixtureOrder:
 
     Args:
         segments: pairs (index of the first sample, weights of the sources), in ascending order.
-        before: number of samples per source before the first segment; () for none.
+        before: number of samples per source before the first segment; () means 0 for each source.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class MixtureOrder:
     def reaches(self, source: int, most: float) -> int | None:
         """Return the number of mixture samples after which `source` has provided `most` samples.
 
-        The number follows from the weights alone and is rounded down. Return None if the source
-        never provides `most` samples.
+        The number is computed from the weights and rounded down, so it may differ slightly from the
+        number in the exact order. Return None if the source never provides `most` samples.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -212,7 +213,7 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
 def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
     """Divide a run of `samples` samples of `seq_len` tokens into segments with constant weights.
 
-    Returns pairs (first sample, weights of the sources), one pair per segment. With
+    Returns one pair per segment: (index of the first sample, weights of the sources). With
     data.between=linear, at most 256 segments lie between two points of the curriculum. Each of
     these segments uses the weights interpolated at its midpoint.
     """
@@ -270,8 +271,9 @@ def limited(
             left = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
             if not any(left):
                 raise ConfigError(
-                    f"data.sources: after {end:,} of {last:,} samples of the run, all sources with "
-                    "a weight reach epochs_at_most; increase epochs_at_most or shorten the run"
+                    f"data.sources: the run needs {last:,} samples, but no data is left after "
+                    f"sample {end:,}, because all sources with a weight reach epochs_at_most; "
+                    "increase epochs_at_most or shorten the run"
                 )
             later.append((start, as_shares(left)))
         plan = [segment for segment in plan if segment[0] < end] + later

@@ -107,8 +107,8 @@ class Bins:
 def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
     """Cut each document of a stream into pieces of at most `seq_len` tokens, in stream order.
 
-    Yields (3, k) int64 arrays with one column per piece. The rows are: position of the first token
-    in the stream, length, and number of tokens of the document before the piece.
+    Yields (3, k) int64 arrays with one column per piece. The rows are: position of the piece in the
+    stream, length of the piece, and position of the piece in its document.
     """
     document = place = 0  # start of the unfinished document, and of its next piece
     for stop, ends in document_ends(stream, eos_id):

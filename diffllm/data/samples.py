@@ -43,9 +43,10 @@ class ShuffledSequences:
         self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return the samples with the m numbers `samples` as (inputs, targets), (m, T) int64 each.
+        """Return the m samples with these numbers as (inputs, targets), (m, T) int64 each.
 
-        A DataError is returned, because PyTorch adds a traceback to the message of a raised error.
+        If the data is unreadable, return a DataError instead of raising it, because PyTorch adds a
+        traceback to the message of a raised error.
         """
         places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
         try:

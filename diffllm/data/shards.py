@@ -186,7 +186,10 @@ def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fr
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Return the entropy in nats of a token distribution; `counts` is (vocab_size,)."""
+    """Return the entropy in nats of a token distribution.
+
+    `counts`, (vocab_size,), contains the number of occurrences of each token id.
+    """
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

@@ -35,8 +35,8 @@ class FileArray:
     ) -> None:
         """Open a file of numbers of type `dtype`.
 
-        Raises DataError if the file is too short. Without `count`, raises DataError also if the
-        last number is incomplete.
+        Raises DataError if the file is too short. If `count` is None, also raises DataError if the
+        last number in the file is incomplete.
 
         Args:
             offset: number of bytes before the first number.
@@ -105,7 +105,10 @@ class FileArray:
 
 
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
-    """Open a cache file of `dtype` numbers; raise DataError if `sha256` is not the file hash."""
+    """Open a cache file as an array of `dtype` numbers.
+
+    Raises DataError if the SHA-256 of the file differs from `sha256`.
+    """
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
     with usable(path):
         if not matches(path, sha256) or identity_of(path) != array.identity:

@@ -9,8 +9,8 @@ In Megatron's format, NAME.bin contains the tokens. NAME.idx contains, in this o
 - (D,) int64: index of the first sequence of each document, then S
 
 In datatrove's format, which Nanotron also reads, NAME.ds contains the tokens. NAME.ds.index
-contains the end of each document (uint64). The first line of NAME.ds.metadata ends with the number
-of bytes per token.
+contains, for each document, the number of tokens up to its end (uint64). The first line of
+NAME.ds.metadata ends with the number of bytes per token.
 """
 
 import hashlib
@@ -114,8 +114,8 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     # Check only a sample of ends: reading all ends at every start would take too long.
     if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
         raise DataError(
-            f"{path}: its index file ends at token {ends[-1]:,}, but the file has {len(file):,} "
-            "tokens; create both files again"
+            f"{path} does not match its index: the index ends at token {ends[-1]:,}, but the file "
+            f"has {len(file):,} tokens; create both files again"
         )
     last = [int(file.content[end - 1]) == eos_id for end in ends if end]
     if all(last):
@@ -123,7 +123,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     if any(last):
         raise DataError(
             f"{path}: only {sum(last)} of {len(last)} documents end with token {eos_id}, the EOS "
-            "of the tokenizer; check data.tokenizer"
+            "of the tokenizer, but all or none must; check data.tokenizer"
         )
     return WithEnds(file, eos_id)
 
@@ -164,7 +164,8 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
 def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     """Open a datatrove token file NAME.ds and its index; raise DataError for an unusable file.
 
-    If NAME.ds.metadata is missing, a token has 2 bytes for `vocab_size` <= 2**16, else 4 bytes.
+    If NAME.ds.metadata is missing, the token size is assumed: 2 bytes if `vocab_size` <= 2**16,
+    otherwise 4 bytes.
     """
     size = "2" if vocab_size <= 2**16 else "4"
     metadata = path.with_name(f"{path.name}.metadata")
@@ -173,7 +174,8 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
             size = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
         if size not in DATATROVE_TYPES:
             raise DataError(
-                f"{metadata}: the number of bytes per token is {size!r}, but must be 2 or 4"
+                f"{metadata}: the number of bytes per token is {size!r}, but must be 2 or 4; "
+                "create the token file again"
             )
     content = FileArray(path, DATATROVE_TYPES[size])
     index = path.with_name(f"{path.name}.index")

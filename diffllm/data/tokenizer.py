@@ -140,10 +140,10 @@ class Tokenizer:
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 of all vocabulary pieces, ordered by token id, and of an encoded fixed text.
+        """SHA-256 of all vocabulary pieces, ordered by token id, and of the ids of a fixed text.
 
-        The ids of the fixed text depend on how the model normalises text. The model file is not
-        hashed, because training twice on the same text can write different files.
+        The ids of this text show how the model normalises text. The model file is not hashed,
+        because training twice on the same text can write different files.
         """
         processor = self._processor
         facts = (
@@ -178,7 +178,10 @@ class FastTokenizer(Tokenizer):
         vocabulary = self._fast.get_vocab()
         self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
         if self.vocab_size > 2**24:
-            raise DataError(f"{path}: largest token id {self.vocab_size - 1} must be below {2**24}")
+            raise DataError(
+                f"{path}: the largest token id {self.vocab_size - 1} must be below {2**24}; "
+                "choose another tokenizer"
+            )
         self.eos_token = find_eos(path, vocabulary)
         self.eos_id = int(vocabulary[self.eos_token])
 
@@ -202,8 +205,8 @@ def find_eos(path: Path, vocabulary: dict[str, int]) -> str:
     """Return the EOS token of the tokenizer.json file `path`.
 
     The EOS is `eos_token` in the tokenizer_config.json of the same directory. If that key or file
-    is missing, the EOS is the first token of USUAL_ENDS that `vocabulary`, a map of tokens to ids,
-    contains. Raises DataError if `vocabulary` does not contain the EOS.
+    is missing, the EOS is the first token of USUAL_ENDS that `vocabulary` contains. `vocabulary`
+    maps tokens to ids. Raises DataError if it does not contain the EOS.
     """
     config = path.with_name(FAST_CONFIG)
     try:

@@ -26,12 +26,13 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """Exchange row counts between ranks; return the sizes of the following exchange of rows.
 
-    Returns (send, receive, table): rows to send to each rank, rows to receive from each rank, and
-    rows to receive per sending rank and expert of this rank, (n, E/n). The host waits for the
-    device, because the exchange of rows needs these numbers on the host.
+    Returns (send, receive, table). `send` and `receive` are lists: the number of rows to send to
+    each rank, and to receive from each rank. `table` is a tensor (n, E/n): the number of rows to
+    receive from each rank for each expert of this rank. The host waits for the device, because the
+    exchange of rows needs the lists on the host.
 
     Args:
-        counts: number of this rank's rows for each expert, (E,) int64.
+        counts: number of this rank's rows for each of the E experts, (E,) int64.
         rows: not used, but part of the signature `Splits`.
         mesh: the n ranks between which the experts are divided.
     """
@@ -62,8 +63,9 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Divide the experts of a layer between ranks; the forward pass then exchanges tokens.
 
     Each rank stores E/n of the E experts. The parameters, each (E, ...), become DTensors. The
-    forward pass keeps its signature. Arguments: this rank's token rows (M, D) sorted by expert, the
-    router weight of each row (M,), the number of rows per expert (E,). Result: (M, D).
+    forward pass keeps its signature. Its arguments are the M token rows of this rank, (M, D), which
+    are sorted by expert; the router weight of each row, (M,); and the number of rows per expert,
+    (E,). It returns one output per row, (M, D).
 
     Args:
         experts: module with the experts, changed in place.

@@ -83,8 +83,9 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     def placement(param: nn.Parameter) -> Shard | None:
         """Return the dimension in which FSDP2 shards `param`; None means dimension 0.
 
-        For weights (E, out, in), return the first dimension whose size is divisible by the number
-        of ranks, or None without such a dimension. For all other parameters, return None.
+        For a parameter with three dimensions, such as expert weights, return the first dimension
+        whose size is divisible by the number of ranks. If there is no such dimension, or for any
+        other parameter, return None.
         """
         if param.ndim != 3:
             return None
@@ -103,9 +104,9 @@ def wrap_forward(
 ) -> None:
     """Add checkpointing and torch.compile to `layer.forward`, each if its argument is true.
 
-    If `one_graph` is true, torch.compile is added last and must produce a single graph. `one_graph`
-    must be false if the layer exchanges tokens between ranks: torch.compile is then added first and
-    may produce several graphs.
+    If `one_graph` is true, torch.compile is added last and must produce a single graph. Otherwise,
+    torch.compile is added first and may produce several graphs. `one_graph` must be false if the
+    layer exchanges tokens between ranks.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
@@ -203,8 +204,8 @@ def empty_copies(
 
     Args:
         params: parameters of one module by name.
-        adjacent: names of parameters with shapes (E, F_i, D). Their new tensors are slices of one
-            tensor with shape (E, F_1 + F_2 + ..., D).
+        adjacent: names of three-dimensional parameters whose shapes may differ only in dimension 1.
+            Their new tensors are slices of one tensor along dimension 1.
     """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
     neighbours = [name for name in adjacent if name in params]

@@ -127,7 +127,8 @@ def choose_mode(mode: str) -> None:
     """Set the variable MKL_CBWR, the reproducibility mode of MKL, to `mode`.
 
     Do nothing if the user has set MKL_CBWR, or if `mode_in_force` has been called.
-    Also set DIFFLLM_MKL_CBWR to `mode`: equal values show that the user did not set MKL_CBWR.
+    Also set DIFFLLM_MKL_CBWR to `mode`. If both variables have the same value, the user did not set
+    MKL_CBWR.
     """
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:

@@ -72,10 +72,12 @@ class ParallelConfig:
         if over or (rest > 1 and -1 not in (replicate, shard)):
             experts = f" x parallel.expert={expert}" if expert != 1 else ""
             multiple = "a multiple of " if -1 in (replicate, shard) else ""
-            start = f"; torchrun --nproc-per-node={fixed} starts them" if world_size == 1 else ""
+            start = "change the number of processes, or change these keys"
+            if world_size == 1:
+                start = f"torchrun --nproc-per-node={fixed} starts them"
             raise ConfigError(
                 f"parallel.replicate={replicate} x parallel.shard={shard}{experts} needs "
-                f"{multiple}{fixed} processes, not {world_size}{start}"
+                f"{multiple}{fixed} processes, not {world_size}; {start}"
             )
         return rest if replicate == -1 else replicate, rest if shard == -1 else shard, expert
 

@@ -27,8 +27,8 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """Installs handlers of SIGTERM, SIGUSR1 and SIGINT; `close` restores the previous handlers.
 
-    The handler stores the number of the signal in `received`. Before training, `deferred` is False,
-    and the first signal raises StoppedEarly. A SIGINT after any earlier signal raises
+    The handler stores the number of the signal in `received`. If `deferred` is False, as it is
+    before training, the first signal raises StoppedEarly. A SIGINT after any earlier signal raises
     KeyboardInterrupt. In all other cases the handler raises nothing.
     """
 
@@ -100,8 +100,8 @@ class Agreement:
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
         """Start to combine the flags of all ranks; return the combined flags of the previous call.
 
-        On the first call, no returned flag is set. If the world size is 1, return the flags of this
-        call instead. Every rank must call this once per step.
+        The first call returns flags that are not set. If the world size is 1, each call returns its
+        own flags instead. Every rank must call this once per step.
 
         Args:
             save: whether a checkpoint is due.

@@ -141,9 +141,9 @@ class Watch:
     def blame(self, error: BaseException) -> None:
         """Inform other ranks of `error`, which ends this process.
 
-        If `error` comes from a failed collective, there are two cases. If a signal has stopped
-        another rank, raise StoppedEarly; otherwise print which rank is missing or has failed, and
-        exit. After any other error, return; a process that still runs 10 seconds later is killed.
+        If `error` does not come from a failed collective, return; if this process still runs 10
+        seconds later, it is killed. After a failed collective, raise StoppedEarly if a signal has
+        stopped another rank. Otherwise, print which rank is missing or has failed, and exit.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return

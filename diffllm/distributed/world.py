@@ -66,10 +66,10 @@ class World:
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """Return both results of `choose` on rank 0, and (first result, None) on other ranks.
+        """Call `choose` on rank 0; return its first result on every rank.
 
-        Only rank 0 calls `choose`. The first result must be a JSON value. See
-        `broadcast_from_rank0` for errors and for `key`.
+        Also return its second result on rank 0, and None on the other ranks. The first result must
+        be a JSON value. See `broadcast_from_rank0` for errors and for `key`.
         """
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
@@ -209,7 +209,11 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 
 
 class Calls(NamedTuple):
-    """The oldest pending collective of this process or, if none is pending, the newest."""
+    """The last collectives of this process.
+
+    All fields except `newest` describe one collective: the oldest pending collective or, if none
+    is pending, the newest collective.
+    """
 
     name: str = ""
     """Operation and input shapes, such as 'gloo:all_reduce of [3]'; "" without collectives."""
@@ -225,7 +229,7 @@ class Calls(NamedTuple):
 
 
 def recorded() -> Calls:
-    """Return which collective is pending or newest, according to torch's flight recorder.
+    """Return the `Calls` of this process, according to torch's flight recorder.
 
     Any thread may call this.
     """

@@ -218,7 +218,7 @@ def score_rows(
 
 
 def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question; compute the KV cache of the shared prefix only once."""
+    """Yield each question's scores; compute the KV cache of the contexts' common prefix once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -390,9 +390,9 @@ def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def shares(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
-    """Return, for each value of `field` in `lines`, the share of correct lines with this value.
+    """Group `lines` by their value of `field`; return the share of correct lines in each group.
 
-    `field` is a key of the lines, such as "depth".
+    `field` is a key of the lines, such as "depth". The result maps each value to a share.
     """
     values = sorted({str(line[field]) for line in lines})
     return {v: share([line for line in lines if str(line[field]) == v], "correct") for v in values}

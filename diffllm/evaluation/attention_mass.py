@@ -73,8 +73,8 @@ class AttentionMass(Evaluation):
         asked = [each for each in made if each[1].evidence is not None]
         if not asked:
             raise ConfigError(
-                f"{self.name}: the examples of the task {self.task.name} have no evidence; "
-                "choose a task with evidence (docs/attention_mass.md)"
+                f"{self.name}: the examples of the task {self.task.name} have no evidence, the "
+                "text that contains the answer; choose another task (docs/attention_mass.md)"
             )
         contexts = [question.context for _, _, question in asked]
         kinds = [kinds_of(example, question, subject.tokenizer) for _, example, question in asked]
@@ -158,7 +158,8 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
     if TARGET not in kinds:
         raise ConfigError(
             f"tasks: an example has evidence=({start}, {end}), but needs 0 <= start < end <= "
-            f"{len(example.prompt)}, the length of the prompt in characters"
+            f"{len(example.prompt)}; set evidence to the range of characters of the prompt that "
+            "contains the answer"
         )
     return kinds
 
@@ -171,8 +172,11 @@ def measure_batch(
     The keys of a dict are:
     - "maps": for each attention map by name, the shares of target, filler and sink in each layer,
       as means over heads.
-    - "heads": the share of the target in each layer and head.
-    - "no key": the missing weight (see `shares_of`) in each layer, as a mean over heads.
+    - "heads": the share of the target in each layer and head, for the map that multiplies the value
+      vectors.
+    - "no key": the missing weight of this map in each layer, as a mean over heads.
+
+    `shares_of` defines shares and missing weight.
 
     Args:
         contexts: the token ids of each context.
@@ -206,8 +210,9 @@ def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     missing weight of 0. Missing weight counts as weight of the sink. The shares are the parts of
     target, filler and sink in the sum of |weight|. If this sum is 0, all shares are 0.
 
-    The shares of the last map have the key EFFECTIVE. For differential attention, the dict also
-    contains the key SIGNED: the sum of the signed weights of the difference map for each kind.
+    The shares are a dict by name of the map; the key of the last map is EFFECTIVE. For differential
+    attention, the dict also contains the key SIGNED: the sum of the signed weights of the
+    difference map for each kind.
 
     Args:
         maps: attention weights of one query (B, h, T), by name of the map. The last map multiplies
@@ -235,7 +240,7 @@ def rounded(values: Tensor) -> list[Any]:
 
 
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
-    """Select in each layer the head with the largest share, averaged over the examples.
+    """Select in each layer the head with the largest mean share over the examples.
 
     Return the shares of the selected heads (n, L), and the index of the selected head per layer.
 
@@ -302,7 +307,10 @@ class Sample:
 
 
 def group_sums(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sum the rows of `columns` (n, K) that have the same group number in `groups` (n,)."""
+    """Sum the rows of each group; return one row per group, with the K columns of `columns`.
+
+    `columns` has shape (n, K). `groups` contains the group number of each row, (n,).
+    """
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 

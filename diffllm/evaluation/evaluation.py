@@ -155,11 +155,11 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
     """Read the first line of each results file of a run.
 
-    Returns a dict from the step to a dict from the name of the evaluation to the first line. Skip
-    unreadable or invalid files.
+    Returns a nested dict with the first lines as values: {step: {name of the evaluation: line}}.
+    Skip unreadable or invalid files.
 
     Args:
-        problems: dict to which the skipped files are added: from the error message to the paths.
+        problems: dict to which the skipped files are added, as {error message: paths}.
         step: step of the checkpoint whose results are read; 0 selects all checkpoints.
     """
     found: dict[int, dict[str, Line]] = {}

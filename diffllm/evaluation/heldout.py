@@ -43,7 +43,7 @@ def heldout_loss(
     the same number of forward passes on all ranks.
 
     Args:
-        batches: inputs and targets of this rank, each (b, T) int64 with b <= shape[0].
+        batches: inputs and targets of this rank, int64, each with at most B rows of T tokens.
         shape: (B, T) of every forward pass; smaller batches are padded with ignored targets.
         rounds: number of forward passes per rank, at least the number of batches.
         documents: function that returns the document boundaries of inputs (B, T) on the CPU. They
@@ -68,9 +68,9 @@ def heldout_loss(
 
 
 def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
-    """Return the next batch and None, or `empty` and the DataError if reading fails.
+    """Return (next batch, None); if reading raises a DataError, return (`empty`, this error).
 
-    If no batch remains, return `empty` and None.
+    If no batch remains, return (`empty`, None).
     """
     try:
         return next(batches, empty), None

@@ -101,10 +101,11 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the attention maps of an attention module, and lambda, gate or sink if it has them.
+    """Compute the attention maps of an attention module, and its lambda, gate or sink, if any.
 
-    An attention variant has at most one of these three. The result contains one value of it for
-    each query and head: lambda, the mean gate, or the sink (1 minus the sum of the weights).
+    An attention variant has at most one of these three. If it has one, the result also contains a
+    value for each query and head: lambda, the mean gate, or the sink (1 minus the sum of the
+    weights).
 
     Args:
         x: normalised input of the attention module, (B, T, D).
@@ -178,10 +179,11 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def heads_per_row(n_heads: int, height: float, width: float) -> int:
-    """Return how many heads to draw in each row, so that all rows have equally many heads.
+    """Return how many heads to draw in each row of a figure with `n_heads` heads.
 
-    Choose the number for which the width of the figure is closest to 1.4 times its height.
-    `height` and `width` are the size of the drawing of one head in inches.
+    The result divides `n_heads`. Among the divisors, choose the one for which the width of the
+    figure is closest to 1.4 times its height. `height` and `width` are the size of the drawing of
+    one head in inches.
     """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))

@@ -227,9 +227,9 @@ def measure_outliers(
 class Outliers(Evaluation):
     """Evaluation that stores the outlier statistics of each layer.
 
-    A score is the maximum of one statistic over all layers. Scores of logits are maxima over layers
-    and attention maps. For example, the score "hidden top_1" is the largest |x| of all elements x
-    of the hidden states.
+    The statistics of hidden states and logits have scores. A score is the maximum of one statistic
+    over all layers, and for logits also over all attention maps. For example, the score "hidden
+    top_1" is the largest |x| of all elements x of the hidden states.
     """
 
     name = "outliers"

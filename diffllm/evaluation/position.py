@@ -154,7 +154,7 @@ def sums(
 
 
 def octave(number: int) -> str:
-    """Return the bin of a number: "0", "1", "2-3", "4-7", "8-15" or a later range."""
+    """Return the name of a number's bin: "0", "1", "2-3", "4-7", "8-15", "16-31" and so on."""
     if number < 2:
         return str(number)
     low = 1 << number.bit_length() - 1
@@ -164,8 +164,8 @@ def octave(number: int) -> str:
 def bin_sort_key(name: str) -> tuple[int, float]:
     """Return a key that sorts the names of bins.
 
-    Names such as "8-15" come first, by number. Other names follow, with the name "first" at the
-    end.
+    Names of number ranges, such as "8-15", are sorted by number. Names without numbers come
+    after them, and the name "first" is the last one.
     """
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

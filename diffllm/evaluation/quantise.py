@@ -111,7 +111,7 @@ def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) ->
 
 
 class Arm(NamedTuple):
-    """A quantisation setting; weights or activations with the value None are not rounded."""
+    """A quantisation setting: how to round weights and activations; None means no rounding."""
 
     name: str
     weights: Rounding | None = None
@@ -154,8 +154,8 @@ class Quantise(Evaluation):
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
             raise DataError(
-                f"no token of the first {asked} held-out sequences counts in the loss; "
-                f"set limit above {asked}"
+                f"the loss ignores all tokens of the first {asked} held-out sequences, because "
+                f"they belong to prompts; set limit above {asked}"
             )
         found: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:

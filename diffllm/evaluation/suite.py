@@ -65,8 +65,9 @@ def chosen(
 ) -> tuple[list[Evaluation], Asked]:
     """Return the chosen evaluations, and an `Asked` that contains their levels of difficulty.
 
-    If `names` is empty, return the evaluations of `suite`, otherwise those in `names`. Raises
-    ConfigError for an unknown name or suite, or if `levels` are given for several evaluations.
+    The chosen evaluations are those in `names` or, if `names` is empty, all evaluations of `suite`.
+    Raises ConfigError if a name or the suite is unknown, or if `levels` is not empty and several
+    evaluations are chosen.
 
     Args:
         names: names of tasks or evaluations, or paths of .jsonl or .ndjson files of examples.
@@ -88,8 +89,8 @@ def chosen(
 def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
     """Find an evaluation by its name, by the name of a task, or by the path of a file of examples.
 
-    Raises ConfigError for an unknown name; the error lists `known`, or all names if `known` is
-    empty.
+    Raises ConfigError for an unknown name. The message lists the allowed names: those in `known`
+    or, if `known` is empty, the names of all tasks and evaluations.
     """
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
@@ -180,7 +181,8 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
     for name, level in cfg.eval.levels.items():
         if name not in by_name:
             raise ConfigError(
-                f"eval.levels: {name} must be a task of eval.suites={cfg.eval.suites}"
+                f"eval.levels: {name} must be a task of eval.suites={cfg.eval.suites}; "
+                f"add {name} to eval.suites, or remove it from eval.levels"
             )
         found[by_name[name]] = levels_of(level, f"eval.levels: {name}")
     return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None

@@ -307,8 +307,8 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
 def source_text(source: TextConfig) -> str:
     """Return a text that describes a source of training data.
 
-    The text contains the hub dataset and its revision or, for files, the first 5 file names. If
-    `source` has neither, the text is the value of `source.source`.
+    For a hub dataset, the text contains its name and revision; for files, the first 5 file names.
+    Otherwise the text is the kind of the corpus, for example "stdlib".
     """
     if source.dataset:
         revision = f" at revision {source.revision}" if source.revision else ""

@@ -79,9 +79,9 @@ ROPE_KEYS = (
 def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the settings in `given`, with defaults from `known` for missing settings.
 
-    A value in `known` is the default, or a tuple of choices that begins with the default. Raises
-    ValueError for an unknown setting or an invalid value. In the message, `where` and a dot
-    precede the name of the setting.
+    A value in `known` is the default of a setting, or a tuple of all allowed values with the
+    default first. Raises ValueError for an unknown setting or an invalid value. The message names
+    the setting as "<where>.<setting>".
     """
     for key, value in given.items():
         if key not in known:
@@ -306,7 +306,8 @@ def stored(
 ) -> tuple[Tensor, Tensor]:
     """Append keys and values to the cache of continuous batching; return all keys and values.
 
-    Supports transformers before 5.24, where `cache.update` has other arguments and results.
+    Also supports versions of transformers before 5.24, whose `cache.update` has other arguments
+    and results than that of later versions.
     """
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(k, v, layer_idx, kwargs=kwargs)
@@ -486,9 +487,10 @@ class DiffV2Attention(Attention):
         return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
-        """Return lambda: a float if it is constant and not learned, otherwise a float32 tensor.
+        """Return lambda: a float32 tensor if lambda is learned, otherwise a float.
 
-        The tensor broadcasts to (B, T, H/2, 1).
+        The tensor has the shape (B, T, H/2, 1), or (1, 1, H/2, 1) if lambda is the same for all
+        tokens.
         """
         if self.form == "none":
             return 1.0
@@ -539,7 +541,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(moe["n_experts"]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return indices and weights, (N, k) each, of the selected experts for tokens x (N, D)."""
+        """Select k experts for each of N tokens x (N, D); return indices (N, k), weights (N, k)."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.moe["score"] == "softmax" else logits.sigmoid()
         experts = (scores + self.bias.float()).topk(self.moe["top_k"], sorted=False).indices
@@ -558,9 +560,9 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(n, hidden_size, width))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of expert outputs for tokens x (N, D), as (N, D).
+        """Return the weighted sum of the outputs of k experts for each of N tokens x, (N, D).
 
-        `experts` and `weights`, (N, k) each, are the results of `Router.forward`.
+        `experts` (indices) and `weights`, (N, k) each, are the results of `Router.forward`.
         """
         out = torch.zeros_like(x)
         for expert in experts.unique().tolist():

@@ -50,9 +50,9 @@ def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
     """Draw the query positions of the attention probe in training step `step`.
 
-    The sequence without its first token is divided into N equal segments, and one position is drawn
-    in each segment. N is the smaller of `cfg.probe_queries` and `seq_len`. Return the positions,
-    (N,) int64 on the CPU, or None if `cfg.probe_interval` is 0.
+    Return N positions, (N,) int64 on the CPU, or None if `cfg.probe_interval` is 0. N is
+    `cfg.probe_queries`, but at most `seq_len`. The sequence without its first token is divided into
+    N equal segments, and one position is drawn in each segment.
     """
     if not cfg.probe_interval:
         return None
@@ -110,8 +110,8 @@ def expert_load(counts: Tensor) -> Stats:
 def named_values(stats: Stats) -> dict[str, float]:
     """Return all values by name, such as "context_rms/layer_03" or "lambda_head_01/layer_03".
 
-    Layers and heads are numbered from 0. A statistic with fewer layers than others belongs to the
-    last layers: in some models with experts, the first layers have no experts.
+    Layers and heads are numbered from 0. If a statistic has values for fewer layers than others,
+    the values belong to the last layers: in some models, the first layers have no experts.
     """
     if not stats:
         return {}

@@ -59,7 +59,7 @@ class RunLog:
 
 
 class Copied:
-    """Stream wrapper that also passes text to `copy`, unless the text moves the cursor."""
+    """Stream wrapper that calls `copy` with all written text that does not move the cursor."""
 
     def __init__(self, stream: Any, copy: Callable[[str], None]):
         self.stream, self.copy = stream, copy
@@ -118,9 +118,9 @@ class Display:
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
         """Print the metrics of a logged step.
 
-        On a terminal, update the progress bar, and print a line above the bar for some of the
-        steps: about one screen of lines in the whole run. In other output and in the log, every
-        logged step has a line.
+        On a terminal, update the progress bar. Some of the steps, and all steps with a held-out
+        loss, also print a line above the bar. In other output and in the log, every logged step
+        has a line.
 
         Args:
             values: metrics by name, such as "train/loss".
@@ -184,7 +184,7 @@ def evaluation_texts(values: Mapping[str, Any]) -> list[str]:
 
 
 def bits_per_byte(values: Mapping[str, Any], split: str) -> str:
-    """Format `values["<split>/bits_per_byte"]`, such as " (0.98 b/B)"; "" if it is missing."""
+    """Return the metric `<split>/bits_per_byte` as text, such as " (0.98 b/B)"; "" if missing."""
     value = values.get(f"{split}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
 

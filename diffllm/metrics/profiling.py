@@ -37,10 +37,10 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Write a torch.profiler trace of the configured steps to a file in `directory`.
+    """Writes a torch.profiler trace of the configured steps to a file in `directory`.
 
-    The step before the first traced step is the profiler's warm-up. After the file is written, the
-    function `say` is called with a message that contains the file's path.
+    The step before the first traced step is the profiler's warm-up. `say` is a function that prints
+    a message. It is called with a message that contains the file's path, after the file is written.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):

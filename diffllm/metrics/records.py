@@ -33,7 +33,7 @@ LARGEST = 1e40
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read the summary.json of a run that ended without divergence; return None for other runs."""
+    """Read the summary.json of a run; return None if the run has not ended, or if it diverged."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 
@@ -76,7 +76,10 @@ def finite(value: Any) -> float | None:
 
 
 def check_record(name: str, content: dict[str, Any]) -> None:
-    """Raise ValueError if a field of the file `name` (see FIELDS) is invalid in `content`."""
+    """Raise ValueError if a field is invalid in `content`, the content of the file `name`.
+
+    The checked fields of a file are those in FIELDS.
+    """
     for field, kind in FIELDS[name].items():
         value = content.get(field)
         missing = value is None and name == "saved.json"

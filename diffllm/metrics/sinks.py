@@ -109,7 +109,7 @@ class MetricsFile:
             line = self.waiting[0]
             try:
                 if self.file.write(line) != len(line):
-                    raise OSError("a line was written only in part; check the free disk space")
+                    raise OSError("the last line was written only in part; free some disk space")
             except OSError as error:
                 with contextlib.suppress(OSError):
                     self.file.truncate(self.size)  # remove an incomplete line

@@ -7,9 +7,9 @@ line to the values of n previous steps. The distance d of the value at step s fr
     d = (value - line at s) / sqrt(1 + h),   h = 1 / n + (s - mean)^2 / sum((step - mean)^2)
 
 The sum is over the n previous steps, and "mean" is the mean of their step numbers. If values vary
-around a line with normal noise, the quotient of d and the root mean square of m previous distances
-follows Student's t distribution with m degrees of freedom. `as_normal` converts the quotient to a
-standard normal deviate, so that a threshold of SIGMAS has the same rate of false alarms at all
+around a line with normal noise, d divided by the root mean square of the distances of m previous
+steps follows Student's t distribution with m degrees of freedom. `as_normal` converts the quotient
+to a standard normal deviate, so that a threshold of SIGMAS has the same rate of false alarms at all
 steps. NaN and infinity are always spikes.
 """
 
@@ -74,8 +74,8 @@ class SpikeCounter:
         """Return counts and shares of spikes by name.
 
         "total" is the number of spikes, and "score" is their share of all values. "rolling_total"
-        and "rolling_score" cover only the last `window` values. "judged" is the number of all
-        values except the first `least` finite values, which cannot be spikes.
+        and "rolling_score" cover only the last `window` values. "judged" is the number of values
+        that could be spikes: all values except the first `least` finite values.
         """
         rolling = sum(self.recent)
         return {
@@ -174,11 +174,11 @@ class EventCounter:
         return False
 
     def _exclude(self, spike: bool) -> bool:
-        """Omit the current value from the line through recent values; return `spike`.
+        """Omit the current value, a spike or a drop, from the fit of the line; return `spike`.
 
-        `spike` is True if the value is above the line, and False if the value is below the line.
-        The first spike, and each spike more than APART steps after the previous spike, is a new
-        event. After more than APART omitted values in a row, the line begins anew.
+        `spike` is True for a spike and False for a drop. The first spike, and each spike more than
+        APART steps after the previous spike, is counted as a new event. After more than APART
+        omitted values in a row, the fit starts again without previous values.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:

@@ -54,14 +54,17 @@ class Unfailing:
 class Result(Unfailing):
     """Wrapper of standard output that raises an exception if a write fails.
 
-    Raises ReaderGone if the reading process, such as `head`, has exited; otherwise UserError.
+    The exception is ReaderGone if the process that reads standard output, such as `head`, has
+    exited. For all other failures it is UserError.
     """
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, BrokenPipeError):
             raise ReaderGone from error
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot write to standard output: {reason}") from error
+        raise UserError(
+            f"cannot write to standard output: {reason}; check the file that receives the output"
+        ) from error
 
 
 def open_closed_descriptors() -> None:

@@ -10,8 +10,8 @@ from diffllm.core.typed import made
 class VisibleKeys:
     """Counts of attention queries and of the keys that they see, summed over the ranks of a run.
 
-    All counts are 0 if documents are not masked, because `seq_len` then determines the visible
-    keys.
+    If documents are not masked, all counts stay 0: nothing is counted, because the number of
+    visible keys then follows from `seq_len`.
     """
 
     keys: int = 0

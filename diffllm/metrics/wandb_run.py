@@ -36,7 +36,7 @@ HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 class WandbMode(Enum):
     """Mode of wandb.
 
-    `resolve_mode` replaces auto by the environment variable WANDB_MODE, or by online or offline.
+    The mode auto is replaced by another mode at the start of a run, see `resolve_mode`.
     """
 
     auto = "auto"

@@ -13,10 +13,11 @@ from diffllm.model.rope import RopeConfig
 
 
 class InitMatch(Enum):
-    """How to scale the initial output projections `wo` to match a model with standard attention.
+    """How to scale the initial values of the output projections `wo`.
 
     none: no scaling.
-    write: scale so that each layer's attention output has the same RMS as with standard attention.
+    write: scale so that the attention output of each layer initially has the same RMS as in a model
+        with standard attention.
     """
 
     none = "none"

@@ -112,7 +112,7 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the ascending indices of the full tensor's rows in a local block: (n,) int64.
+    """Return the indices in the full tensor of the rows of a local block: (n,) int64, ascending.
 
     All dimensions except the last are flattened to rows. In a vector, each value is a row.
 
@@ -131,10 +131,10 @@ def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) ->
 def fill_normal(
     values: Tensor, std: float, truncate: float | None, generator: torch.Generator
 ) -> None:
-    """Draw `values` from N(0, std^2) in place: (n,), contiguous, float32, on the CPU.
+    """Fill `values` in place with random numbers from N(0, std^2).
 
-    If `truncate` is given, values of magnitude above `truncate * std` are drawn again until no such
-    value is left.
+    `values` is (n,), contiguous, float32, on the CPU. If `truncate` is given, values of magnitude
+    above `truncate * std` are drawn again until no such value is left.
     """
     values.normal_(0.0, std, generator=generator)
     if truncate is None:

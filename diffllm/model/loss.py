@@ -46,7 +46,9 @@ class Loss(NamedTuple):
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute nll, z and the gradient of nll + z_weight * z with respect to the logits.
+    """Compute the loss terms nll and z of a chunk of n tokens, and a gradient.
+
+    The gradient is that of nll + z_weight * z with respect to the logits of the chunk.
 
     Args:
         hidden: (n, D).

@@ -69,9 +69,9 @@ class RopeConfig:
         if self.scaling is not RopeScaling.linear:
             if self.original_seq_len is None or self.original_seq_len < 1:
                 raise ConfigError(
-                    f"model.rope.scaling={self.scaling.name} needs "
-                    f"model.rope.original_seq_len of at least 1, not {self.original_seq_len}; "
-                    "set the context length of the original model"
+                    f"model.rope.original_seq_len={self.original_seq_len} must be at least 1 for "
+                    f"model.rope.scaling={self.scaling.name}; set it to the context length of the "
+                    "original model"
                 )
             if self.theta <= 1:
                 raise ConfigError(

@@ -78,7 +78,10 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack each statistic of the last layer into one tensor over all layers that have it."""
+    """Stack the statistics of all layers: one tensor per statistic name of the last layer.
+
+    A layer that lacks a statistic is not in the tensor of this statistic.
+    """
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
@@ -113,10 +116,10 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 
     `x` (B, T, D) is the input of attention. `aux` contains the queries "q" and keys "k". The
     effective map is the last map of `attention.maps`: the difference map in differential attention,
-    and the only softmax map otherwise.
+    and otherwise the only map, a softmax map.
     Returns float32 tensors by name:
 
-    - attn_logit_top1: largest logit q k / sqrt(d) of a visible key.
+    - attn_logit_top1: largest logit q k / sqrt(d) over all visible keys, heads and sequences.
     - attn_entropy: mean `entropy` of the softmax maps.
     - sink_mass: mean weight of the first visible key in the effective map; may be negative.
     - attn_negative_share: mean `negative_share` of the effective map.

@@ -134,7 +134,8 @@ class Transformer(nn.Module):
             caches: one KV cache per layer, for decoding; `tokens` follow the cached tokens.
             diagnose: with targets, also return statistics of each layer.
             documents: if given, attention stays within each document, where positions start at 0.
-            last: positions (B,) or (B, n) int64; return logits (B, V) or (B, n, V) only for these.
+            last: positions (B,) or (B, n) int64; if given, return only the logits at these
+                positions, (B, V) or (B, n, V).
             probe: (N,) int64; query positions at which `diagnose` also measures attention maps.
             by_token: with targets, return only the loss of each token, (B, T) float32.
         """
@@ -331,10 +332,11 @@ def write_factors(
 ) -> list[float]:
     """Return one factor per layer for the initial `wo`, to match a decoder with baseline attention.
 
-    The two decoders differ only in their attention, `cfg.attention` and `baseline`. If each `wo` of
-    the decoder of `cfg` is multiplied by its factor, the attention outputs of each layer have the
-    same RMS in both decoders for the input `tokens` (B, T) int64. The function builds both decoders
-    in float32, one layer at a time. If `documents` is given, queries see only keys of the same
+    The decoder of `cfg` and the baseline decoder differ only in their attention, `cfg.attention`
+    and `baseline`. After each `wo` of the decoder of `cfg` is multiplied by its factor, the
+    attention outputs of each layer have the same RMS in both decoders. The RMS is measured on the
+    input `tokens` (B, T) int64. The function builds both decoders in float32, one layer at a time.
+    If `documents` is given, queries see only keys of the same
     document. Raises ConfigError if a factor is not positive and finite.
     """
     device = tokens.device
@@ -358,7 +360,7 @@ def write_factors(
             raise ConfigError(
                 f"model.init_match=write cannot scale layer {i}: the RMS of the initial attention "
                 f"output is {written.item():.3g} in this model and {wanted.item():.3g} in the "
-                "baseline, but must be positive and finite; set model.init_match=none"
+                "baseline, but both must be positive and finite; set model.init_match=none"
             )
         block.attention.wo.weight.mul_(factor)
         x, _ = with_write(block, x, positions, documents, tokens)

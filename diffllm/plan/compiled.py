@@ -138,7 +138,7 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, RMSNorm and the output weight's gradient take as much memory as on a GPU.
+    """In this context, RMSNorm and `loss.add_weight_gradient` take as much memory as on a GPU.
 
     RMSNorm outside compiled code and `loss.add_weight_gradient` are replaced by functions that
     allocate memory but compute nothing.

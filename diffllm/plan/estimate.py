@@ -379,9 +379,10 @@ def merged(values: Iterable[Words]) -> Words:
 def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
     """Return a copy of `plan` with the additional overrides `words` and a simulated step.
 
-    Return None if the changed config is invalid for the number of GPUs. Return `plan` itself if
-    parameters, gradients and optimizer state alone exceed the GPU memory, and `words` set neither
-    `gpus` nor a key of `parallel`. `say` receives a message before the simulation.
+    If the changed config is invalid for the number of GPUs, return None. If parameters, gradients
+    and optimizer state alone exceed the GPU memory, only changes of `gpus` or of a key of
+    `parallel` can help; for other `words`, return `plan` itself. `say` receives a message before
+    the simulation.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer

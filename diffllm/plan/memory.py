@@ -49,10 +49,11 @@ class Call(NamedTuple):
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective that the torch operation `func` starts; None if `func` sends no data.
+    """Return the collective that the torch operation `func` starts.
 
-    `args` are the positional arguments of `func`, and `out` is its result. Raises
-    NotImplementedError if `func` communicates but is not in `Collective`.
+    Return None if `func` sends no data to another rank. `args` are the positional arguments of
+    `func`, and `out` is its result. Raises NotImplementedError if `func` communicates but is not in
+    `Collective`.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None

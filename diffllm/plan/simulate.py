@@ -119,8 +119,8 @@ class MeasuredTraining:
     def step(self, micro_batches: int) -> Step:
         """Run one training step; return its memory and collectives.
 
-        The step runs at most SIMULATED micro-batches. The returned list of collectives repeats
-        those of the first micro-batch, so that the list covers all `micro_batches`.
+        The step runs at most SIMULATED of the `micro_batches`. For each micro-batch that does not
+        run, the returned list of collectives repeats the collectives of the first micro-batch.
         """
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)

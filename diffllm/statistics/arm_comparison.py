@@ -68,7 +68,8 @@ class ArmComparison:
     def favours_diverging(self) -> bool:
         """Whether the variant with the lower mean loss has the larger share of diverged runs.
 
-        Both means are over seeds with finite losses of both variants. False without such a seed.
+        Both means are over the seeds with finite losses of both variants. If no seed has finite
+        losses of both variants, the result is False.
         """
         if self.paired is None:
             return False
@@ -79,8 +80,8 @@ class ArmComparison:
     def p(self) -> float | None:
         """Two-sided p-value of the paired t test of the loss gap.
 
-        None if fewer than two seeds have finite losses of both variants. Otherwise, the p-value is
-        replaced by 1 if `favours_diverging` is True.
+        None if fewer than two seeds have finite losses of both variants. 1 instead of the result of
+        the test if `favours_diverging` is True.
         """
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p

@@ -24,7 +24,7 @@ Interval = tuple[float, float] | None
 def withheld(seeds: int, documents: int) -> str:
     """Return the reason to hide a bootstrap confidence interval, or "" if it can be shown.
 
-    It is hidden with fewer than LEAST_SEEDS seeds or fewer than LEAST_DOCUMENTS documents.
+    The interval is hidden with fewer than LEAST_SEEDS seeds or LEAST_DOCUMENTS documents.
     """
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
@@ -43,7 +43,10 @@ class DrawnGaps:
     """Degrees of freedom: the number of seeds or documents, whichever is smaller, minus 1."""
 
     def bounds(self, alpha: float) -> tuple[float, float]:
-        """Return lower and upper confidence bound of the gap, each one-sided at level 1 - alpha."""
+        """Return the lower and the upper one-sided confidence bound of the gap.
+
+        Each bound has the confidence level 1 - alpha.
+        """
         low, high = low_and_high(self.draws, expanded_tail(alpha, self.df)).tolist()
         return low, high
 

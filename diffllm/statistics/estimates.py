@@ -105,7 +105,7 @@ class Rate:
 
     @property
     def low(self) -> float:
-        """Lower end of the exact 95% Poisson interval (Garwood, 1936) of `value`."""
+        """Lower end of the exact 95% Poisson interval (Garwood, 1936) of events per 1000 steps."""
         from scipy.special import gammaincinv
 
         low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0

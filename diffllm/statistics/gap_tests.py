@@ -54,7 +54,7 @@ class Gap:
         return self.estimate.high
 
     def p_below(self, bound: float = 0.0) -> float | None:
-        """Return the p-value for "the gap is below `bound`", or None if `error` is None."""
+        """Return the p-value of the alternative gap < `bound`, or None if `error` is None."""
         if self.error is None or self.df is None:
             return None
         if self.zero_variance:
@@ -64,7 +64,7 @@ class Gap:
         return float(stdtr(self.df, (self.mean - bound) / self.error))
 
     def p_above(self, bound: float = 0.0) -> float | None:
-        """Return the p-value for "the gap is above `bound`", or None if `error` is None."""
+        """Return the p-value of the alternative gap > `bound`, or None if `error` is None."""
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
@@ -134,7 +134,7 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
 class Equivalence:
     """Result of two one-sided tests of whether a gap is within ±margin (Schuirmann, 1987).
 
-    `p` is the larger of the two p-values. The null hypothesis is a gap outside of ±margin. `low`
+    The null hypothesis is a gap outside of ±margin. `p` is the larger of the two p-values. `low`
     and `high` are the ends of the confidence interval of the gap at level 1 - 2 alpha, where alpha
     is the level of each test. `inside` states whether this interval is within ±margin.
     """
@@ -162,8 +162,9 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 def holm(p: Sequence[float]) -> list[float]:
     """Return the p-values `p` of several tests after Holm's correction (1979), in the order of `p`.
 
-    The smallest of m p-values is multiplied by m, the second smallest by m - 1, and the largest by
-    1. If an earlier product is larger, it replaces the product. All are then limited to 1.
+    The smallest of m p-values is multiplied by m, the second smallest by m - 1, and so on; the
+    largest is multiplied by 1. A product below the product of a smaller p-value is raised to that
+    product. All results are limited to 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")

@@ -140,7 +140,7 @@ def pairing_pays_above(seeds: int) -> float:
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
     """Return the fewest seeds, at least 2, that give the power `wanted`.
 
-    Return None if even the largest power of 2 up to MOST_SEEDS is not enough seeds.
+    Return None if 2^k seeds are not enough, for the largest 2^k that is at most MOST_SEEDS.
 
     Args:
         power: returns the power for a number of seeds; must not decrease with more seeds.
@@ -165,9 +165,10 @@ def chance_of_less(
 ) -> float | None:
     """Return the probability that the true power of a study planned from a pilot is below `less`.
 
-    The pilot yields a random estimate of the standard deviation between seeds. The number of seeds
-    is planned for the power `wanted`, as if the true standard deviation were `scale` times this
-    estimate. Return None if `least_seeds` finds no number of seeds for the power `less`.
+    The pilot yields a random estimate of the standard deviation between seeds. The study then has
+    the number of seeds that would give the power `wanted` if the true standard deviation were
+    `scale` times this estimate. Return None if `least_seeds` finds no number of seeds for the power
+    `less`.
 
     Args:
         power: returns the power for a standard deviation and a number of seeds.

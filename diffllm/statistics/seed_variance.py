@@ -70,8 +70,8 @@ class Pairs:
     """Standard deviation of the differences between two variants over common seeds.
 
     `differences` is this standard deviation, and `correlation` is the correlation between two
-    variants over seeds. Both are pooled over all pairs of variants. `correlation` is None if the
-    values do not vary. `seeds` is the number of common seeds.
+    variants over seeds. Both are pooled over all pairs of variants. If the values do not vary,
+    `correlation` is None. `seeds` is the number of seeds that all variants have in common.
     """
 
     differences: SeedSpread

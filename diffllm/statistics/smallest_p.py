@@ -27,8 +27,8 @@ def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int 
     """Return the smallest number of seeds per variant, at least 2, that permits p < `alpha`.
 
     Here p is the result of `smallest_p` times `tests`, the number of tests in Holm's correction.
-    Return None if no number of seeds is enough. This is possible because a test draws at most
-    DRAWS permutations, so no p-value is below `sides` / (1 + DRAWS).
+    Return None if no number of seeds is enough. A test draws at most DRAWS permutations, so the
+    result of `smallest_p` is never below `sides` / (1 + DRAWS).
     """
     n = 2
     while (p := smallest_p(test, n, n, sides)) * tests >= alpha:

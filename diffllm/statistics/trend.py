@@ -89,7 +89,7 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return (x, ys): the x values (n,) common to all curves, and y values (n,) for each curve.
+    """Return (x, ys): the x values (n,) common to all curves, and each curve's y values (n,) there.
 
     Points whose y is not finite are ignored.
 

@@ -181,9 +181,9 @@ def chosen_compile(
 ) -> AutoSetting:
     """Return whether to use torch.compile, and the reason.
 
-    If `compile` is not None, return this value. Otherwise GPU runs are compiled, resumed CPU runs
-    follow `kept`, and new CPU runs are compiled if `flops` is at least 5e13. CPU runs are not
-    compiled if torch.compile fails.
+    If `compile` is not None, return this value. Otherwise, a GPU run is compiled. A resumed CPU run
+    is compiled if `kept` is True, and a new CPU run if `flops` is at least 5e13. If torch.compile
+    fails on this CPU, no CPU run is compiled.
 
     Args:
         compile: the value in the config.
@@ -206,8 +206,9 @@ def chosen_compile(
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
     """Decide for all ranks alike whether to use torch.compile; return the decision and the reason.
 
-    The decision depends on the model size but not on the attention variant, so that it is the same
-    for all compared variants. For `kept`, see `chosen_compile`. Every rank must call this function.
+    Runs that differ only in the attention variant get the same decision, because it depends on an
+    estimate of the model size without attention settings. For `kept`, see `chosen_compile`. Every
+    rank must call this function.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     # An estimate from the shape alone, so that all variants of the shape decide alike.

@@ -47,7 +47,10 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return hashes: of the text ("corpus"), vocabulary ("tokenizer") and shards ("tokens")."""
+    """Return three hashes of a prepared corpus by name.
+
+    "corpus" is the hash of the text, "tokenizer" of the vocabulary, and "tokens" of the shards.
+    """
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -85,8 +88,8 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
         if stream.masked and not any((targets >= 0).any() for _, targets in batches):
             raise DataError(
                 f"the loss ignores all tokens of the held-out sample{f' of {name}' * bool(name)} "
-                f"(eval.sequences={cfg.eval.sequences}); use a larger eval.sequences or "
-                "data.heldout_fraction"
+                f"(eval.sequences={cfg.eval.sequences}), because they belong to prompts; "
+                "increase eval.sequences or data.heldout_fraction"
             )
 
 
@@ -96,8 +99,8 @@ def check_named(cfg: TrainConfig) -> None:
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
-            f"model.attention has the class {attention.__name__}, but attention={name} needs "
-            f"{expected.__name__}; set attention= to a variant of {attention.__name__}"
+            f"attention={name} needs {expected.__name__} as the class of model.attention, not "
+            f"{attention.__name__}; set attention= to a variant that uses {attention.__name__}"
         )
 
 

@@ -88,8 +88,7 @@ class RunDirectory:
         if done > self.cfg.steps or (done == self.cfg.steps and changes):
             raise ConfigError(
                 f"{self.path} is already at step {done}; these settings can no longer change: "
-                f"{changes_text(changes)}; choose another run.name, or set steps to more "
-                f"than {done}"
+                f"{changes_text(changes)}; choose another run.name, or set steps above {done}"
             )
 
     @property
@@ -167,7 +166,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def check_kind(path: Path, kind: str, key: str) -> None:
-    """Raise ConfigError if `path` is a run, sweep or study, but not of the expected kind `kind`.
+    """Raise ConfigError if `path` is a run, sweep or study of another kind than `kind`.
 
     The error asks the user to change the config key `key`.
     """
@@ -212,7 +211,9 @@ def steps_made(path: Path) -> int | None:
         return None
     steps = summary.get("steps")
     if steps is None:
-        raise CheckpointError(f"{path / 'summary.json'} has no value for steps; delete this file")
+        raise CheckpointError(
+            f"{path / 'summary.json'} does not contain the number of steps; delete this file"
+        )
     return int(steps)
 
 
@@ -246,7 +247,10 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Lock and return the run directory: a new one if neither run.dir nor run.name is set."""
+    """Lock and return the run directory.
+
+    If run.dir or run.name is set, the directory may exist. Otherwise, choose a new directory.
+    """
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)

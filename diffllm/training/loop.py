@@ -115,7 +115,7 @@ def exchange(
 ) -> Agreed:
     """Load the batches of the next steps, and combine the flags of all ranks.
 
-    Return the combined flags of this call, or of the previous call if the world size is above 1.
+    Return the combined flags. With a world size above 1, the flags are those of the previous call.
     The flag `stopping` reports a stop signal, `save` a due checkpoint, and `failed` a failure to
     load batches. `left` is the number of steps that remain to train. Every rank must call this.
     """

@@ -28,8 +28,8 @@ def measure(
 ) -> tuple[dict[str, float], AgreedByAll | None]:
     """Compute the held-out loss if `due.sample` is true; call `tasks` if `due.tasks` is true.
 
-    Return (values by metric name, error). The error is None unless a rank could not read held-out
-    data. Every rank must call this.
+    Return (values by metric name, error). If a rank could not read held-out data, the error is an
+    AgreedByAll, otherwise None. Every rank must call this.
     """
     values: dict[str, float] = {}
     failure = None

@@ -86,7 +86,7 @@ class Record:
             self.display.print(f"step {step}: {'  '.join(said)}")
 
     def _copy_to_host(self, step: int) -> dict[str, float]:
-        """Copy the results of all steps since the previous call to the host.
+        """Copy to the host the results of all steps since the previous call of this method.
 
         Return the model statistics of `step` by name. Write the statistics of earlier steps to the
         metric sinks.

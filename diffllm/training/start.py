@@ -88,8 +88,9 @@ def claim_on_rank_0(
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
     """Lock the run directory, and choose the checkpoint or weights to start from.
 
-    Return (shared, private). `shared` contains JSON values, from which all ranks make `Claimed`.
-    `private` is (locked directory, content of the checkpoint's state.json or None) for rank 0.
+    Return (shared, private). `shared` contains JSON values, from which every rank makes its
+    `Claimed`. `private` is only for rank 0: the locked directory, and the content of the
+    checkpoint's state.json. Without a checkpoint, None takes the place of this content.
     """
     directory = claim_directory(cfg)
     checkpoint = saved = weights = None
@@ -203,8 +204,9 @@ def fill(
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Return the new entry of run.json: "weights" or "init_match". The dict is empty for a checkpoint,
-    and for random initial values without model.init_match. Every rank must call this function.
+    Return a dict with the new entry of run.json. The entry is "weights" after loading weights, and
+    "init_match" after model.init_match. In all other cases, the dict is empty. Every rank must call
+    this function.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:

@@ -87,8 +87,8 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    `ranks` is the world size of the checkpoint. If this run has more ranks, the additional ranks
-    keep their current random generator states. `state` is the loop state of the checkpoint. Raises
+    `path` is the checkpoint, `state` its loop state, and `ranks` its world size. If this run has
+    more ranks, the additional ranks keep their current random generator states. Raises
     CheckpointError if the checkpoint cannot be read.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
@@ -130,9 +130,9 @@ def continuation(
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
                 f"{run} saved a checkpoint at step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} contains no checkpoint; mount the disk if it is not "
-                "mounted, set resume= to another checkpoint, choose another run.name, or "
-                f"delete {run} to start again"
+                f"{run / 'checkpoints'} contains no checkpoint; mount the missing disk, or set "
+                "resume= to another checkpoint; to start again, choose another run.name or "
+                f"delete {run}"
             )
         return None, None  # The run is new, or was killed before its first checkpoint.
     saved = read_state(checkpoint)
@@ -147,7 +147,7 @@ def continuation(
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """Return the newest undamaged checkpoint to resume from; None to begin at step 0.
+    """Return the newest undamaged checkpoint to resume from; None if the run must begin at step 0.
 
     `own` contains the checkpoints in the run directory, oldest first. If `own` is empty and
     `cfg.resume` is a path, use the checkpoint or run at this path. Raises CheckpointError if all

@@ -223,8 +223,9 @@ def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
     """Scale the objective of a micro-batch to its part of the mean over the global batch.
 
     Losses of targets are divided by `counted`, the number of targets in the global batch that are
-    not ignored. Router losses, and all losses if `counted` is None, are divided by the number of
-    tokens. The result is multiplied by the world size, because FSDP2 averages over ranks.
+    not ignored. Router losses are divided by the number of tokens in the global batch. If `counted`
+    is None, all losses are divided by this number of tokens. The result is multiplied by the world
+    size, because FSDP2 averages over ranks.
     """
     over_tokens = dist.get_world_size() / t.tokens
     if counted is None:

@@ -15,7 +15,7 @@ ROOT, CASE = Path(__file__).parents[2], ["replicas"]
 
 
 @pytest.mark.slow
-def test_golden_comparison_detects_changed_metric_trace_or_checkpoint(tmp_path):
+def test_golden_comparison_fails_if_any_output_file_differs(tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     run_cases(ROOT, before, CASE)
     shutil.copytree(before, after)

@@ -126,7 +126,7 @@ def test_gpu_harness_measures_duration_of_each_part_of_training_step(tmp_path):
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>", "pointwise"),
     ],
 )
-def test_kernel_name_determines_part_of_training_step(kernel, part):
+def test_gpu_kernel_name_is_mapped_to_part_of_training_step(kernel, part):
     assert part_of(kernel) == part
 
 
@@ -134,7 +134,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_causal_flop_count_includes_only_visible_keys():
+def test_flop_count_for_causal_attention_excludes_masked_keys():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len

@@ -154,7 +154,7 @@ class Got:
         return getattr, self.words
 
 
-def test_checkpoint_index_unpickler_allows_getattr_only_for_enum_members():
+def test_unpickler_of_checkpoint_index_permits_getattr_only_for_enum_members():
     def read(kind: Any, name: str) -> Any:
         return RecordUnpickler(io.BytesIO(pickle.dumps(Got(kind, name)))).load()
 
@@ -214,7 +214,7 @@ def test_forged_checkpoint_is_refused_by_every_command(run, tmp_path, name, capf
 
 
 @pytest.mark.parametrize("forge", [pickle_as_index, pickle_inside_the_index, bytes_entry])
-def test_plain_torch_executes_code_of_forged_checkpoint(run, tmp_path, forge):
+def test_torch_load_function_executes_code_in_forged_checkpoint(run, tmp_path, forge):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     forge(path, marker)
     with warnings.catch_warnings(), contextlib.suppress(Exception, CheckpointException):

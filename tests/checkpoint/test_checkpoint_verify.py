@@ -114,7 +114,7 @@ def test_resume_fails_if_all_checkpoints_are_damaged(three, capfd):
     assert auto([]) is None
 
 
-def test_resume_from_selected_damaged_checkpoint_fails(three):
+def test_resume_raises_error_if_requested_checkpoint_is_damaged(three):
     flip_bit(three[2] / "state.json")
     with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has a wrong"):
         resume_checkpoint(load_config(["model=tiny", f"resume={three[2]}"]), [])
@@ -184,7 +184,7 @@ def test_checkpoint_interval_accepts_steps_or_duration(word, steps, seconds):
     assert (cfg.steps, cfg.seconds) == (steps, seconds)
 
 
-def test_checkpoint_is_due_once_per_interval_after_last_save(tmp_path, monkeypatch):
+def test_checkpointer_due_returns_true_once_per_interval(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("diffllm.checkpoint.writer.monotonic", lambda: now[0])
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(interval="1min"))

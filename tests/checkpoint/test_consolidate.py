@@ -98,7 +98,7 @@ def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(run, tmp_pat
         assert torch.equal(written[name], value if name in kept else value.bfloat16()), name
 
 
-def test_consolidate_splits_large_model_into_files_with_index(run, tmp_path):
+def test_consolidate_splits_large_model_into_several_files(run, tmp_path):
     path, logits, _ = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

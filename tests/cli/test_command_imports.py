@@ -47,7 +47,7 @@ def test_command_does_not_import_unneeded_heavy_libraries(
     assert {*HEAVY} & loaded_after(words, place, 0)[1] <= allowed
 
 
-def test_train_command_delays_heavy_imports_other_than_torch(
+def test_train_command_imports_no_heavy_library_at_start_except_torch(
     place: Path,
 ) -> None:
     """The preparation fails after the first line, because all documents are equal."""

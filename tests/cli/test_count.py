@@ -81,7 +81,7 @@ def test_parameter_and_flop_counts_match_independent_calculation(size, variant):
         *(("dense_3b", 3e9), ("moe_mini", 30e6), ("moe_1b", 1e9)),
     ],
 )
-def test_parameter_count_is_within_5_percent_of_size_in_model_name(size, params):
+def test_parameter_count_matches_size_in_model_name_within_5_percent(size, params):
     assert count(of_size(size))["total_params"] == pytest.approx(params, rel=0.05)
 
 
@@ -105,7 +105,7 @@ def test_moe_parameter_count_includes_shared_experts_and_dense_layers():
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_parameter_saving_of_diff_v2_equals_closed_form(
+def test_diff_v2_saves_expected_fraction_of_attention_parameters(
     size,
 ):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
@@ -124,7 +124,7 @@ def test_parameter_saving_of_diff_v2_equals_closed_form(
         assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
-def test_parameters_added_by_attention_variant_match_paper():
+def test_parameter_count_differences_between_variants_match_paper():
     variants = ("standard", "gated", "diff_v1", "diff_v2")
     totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
@@ -144,7 +144,7 @@ def test_parameter_count_matches_built_model(variant):
 
 
 @pytest.mark.parametrize("variant", families(VARIANTS))
-def test_flop_count_uses_configured_visible_keys_if_documents_are_masked(variant):
+def test_flop_count_uses_visible_keys_from_config_if_documents_are_masked(variant):
     words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
     cfg = config("tiny", variant, *words)
     counts = count(cfg)
@@ -184,7 +184,7 @@ def test_count_command_json_output_contains_all_counts(capsys):
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_command_json_output_contains_target_of_parameter_matching(
+def test_count_command_json_output_describes_parameter_matching(
     capsys,
 ):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]

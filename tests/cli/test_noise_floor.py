@@ -133,7 +133,7 @@ def test_average_returns_mean_and_standard_error_over_random_draws():
 
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 3.0])
-def test_snr_equals_threshold_at_usable_noise_amplitude(best, threshold):
+def test_usable_amplitude_returns_noise_amplitude_at_snr_threshold(best, threshold):
     cfg = NoiseFloorArguments(keys=1000, draws=4, threshold=threshold)
     found = usable_amplitude(cfg, best)
 
@@ -147,7 +147,7 @@ def test_snr_equals_threshold_at_usable_noise_amplitude(best, threshold):
 # Everything
 
 
-def test_noise_floor_curves_are_consistent_with_each_other():
+def test_noise_floor_curves_agree_at_common_points():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())

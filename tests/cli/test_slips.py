@@ -108,7 +108,7 @@ def test_error_for_mistyped_command_line_suggests_correction(
         (["steps=" + "[" * 2**17], "has too many nested brackets"),
     ],
 )
-def test_hint_is_empty_if_error_is_no_typing_mistake(words, error):
+def test_hint_returns_empty_text_if_error_is_not_a_typing_mistake(words, error):
     assert hint(words, error) == ""
 
 

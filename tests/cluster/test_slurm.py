@@ -134,7 +134,7 @@ def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
     assert "Traceback" not in log
 
 
-def test_two_srun_tasks_train_as_ranks_of_one_run(cluster, corpus, tmp_path):
+def test_two_srun_tasks_join_same_training_run(cluster, corpus, tmp_path):
     """Two tasks on two nodes, and two tasks on one node."""
     runs = [tmp_path / name for name in ("apart", "together")]
     apart = ["srun", "--nodes=2", "--ntasks-per-node=1"]
@@ -150,5 +150,5 @@ def test_two_srun_tasks_train_as_ranks_of_one_run(cluster, corpus, tmp_path):
     "nodes",
     ["gpu1", "gpu[003-006,9]", "gpu[7,9-12],login1", "a-b[05],c", "rack[0-1]node[10-12]"],
 )
-def test_first_host_of_slurm_node_list_matches_scontrol(cluster, nodes):
+def test_first_host_returns_first_node_of_slurm_node_list(cluster, nodes):
     assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]

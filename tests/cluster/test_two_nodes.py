@@ -123,7 +123,9 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_elastic_run_continues_after_node_loss_and_node_return(nodes, corpus, tmp_path, host, cut):
+def test_elastic_run_continues_after_failure_and_restart_of_node(
+    nodes, corpus, tmp_path, host, cut
+):
     """Ranks are ordered by node name; the lost node does not host the rendezvous."""
     words = overrides(corpus, tmp_path / "run", *LONG)
     cluster = Cluster(nodes, host, tmp_path / "run", words)

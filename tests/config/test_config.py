@@ -99,7 +99,7 @@ def test_every_attention_yaml_is_named_after_module_of_config_class():
         assert name.startswith(module), f"attention={name} is {kind}"
 
 
-def test_attention_variants_change_only_attention_section_of_config():
+def test_attention_variant_changes_only_attention_section_of_config():
     base = of_variant("standard")
     for variant in variants():
         other = deepcopy(of_variant(variant))
@@ -109,13 +109,13 @@ def test_attention_variants_change_only_attention_section_of_config():
 
 
 @pytest.mark.parametrize("name", slow_but(families(variants()), variants()))
-def test_variant_config_returns_attention_section_of_full_config(name):
+def test_variant_config_matches_attention_section_of_load_config(name):
     alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
     assert type(alone) is type(composed)
     assert alone == composed
 
 
-def test_unset_config_keys_take_default_from_related_keys(
+def test_unset_config_keys_have_expected_default_values(
     monkeypatch,
 ):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
@@ -169,7 +169,7 @@ CORPORA = [
     ("words", "source", "paths", "dataset"),
     slow_but(CORPORA[::3], CORPORA),
 )
-def test_corpus_override_also_sets_data_source(words, source, paths, dataset):
+def test_load_config_derives_data_source_from_corpus_keys(words, source, paths, dataset):
     cfg = load_config(words)
     assert cfg.data.source == cfg.run.choices["data"] == source
     assert (cfg.data.paths, cfg.data.dataset) == (paths, dataset)
@@ -187,7 +187,7 @@ def test_corpus_override_also_sets_data_source(words, source, paths, dataset):
         (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),
     ],
 )
-def test_corpus_keys_that_contradict_explicit_data_source_are_refused(words, named):
+def test_load_config_refuses_corpus_keys_of_a_different_data_source(words, named):
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)
@@ -197,7 +197,7 @@ def test_corpus_keys_that_contradict_explicit_data_source_are_refused(words, nam
     ("key", "kind"),
     [("data.paths", "list"), ("data.document_lengths", "mapping"), ("model.moe", "mapping")],
 )
-def test_list_or_mapping_key_refuses_interpolated_number(key, kind):
+def test_interpolated_number_is_refused_as_value_of_list_or_mapping_key(key, kind):
     with pytest.raises(ConfigError, match=f"{key} refers to the value 7, but must be a {kind}"):
         load_config(["seed=7", f"{key}=${{seed}}"])
 

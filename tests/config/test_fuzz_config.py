@@ -149,7 +149,7 @@ EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in E
 
 
 @few_or(many=len(EDGE_CASES), few=40)
-def test_config_with_extreme_number_is_refused_or_usable_for_training(rng, count):
+def test_config_with_extreme_number_is_refused_or_valid(rng, count):
     """Set single numbers in a typed config; the slow tier tries every case."""
     for key, value in rng.sample(EDGE_CASES, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
@@ -277,7 +277,7 @@ def test_unsupported_hydra_override_is_refused(words, named):
     assert_refused([*BASE, *words], named)
 
 
-def test_last_override_of_a_repeated_key_takes_effect():
+def test_load_config_uses_last_override_of_a_repeated_key():
     """Launch scripts put default overrides before the overrides of the user."""
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 

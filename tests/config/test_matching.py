@@ -48,7 +48,7 @@ def by_trying(model, own, target):
 @pytest.mark.parametrize(
     "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
 )
-def test_parameter_match_returns_same_ffn_dim_as_exhaustive_search(size, target):
+def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
     model = shape(size)
     if not has_shape(model, target):
         with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
@@ -80,7 +80,7 @@ def test_parameter_match_returns_same_ffn_dim_as_exhaustive_search(size, target)
 
 @pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
 @pytest.mark.parametrize("target", ["diff_v2", "standard"])
-def test_flop_match_returns_ffn_dim_with_flops_closest_to_target(size, target):
+def test_ffn_dim_for_equal_flops_matches_exhaustive_search(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)
     for own in ("standard", "gated", "diff_v2", "standard_2x_heads"):
@@ -108,7 +108,7 @@ def test_flop_match_returns_ffn_dim_with_flops_closest_to_target(size, target):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_visible_keys_from_document_lengths_match_direct_count(packing):
+def test_number_of_visible_keys_matches_direct_count(packing):
     lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens fill 6 sequences
     documents = [n for n, number in lengths.items() for _ in range(number)]
     tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
@@ -122,7 +122,7 @@ def test_visible_keys_from_document_lengths_match_direct_count(packing):
     assert cfg.visible_keys == pytest.approx(float(counted), rel=1e-6)
 
 
-def test_flop_match_accepts_document_lengths_in_place_of_visible_keys():
+def test_flop_match_accepts_document_lengths_or_visible_keys():
     words = ["model=tiny", "attention=standard", "seq_len=512", "data.mask_documents=true"]
     words.append("model.match_flops_to=diff_v2")
     stated = load_config([*words, "data.document_lengths={40: 3, 300: 1}"])
@@ -131,7 +131,7 @@ def test_flop_match_accepts_document_lengths_in_place_of_visible_keys():
     assert 20.5 < keys < 256.5
 
 
-def test_flop_match_uses_configured_visible_keys_for_both_variants():
+def test_ffn_dim_for_equal_flops_depends_on_number_of_visible_keys():
     words = ["model=base_350m", "attention=standard", "model.match_flops_to=diff_v2"]
     masked = [*words, "seq_len=4096", "data.mask_documents=true"]
     found = {}
@@ -158,9 +158,9 @@ def test_flop_match_uses_configured_visible_keys_for_both_variants():
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
             "model.match_flops_to=diff_v2 with data.mask_documents=true needs "
-            "the mean number of tokens that a query sees; set data.document_lengths, or set "
-            "data.visible_keys to the visible_keys in summary.json of a run on this corpus, or set "
-            "data.visible_keys=32.5 to count FLOPs without document masks",
+            "the mean number of tokens that a query sees; set data.document_lengths or "
+            "data.visible_keys. A value for data.visible_keys is in summary.json of a run on this "
+            "corpus. With data.visible_keys=32.5, FLOPs are counted without document masks",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
         (
@@ -188,7 +188,7 @@ def test_flop_match_uses_configured_visible_keys_for_both_variants():
         ),
     ],
 )
-def test_error_for_invalid_visible_keys_mentions_config_key(words, message):
+def test_error_for_invalid_visible_keys_mentions_the_config_key(words, message):
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", "attention=standard", "seq_len=64", *words])
     assert str(caught.value) == message
@@ -212,7 +212,7 @@ def test_parameter_match_target_ignores_attention_overrides():
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_error_for_impossible_parameter_match_mentions_closest_ffn_dim():
+def test_error_suggests_closest_ffn_dim_if_parameter_match_is_impossible():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])
@@ -221,7 +221,7 @@ def test_error_for_impossible_parameter_match_mentions_closest_ffn_dim():
     message = str(caught.value)
     assert message.startswith("model.match_params_to=standard: no model.ffn_dim gives")
     assert f"gives {total_params(model, 'standard', 8):,} parameters" in message
-    assert f"(the closest, model.ffn_dim=8, gives {closest:,});" in message
+    assert f"The closest value, model.ffn_dim=8, gives {closest:,};" in message
     assert message.endswith("choose a config with a larger model.ffn_dim")
     load_config([*words, "model.ffn_dim=256"])
 

@@ -80,7 +80,7 @@ def test_installed_plugin_version_ignores_files_outside_the_package(mine):
     assert version(mine, "whole") != before
 
 
-def test_plugin_version_ignores_other_plugins_and_plugin_path(mine, tmp_path):
+def test_plugin_version_does_not_depend_on_path_or_other_plugins(mine, tmp_path):
     alone = version(mine, "own")
     forget(mine)
     imported("whole")  # the package imports the same module
@@ -174,7 +174,7 @@ def test_diverged_run_can_resume_if_plugin_change_is_allowed(run):
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_warn_of_plugins_prints_one_warning_if_plugin_code_has_changed(run, capsys):
+def test_warning_about_changed_plugin_code_is_printed_only_once(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"

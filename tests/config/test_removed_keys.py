@@ -46,7 +46,7 @@ def test_command_prints_single_error_line_if_override_sets_removed_key(word, key
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_removed_key_with_default_value_is_refused_only_as_override(key):
+def test_removed_config_key_with_default_value_is_refused_as_override(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -109,7 +109,7 @@ def test_load_run_config_ignores_removed_keys_with_default_values(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_load_run_config_accepts_removed_key_in_allow_changes():
+def test_load_run_config_accepts_removed_key_as_value_of_allow_changes():
     cfg = load_run_config(saved(run__allow_changes=["data.old"]))
     assert cfg.run.allow_changes == ["data.old"]
 

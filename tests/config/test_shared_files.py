@@ -122,7 +122,7 @@ def test_config_file_cannot_read_environment_variables(source, key, value):
     assert SECRET not in str(caught.value)
 
 
-def test_interpolation_assembled_from_two_config_values_is_refused():
+def test_interpolation_split_over_two_config_values_is_refused():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")

@@ -31,7 +31,7 @@ def edit(run: Path, old: str, new: str):
     (run / "config.yaml").write_text(text.replace(old, new))
 
 
-def test_configs_with_different_seeds_are_parsed_only_once(runs, monkeypatch):
+def test_run_configs_are_parsed_once_if_only_seeds_differ(runs, monkeypatch):
     read = []
     monkeypatch.setattr(
         similar, "load_run_config", lambda run: read.append(run) or load_run_config(run)
@@ -56,7 +56,7 @@ def test_configs_with_different_seeds_are_parsed_only_once(runs, monkeypatch):
         ("init_seed: 98", "init_seed: seed"),
     ],
 )
-def test_similar_configs_load_matches_load_run_config_after_edit(runs, old, new):
+def test_similar_configs_matches_load_run_config_if_a_config_is_edited(runs, old, new):
     edit(runs / "b", old, new)
     configs = SimilarConfigs()
     configs.load(runs / "a")

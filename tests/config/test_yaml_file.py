@@ -60,7 +60,7 @@ KEYS = TEXT | SPELT
         max_size=3,
     )
 )
-def test_parse_yaml_returns_values_that_omegaconf_saved(saved: dict[str, Any]) -> None:
+def test_parse_yaml_returns_same_values_as_saved_by_omegaconf(saved: dict[str, Any]) -> None:
     assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved))) == saved
 
 

@@ -41,7 +41,7 @@ def order(monkeypatch):
     return events
 
 
-def test_replace_file_calls_sync_and_rename_in_crash_safe_order(tmp_path, order):
+def test_replace_file_syncs_file_before_rename(tmp_path, order):
     """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
@@ -49,7 +49,7 @@ def test_replace_file_calls_sync_and_rename_in_crash_safe_order(tmp_path, order)
 
 
 @pytest.mark.parametrize("name", ["file", ".file.{pid}"])
-def test_replace_file_does_not_write_through_existing_links(tmp_path, name):
+def test_replace_file_does_not_change_target_of_existing_link(tmp_path, name):
     name = name.format(pid=os.getpid())
     outside = tmp_path / "outside"
     outside.write_text("another's")
@@ -101,7 +101,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     assert names(final) == ["whole"]
 
 
-def test_second_scratch_directory_for_same_path_raises_in_use_error(tmp_path):
+def test_scratch_directory_raises_in_use_error_if_path_is_in_use(tmp_path):
     with scratch_directory(tmp_path / "out") as scratch:
         with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
@@ -109,7 +109,7 @@ def test_second_scratch_directory_for_same_path_raises_in_use_error(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_scratch_directory_replaces_link_without_changing_link_target(tmp_path):
+def test_scratch_directory_does_not_change_target_of_existing_link(tmp_path):
     (tmp_path / "mine" / "data").mkdir(parents=True)
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
     with scratch_directory(tmp_path / "out") as scratch:
@@ -128,7 +128,7 @@ def test_publish_calls_sync_and_rename_in_crash_safe_order(tmp_path, order, file
     assert names(tmp_path) == ["final"]
 
 
-def test_publish_and_new_directory_raise_error_if_final_path_exists(tmp_path):
+def test_publish_or_new_directory_raises_error_if_path_exists(tmp_path):
     (tmp_path / "final").symlink_to("elsewhere")
     (tmp_path / "hidden").mkdir()
     with pytest.raises(FileExistsError):
@@ -164,7 +164,7 @@ def test_hold_raises_config_error_if_file_system_does_not_support_flock(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_no_file_returns_empty_text_while_thread_recreates_file(tmp_path):
+def test_why_no_file_returns_empty_text_if_file_appears_and_disappears(tmp_path):
     file, end = tmp_path / "lock", threading.Event()
 
     def create_and_delete() -> None:
@@ -228,14 +228,14 @@ def test_child_process_does_not_keep_lock_of_killed_parent_process(tmp_path):
         os.kill(int(holds.read_text()), signal.SIGKILL)
 
 
-def test_hold_refuses_directory_that_a_live_process_has_locked(tmp_path):
+def test_hold_refuses_directory_that_is_already_locked(tmp_path):
     held = hold(tmp_path, "run directory", "run.dir=...")
     with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
 
 
-def test_hold_with_wait_true_returns_after_directory_is_released(tmp_path, capsys):
+def test_hold_can_wait_until_locked_directory_is_released(tmp_path, capsys):
     held, said = hold(tmp_path, "run directory", "run.dir=..."), []
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(hold, tmp_path, "run directory", "run.dir=...", wait=True)

@@ -80,7 +80,7 @@ WORDS = TableColumn("State", [Cell("finished"), Cell("")], left=True)
 TABLE = Table([LABELS, LOSSES, WORDS])
 
 
-def test_table_text_aligns_numbers_right_and_text_left():
+def test_text_table_right_aligns_columns_of_numbers():
     assert TABLE.text() == [
         f"Row        {'Loss, nats':>25}  State",
         "stan_dard  4.1 (4.0 to 4.2) (5 bits)  finished",
@@ -88,7 +88,7 @@ def test_table_text_aligns_numbers_right_and_text_left():
     ]
 
 
-def test_table_text_moves_row_labels_to_separate_lines_if_width_is_too_small():
+def test_text_table_has_row_labels_on_separate_lines_if_width_is_small():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]

@@ -49,7 +49,7 @@ def test_made_converts_nested_mappings_and_fills_missing_keys_with_defaults():
         ({"done": 1}, "done=1 must be true or false"),
     ],
 )
-def test_made_raises_error_with_key_if_value_has_wrong_type(change, message):
+def test_error_from_made_mentions_key_if_value_has_wrong_type(change, message):
     with pytest.raises(ValueError, match=message):
         made(Outer, {**GOOD, **change})
 

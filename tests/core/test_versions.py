@@ -61,7 +61,7 @@ def resolve(name: str) -> Any:
         return getattr(resolve(outer), inner)
 
 
-def test_installed_torch_has_every_torch_name_used_by_package():
+def test_installed_torch_version_contains_every_torch_name_in_source_code():
     """Include private names, and names needed only on GPUs or after rare failures."""
     names = {name for path in FILES for name in uses(path.read_text())}
     assert "torch.nn.attention._fa4.register_flash_attention_fa4" in names, "imported in a function"
@@ -71,7 +71,7 @@ def test_installed_torch_has_every_torch_name_used_by_package():
         resolve("torch._gone.f")
 
 
-def test_initial_parameters_match_values_recorded_with_other_torch_versions():
+def test_initial_parameters_match_recorded_values():
     """Truncation at one standard deviation redraws a third of the values."""
     param = torch.empty(300, 7)
     Initializer(0, {param: "w"}).normal_(param, 0.02, truncate=1.0)

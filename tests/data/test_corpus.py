@@ -131,7 +131,7 @@ def test_unusable_corpus_file_raises_single_line_error_with_path(
         ({"id": 1, "size": 2}, "id, size); none of them contains text"),
     ],
 )
-def test_missing_parquet_text_column_raises_error_with_other_text_columns(
+def test_error_for_missing_parquet_column_suggests_columns_with_text(
     tmp_path: Path, make_config: MakeConfig, row: dict[str, Any], end: str
 ) -> None:
     table = pyarrow.table({name: [value] for name, value in row.items()})
@@ -250,7 +250,7 @@ def test_directory_without_text_files_raises_error_with_directory_path(
     assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
 
 
-def test_hub_dataset_keeps_commit_from_first_use_after_branch_changes(
+def test_hub_dataset_keeps_first_commit_if_branch_changes(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
@@ -270,7 +270,7 @@ def test_hub_dataset_keeps_commit_from_first_use_after_branch_changes(
     assert opened(pinned).identity != first.identity
 
 
-def test_corpus_identity_does_not_depend_on_file_path_or_time(
+def test_corpus_identity_does_not_depend_on_file_name_or_modification_time(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
@@ -338,7 +338,7 @@ def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_corpus_identity_matches_older_versions_if_file_has_no_bom(
+def test_corpus_identity_has_not_changed_for_files_without_byte_order_mark(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

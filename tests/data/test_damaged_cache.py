@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [fifo, terabyte, flip, holds(b""), Path.unlink])
-def test_damaged_unfinished_shard_is_rewritten_or_raises_error_with_path(
+def test_damaged_partial_shard_is_rewritten_or_raises_error_with_path(
     kept: DataConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +157,7 @@ def test_invalid_value_in_cached_json_file_raises_error_with_path(
 
 
 @pytest.mark.parametrize("facts", [7, [1, "", "", True, None], [1, "", "", True]])
-def test_cached_file_hashes_of_wrong_type_are_ignored(
+def test_invalid_cached_hash_of_a_corpus_file_is_ignored(
     kept: DataConfig, tmp_path: Path, facts: object
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

@@ -87,7 +87,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.slow
-def test_open_tokens_reads_output_of_datatrove_deduplication_script(
+def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
     workplace: list[str],
 ) -> None:
     pytest.importorskip("datatrove")

@@ -41,9 +41,7 @@ def fast(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(directory)
 
 
-def test_tokenizer_json_loads_from_its_directory_and_from_its_file(
-    directory: Path, fast: Tokenizer
-) -> None:
+def test_tokenizer_loads_from_json_file_or_from_directory(directory: Path, fast: Tokenizer) -> None:
     assert isinstance(fast, FastTokenizer)
     again = Tokenizer.from_file(directory / "tokenizer.json")
     assert again.pieces_hash == fast.pieces_hash
@@ -105,7 +103,7 @@ def test_tokenizer_config_json_determines_the_eos_token(
         ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
     ],
 )
-def test_unusable_tokenizer_json_or_tokenizer_config_json_is_refused(
+def test_invalid_tokenizer_json_files_raise_data_error(
     directory: Path, tmp_path: Path, name: str, content: str, said: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())

@@ -76,7 +76,7 @@ def test_heldout_document_batches_contain_each_token_once_as_target(
     assert seen == pairs
 
 
-def test_heldout_document_batches_cut_only_overlong_documents_if_whole_is_true(
+def test_short_heldout_documents_are_never_cut_if_whole_is_true(
     stream: TokenStream,
 ) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)
@@ -100,7 +100,7 @@ def test_heldout_document_batches_cut_only_overlong_documents_if_whole_is_true(
     assert min(used[:-1]) < 32
 
 
-def test_heldout_batches_cut_only_overlong_documents_if_eos_id_is_given(
+def test_short_heldout_documents_are_never_cut_if_eos_id_is_given(
     make_stream: MakeStream,
 ) -> None:
     stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
@@ -138,7 +138,7 @@ def test_larger_heldout_selection_contains_every_smaller_selection(
         smaller = found
 
 
-def test_heldout_documents_are_selected_without_position_or_length_bias(
+def test_heldout_selection_does_not_depend_on_document_position_or_length(
     make_stream: MakeStream,
 ) -> None:
     lengths = lengths_of(4000, seed=1)

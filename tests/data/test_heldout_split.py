@@ -95,7 +95,7 @@ def test_heldout_split_contains_documents_with_smallest_hashes(
         ("x" * 30_000, 12, (0.19, 0.21)),
     ],
 )
-def test_heldout_text_of_single_document_comes_from_all_document_parts(
+def test_heldout_text_of_single_document_is_spread_over_the_document(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,

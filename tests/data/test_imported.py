@@ -103,7 +103,9 @@ def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
     assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
-def test_moved_token_files_have_unchanged_corpus_identity(make: Make, tmp_path: Path) -> None:
+def test_corpus_identity_does_not_change_if_token_files_are_moved(
+    make: Make, tmp_path: Path
+) -> None:
     first = prepare(make(FILES / NAMES[0]))
     moved = copied(NAMES[0], tmp_path / "moved")
     second = prepare(make(moved))
@@ -128,7 +130,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_empty_documents_are_counted_only_in_token_files_without_eos(
+def test_document_count_equals_eos_count_if_some_documents_are_empty(
     make: Make, tmp_path: Path, name: str, ended: bool
 ) -> None:
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
@@ -196,7 +198,7 @@ def test_opened_stream_raises_data_error_if_token_file_index_changes(
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_token_file_never_returns_wrong_token_count_for_invalid_document_ends(
+def test_invalid_document_ends_never_cause_a_wrong_token_count(
     ends: list[int],
 ) -> None:
     content = np.arange(9, dtype=np.int32)
@@ -206,13 +208,15 @@ def test_token_file_never_returns_wrong_token_count_for_invalid_document_ends(
             assert len(file.tokens(start, len(file))) == len(file) - start
 
 
-def test_token_source_reads_diffllm_shards_without_a_copy(make: Make, prepared: TokenData) -> None:
+def test_token_source_reads_diffllm_shards_in_original_directory(
+    make: Make, prepared: TokenData
+) -> None:
     data = prepare(make(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
-def test_token_source_ignores_skipped_duplicates_field_of_older_manifest(
+def test_token_source_ignores_obsolete_field_of_older_manifest(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")

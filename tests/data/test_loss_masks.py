@@ -63,7 +63,7 @@ def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
     return opened(tmp_path / "stream")
 
 
-def test_loss_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
+def test_loss_mask_range_may_span_several_shards(masked: TokenStream) -> None:
     _, mask = drawn()
     assert masked.masked
     for start, stop in ((0, TOKENS), (0, 0), (90, 300), (97, 194), (399, 400)):
@@ -74,7 +74,7 @@ def test_loss_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
         masked.loss_mask(0, TOKENS + 1)
 
 
-def test_shard_without_loss_mask_has_loss_on_all_tokens(
+def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -116,7 +116,7 @@ def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_
         opened(tmp_path / "stream")
 
 
-def test_stream_sequences_have_target_minus_1_where_loss_mask_is_false(
+def test_stream_sequences_ignore_targets_outside_the_loss_mask(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     tokens, mask = drawn()
@@ -133,7 +133,7 @@ def test_stream_sequences_have_target_minus_1_where_loss_mask_is_false(
     assert torch.equal(targets, torch.where(wanted, whole, -1))
 
 
-def test_packed_sequences_have_target_minus_1_where_loss_mask_is_false(
+def test_packed_sequences_ignore_targets_outside_the_loss_mask(
     make_stream: MakeStream, masked: TokenStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -151,7 +151,7 @@ def test_packed_sequences_have_target_minus_1_where_loss_mask_is_false(
     assert sum(left) == mask.sum()
 
 
-def test_joined_stream_sets_loss_mask_to_true_for_unmasked_streams(
+def test_loss_mask_of_joined_stream_is_true_for_unmasked_streams(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     plain = make_stream(drawn(1)[0], directory="plain")
@@ -195,7 +195,7 @@ def test_byte_count_of_held_out_documents_excludes_tokens_without_loss(masked: T
         assert size == len("".join(map(chr, tokens[here][mask[here]])).encode())
 
 
-def test_held_out_split_without_predicted_tokens_is_refused(
+def test_heldout_split_is_refused_if_loss_mask_excludes_all_tokens(
     masked: TokenStream, tmp_path: Path
 ) -> None:
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))

@@ -90,7 +90,7 @@ def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
-def test_mixture_resumed_on_three_ranks_reads_same_remaining_samples(
+def test_mixture_reads_same_samples_after_resume_on_three_ranks(
     make: Make, open_loader: Any, step: int
 ) -> None:
     whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
@@ -176,7 +176,7 @@ def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make: Make) -
     assert consumed["data/epochs/code"] == 1
 
 
-def test_joined_stream_returns_token_ranges_that_span_several_streams(
+def test_token_range_of_joined_stream_may_span_several_streams(
     make_stream: Callable[..., TokenStream],
 ) -> None:
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
@@ -302,7 +302,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_accepts_run_fractions_and_token_counts_in_one_list() -> None:
+def test_curriculum_points_may_be_run_fractions_or_token_counts() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

@@ -52,7 +52,7 @@ def test_mixture_order_distributes_samples_of_each_source_evenly(weights, first)
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-def test_sample_counts_per_source_stay_within_tijdeman_bound(counts):
+def test_sample_count_of_each_source_stays_within_1_of_ideal_count(counts):
     size, used = sum(counts), sum(map(bool, counts))
     order = laid_out(counts)
     bound = 1 - 1 / (2 * used - 2) if used > 1 else 0
@@ -61,7 +61,7 @@ def test_sample_counts_per_source_stay_within_tijdeman_bound(counts):
         assert np.abs(lag).max() <= bound + 1e-9
 
 
-def test_mixture_order_returns_same_samples_for_single_and_range_reads():
+def test_mixture_order_does_not_depend_on_number_of_samples_per_read():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     sources, numbers = read(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])

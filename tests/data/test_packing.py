@@ -364,7 +364,7 @@ def test_mixture_sources_are_packed_separately(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_epochs_are_converted_to_steps_by_packed_sequence_count(
+def test_number_of_steps_per_epoch_depends_on_packed_sequence_count(
     corpus_file: Path, tmp_path: Path
 ) -> None:
     data = config(

@@ -131,7 +131,7 @@ def test_heldout_text_of_single_document_starts_at_expected_position(
     assert len(cut.parts) == 2
 
 
-def test_cache_directory_changes_with_settings_that_affect_tokens(
+def test_cache_directory_depends_on_settings_that_affect_tokens(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     base = prepare(make_config(corpus_file))

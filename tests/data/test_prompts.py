@@ -97,7 +97,7 @@ def test_prompt_column_changes_corpus_identity(prompted: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], ["a", "a"]])
-def test_documents_with_equal_completions_are_distinct_if_prompts_differ(
+def test_documents_are_distinct_if_only_prompts_differ(
     tmp_path: Path, make_config: MakeConfig, prompts: list[str]
 ) -> None:
     rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]

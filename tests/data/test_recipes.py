@@ -13,7 +13,7 @@ RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_example_recipe_files_of_the_repository_load_as_mixtures(path):
+def test_example_recipes_of_the_repository_are_valid_mixtures(path):
     cfg = diffllm.load_config([f"data={path}", "model=tiny", "steps=100"])
     cfg.data.validate()
     assert len(cfg.data.sources) > 1
@@ -22,7 +22,7 @@ def test_example_recipe_files_of_the_repository_load_as_mixtures(path):
         assert (source.source == "hub") == bool(source.dataset)
 
 
-def test_command_line_overrides_values_of_recipe_file(tmp_path):
+def test_command_line_arguments_override_recipe_values(tmp_path):
     path = tmp_path / "mine.yml"
     path.write_text('sources: {a: {weight: 2}, b: {source: files, paths: ["it\'s {a}, b.txt"]}}')
     words = [f"data={path}", "data.sources.a.weight=3", "data.heldout_fraction=0.1", "steps=5"]

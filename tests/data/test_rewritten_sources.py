@@ -60,7 +60,7 @@ def prepared_with(make_config: MakeConfig, prepared: TokenData) -> Callable[[Sou
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
-def test_prepare_reads_rewritten_file_again_if_size_and_time_are_unchanged(
+def test_prepare_detects_rewritten_file_if_size_and_time_are_unchanged(
     tmp_path: Path, prepared_with: Callable[[Source], Prepared], form: str, replaced: bool
 ) -> None:
     source = Source(tmp_path, form)

@@ -28,7 +28,7 @@ def test_permute_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(min_value=1, max_value=2**40), seed=SEEDS, data=st.data())
-def test_permute_maps_each_index_independently_of_other_indices(
+def test_permute_result_for_an_index_does_not_depend_on_other_indices(
     n: int, seed: int, data: st.DataObject
 ) -> None:
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
@@ -70,7 +70,7 @@ def test_permute_matches_stored_results() -> None:
     assert large.tolist() == [767138975145, 822644210034, 182445646350]
 
 
-def test_corpus_bits_per_nat_equals_value_computed_from_decoded_text(
+def test_corpus_bits_per_nat_matches_reference_value(
     prepared: TokenData, make_config: Callable[..., DataConfig]
 ) -> None:
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()
@@ -81,7 +81,7 @@ def test_corpus_bits_per_nat_equals_value_computed_from_decoded_text(
     )
 
 
-def test_mixture_bits_per_nat_depends_on_number_of_tokens_from_each_source(
+def test_mixture_bits_per_nat_depends_on_token_count_per_source(
     tmp_path: Path, make_config: Callable[..., DataConfig], prepared: TokenData
 ) -> None:
     words, digits = sample_documents(60), [f"{i * i} {i}" * 20 for i in range(60)]

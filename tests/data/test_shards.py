@@ -41,7 +41,7 @@ def test_token_stream_refuses_range_outside_its_length(
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(256, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (152_000, "<u4")]
 )
-def test_token_dtype_is_uint16_or_uint32_by_vocabulary_size(
+def test_token_dtype_depends_on_vocabulary_size(
     make_stream: MakeStream, vocab_size: int, dtype: str
 ) -> None:
     assert token_dtype(vocab_size) == np.dtype(dtype)

@@ -45,7 +45,7 @@ def test_synthetic_training_documents_do_not_contain_evaluation_prompts(
     assert not asked & {document[0] for document in found}
 
 
-def test_synthetic_mqar_document_queries_at_most_half_of_the_keys(tmp_path: Path) -> None:
+def test_mqar_document_asks_for_at_most_half_of_the_keys(tmp_path: Path) -> None:
     sizes: Counter[int] = Counter()
     for document in texts(tmp_path, "data.level={filler: 5}"):
         *words, first = document[0].split()
@@ -140,7 +140,7 @@ def test_synthetic_corpus_refuses_invalid_settings(tmp_path: Path, word: str, sa
         texts(tmp_path, word)
 
 
-def test_needle_level_is_refused_if_fewer_than_20_filler_sentences_fit(tmp_path: Path) -> None:
+def test_needle_level_is_refused_if_length_is_too_small(tmp_path: Path) -> None:
     said = (
         r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
     )
@@ -165,7 +165,7 @@ def test_needle_level_is_refused_if_fewer_than_20_filler_sentences_fit(tmp_path:
         ),
     ],
 )
-def test_config_with_removed_task_setting_loads_but_cannot_be_prepared(
+def test_prepare_refuses_config_with_removed_task_setting(
     tmp_path: Path, word: str, said: str
 ) -> None:
     cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])

@@ -130,9 +130,7 @@ def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_of_fitting_task_levels_do_not_exceed_context_length(
-    name: str, length: int
-) -> None:
+def test_examples_of_selected_levels_do_not_exceed_context_length(name: str, length: int) -> None:
     chosen = TASKS[name]
     found = chosen.fitting(length, count)
     assert found
@@ -240,7 +238,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_task_is_refused_if_too_long_for_context_or_already_registered() -> None:
+def test_too_long_or_duplicate_task_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
@@ -291,7 +289,7 @@ def test_more_than_1000_task_levels_are_refused() -> None:
         levels_of({"needles": [*range(1001)], "length": 3}, "level")
 
 
-def test_task_version_is_code_hash_only_for_user_tasks() -> None:
+def test_only_user_tasks_have_a_code_hash_as_version() -> None:
     class Own(Task):
         def example(self, rng: random.Random, level: Level, count: object) -> Example:
             raise NotImplementedError

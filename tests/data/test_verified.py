@@ -39,7 +39,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_checksum_verification_hashes_unchanged_file_once(shard: Path, hashed: list[str]) -> None:
+def test_unchanged_file_is_hashed_once_in_repeated_verifications(
+    shard: Path, hashed: list[str]
+) -> None:
     assert all(verified.matches(shard, SHA256) for _ in range(3))
     assert len(hashed) == 1
 
@@ -53,7 +55,7 @@ def test_file_with_wrong_checksum_is_never_marked_as_verified(
 
 
 @pytest.mark.parametrize("keep_mtime", [False, True])
-def test_checksum_verification_hashes_rewritten_file_again(shard: Path, keep_mtime: bool) -> None:
+def test_rewritten_file_fails_checksum_verification(shard: Path, keep_mtime: bool) -> None:
     """The file is hashed again even if a tool restores the modification time."""
     assert verified.matches(shard, SHA256)
     stat = shard.stat()
@@ -63,9 +65,7 @@ def test_checksum_verification_hashes_rewritten_file_again(shard: Path, keep_mti
     assert not verified.matches(shard, SHA256)
 
 
-def test_checksum_verification_hashes_file_again_after_a_day(
-    shard: Path, hashed: list[str]
-) -> None:
+def test_unchanged_file_is_hashed_again_after_a_day(shard: Path, hashed: list[str]) -> None:
     assert verified.matches(shard, SHA256)
     mark = shard.with_name(f".{shard.name}.verified")
     old = time.time() - verified.VALID_SECONDS - 60

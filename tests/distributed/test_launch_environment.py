@@ -138,7 +138,7 @@ def two_worlds(server: dist.TCPStore) -> list[World]:
     return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
 
 
-def test_ranks_agree_on_unused_store_prefix_after_earlier_launches(server):
+def test_each_launch_uses_a_new_store_prefix_on_all_ranks(server):
     """3, 2, 3 and 3 ranks agree in turn through the same store; high ranks arrive first."""
     server.set("arrived/2", "a rank that died before rank 0 answered")
     names = []
@@ -154,7 +154,7 @@ def test_ranks_agree_on_unused_store_prefix_after_earlier_launches(server):
     assert len(set(names)) == 4
 
 
-def test_rank_0_waits_until_other_rank_has_read_the_error():
+def test_rank_0_waits_until_other_ranks_have_read_an_error():
     """The store ends with rank 0. The other rank reads the error only after rank 0 waits."""
     waits = threading.Event()
 
@@ -190,7 +190,7 @@ class NoSignal:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_signal_to_single_rank_before_training_stops_all_ranks(server, first):
+def test_stop_signal_to_one_rank_stops_all_ranks_before_training(server, first):
     """Rank 0, whose process hosts the store, waits until late ranks have closed."""
     worlds = two_worlds(server)
     early = Watch(worlds[first], 600, NoSignal())
@@ -220,7 +220,7 @@ def test_communication_failure_after_stop_signal_raises_stopped_early(server):
     watch.close()
 
 
-def test_only_sigint_raises_keyboard_interrupt_after_first_stop_signal():
+def test_sigint_after_stop_signal_raises_keyboard_interrupt():
     request = StopRequest()
     try:
         with pytest.raises(StoppedEarly):
@@ -265,7 +265,7 @@ def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
         (None, "AVX2,STRICT"),
     ],
 )
-def test_mkl_strict_mode_uses_avx512_only_if_cpu_has_all_flags(tmp_path, flags, expected):
+def test_mkl_mode_uses_avx512_only_if_cpu_has_all_required_flags(tmp_path, flags, expected):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")

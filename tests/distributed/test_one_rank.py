@@ -109,7 +109,7 @@ def test_single_rank_training_accumulates_bf16_gradients_in_float32(micro):
     assert watcher.narrow_sums == 0
 
 
-def test_bf16_training_accumulates_exact_float32_gradients():
+def test_accumulated_gradients_equal_float32_sum_of_micro_batch_gradients():
     with gloo_group():
         t = training("precision=bf16", "micro_batch_size=2")
         pairs = list(batches(t))
@@ -140,7 +140,7 @@ def test_training_step_updates_bf16_copies_of_parameters():
         assert not torch.equal(copy, before[name]), name
 
 
-def test_expert_gate_and_up_matrices_are_updated_separately():
+def test_gate_and_up_matrices_of_experts_are_updated_separately():
     with gloo_group():
         t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts

@@ -127,7 +127,7 @@ END = 96
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["diff_v2", "standard_sink"]))
-def test_training_with_document_masks_is_equal_on_one_and_two_ranks(variant, tmp_path):
+def test_masked_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path):
     """Micro-batches and activation checkpointing use the mask more than once per step."""
     overrides = [f"attention={variant}", "compile=false"]
     (one,) = run_ranks(train_losses, 1, tmp_path, overrides, END, True)

@@ -129,7 +129,7 @@ def test_attention_map_table_equals_statistics_of_attention_maps(make_run, comma
     assert len(rows) == 4
 
 
-def test_attention_map_command_draws_single_head_to_given_path(make_run, command, tmp_path):
+def test_attention_map_command_writes_figure_of_single_head(make_run, command, tmp_path):
     run = make_run()
     code, out, _ = command(f"run={run}", "prompt=x", "head=2")
     assert code == 0

@@ -89,7 +89,7 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_mass_in_padded_batch_matches_unpadded_reference(
+def test_attention_mass_matches_reference_if_batch_is_padded(
     variant,
 ):
     model = float64_model(variant)
@@ -133,7 +133,7 @@ def approx(values):
     return pytest.approx(values, abs=10**-DIGITS)
 
 
-def test_attention_mass_of_known_maps_equals_hand_calculation():
+def test_attention_mass_matches_hand_calculation():
     first = torch.tensor([[[0.1, 0.6, 0.2, 0.1]]]).double()
     maps = {"map 1": first, "map 2": first.flip(-1), "difference": first - first.flip(-1)}
     _, shares = shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])
@@ -151,7 +151,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def test_tokens_that_partly_overlap_the_evidence_count_as_evidence(tokenizer):
+def test_tokens_at_evidence_borders_are_classified_as_evidence(tokenizer):
     prompt = "def abcd(x):\n    return 12, 日本 def return\n# return abcd +"
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in tokenizer.encode(prompt)]
     sizes = [1 if re.match("<0x..>", piece) else len(piece.encode()) for piece in pieces]
@@ -246,7 +246,7 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_evaluate_command_and_report_show_attention_mass(recall, tmp_path, capsys):
+def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, capsys):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")

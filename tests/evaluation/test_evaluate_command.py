@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_command_compares_variants_of_a_sweep_with_the_baseline(
+def test_evaluate_command_compares_sweep_variants_with_baseline(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"

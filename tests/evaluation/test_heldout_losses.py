@@ -31,7 +31,7 @@ def test_document_losses_returns_losses_of_last_step_by_default(tmp_path: Path) 
         assert np.array_equal(getattr(first, name), getattr(SOME, name))
 
 
-def test_of_source_returns_losses_of_documents_from_one_source(tmp_path: Path) -> None:
+def test_document_losses_can_be_filtered_by_data_source(tmp_path: Path) -> None:
     mixed = replace(SOME, sources=np.array([1, 0, 1]))
     mixed.save(tmp_path, 9)
     read = document_losses(tmp_path)

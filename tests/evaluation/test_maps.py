@@ -89,7 +89,7 @@ def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
             torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
 
 
-def test_each_row_sum_of_diff_v1_clamped_map_is_0_or_1():
+def test_each_row_of_clamped_diff_v1_map_sums_to_0_or_1():
     model = float64_model("diff_v1_clamped")
     whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
@@ -113,7 +113,7 @@ def test_difference_map_matches_definition_of_differential_attention():
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
-def test_layer_maps_match_attention_maps_of_recorded_layer_input(variant, index):
+def test_layer_maps_function_matches_maps_of_recorded_layer_input(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
@@ -130,7 +130,7 @@ def test_layer_maps_match_attention_maps_of_recorded_layer_input(variant, index)
 
 
 @torch.no_grad()
-def test_by_query_field_contains_lambda_or_gate_or_sink_of_each_query(variant):
+def test_attention_maps_return_lambda_or_gate_or_sink_value_of_each_query(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
     model = float64_model(variant)
@@ -156,7 +156,7 @@ def test_by_query_field_contains_lambda_or_gate_or_sink_of_each_query(variant):
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
 
 
-def test_negative_share_and_entropy_match_hand_calculation():
+def test_row_entropy_and_negative_weight_fraction_match_hand_calculation():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
     assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]

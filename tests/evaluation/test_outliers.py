@@ -44,7 +44,7 @@ def close(found, expected, rel):
         assert found[name] == pytest.approx(value, rel=within), name
 
 
-def test_outlier_statistics_match_reference_if_array_is_added_in_parts():
+def test_outlier_statistics_match_reference_if_values_are_added_in_parts():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
     values = values.astype(np.float32)
@@ -55,7 +55,7 @@ def test_outlier_statistics_match_reference_if_array_is_added_in_parts():
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_kurtosis_and_top_10_equal_none_for_five_equal_values():
+def test_undefined_outlier_statistics_of_five_equal_values_are_none():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()
@@ -156,7 +156,7 @@ def test_outlier_statistics_of_layers_match_float64_reference(variant, masked, m
 
 
 @torch.no_grad()
-def test_outlier_statistics_find_channel_of_planted_outlier():
+def test_outlier_statistics_contain_channel_of_largest_activation():
     model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
     before = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     model.tok_embeddings.weight[:, 17] = -300.0  # Blocks only add to this channel.

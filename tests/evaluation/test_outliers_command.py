@@ -46,7 +46,7 @@ def test_json_output_of_outliers_command_matches_measure_outliers(trained, outli
         assert {**own, "layer": layer["layer"]} == layer
 
 
-def test_outliers_command_tables_show_every_layer_and_attention_map(trained, outliers):
+def test_outliers_command_prints_values_of_every_attention_map(trained, outliers):
     done = outliers(f"run={trained}", "step=3", "tokens=64")
     assert done.code == 0, done.err
     assert "diff_v2, step 3, the first 64 held-out tokens (1 sequences), float32" in done.out

@@ -93,7 +93,7 @@ BOTH = Rounding(4, by_row=True)
     ids=["diff_v2", "gated", "diff_v1 with experts"],
 )
 @pytest.mark.parametrize("by_row", [True, False], ids=["channel", "tensor"])
-def test_quantised_context_manager_rounds_block_matrices_until_exit(
+def test_temporary_quantisation_rounds_only_block_weight_matrices(
     words: tuple[str, ...], by_row: bool
 ) -> None:
     model = built(*words)
@@ -128,7 +128,7 @@ class Rounded(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("by_row", [True, False], ids=["token", "tensor"])
-def test_quantised_context_manager_rounds_inputs_of_block_matrices(by_row: bool) -> None:
+def test_activation_quantisation_rounds_inputs_of_block_matrices(by_row: bool) -> None:
     model = built("attention=diff_v2")
     other = copy.deepcopy(model)
     for block in other.layers:
@@ -145,7 +145,7 @@ def test_quantised_context_manager_rounds_inputs_of_block_matrices(by_row: bool)
 
 
 @torch.no_grad()
-def test_quantised_context_manager_rounds_expert_inputs_per_token() -> None:
+def test_activation_quantisation_rounds_expert_inputs_per_token() -> None:
     model = built("attention=standard", *MOE)
     experts: Experts = model.layers[0].ffn.experts
     x, weights, counts = torch.randn(6, model.cfg.dim), torch.rand(6), torch.tensor([2, 0, 3, 1])
@@ -170,7 +170,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @torch.no_grad()
-def test_quantise_evaluation_matches_losses_of_separately_rounded_models(
+def test_losses_of_quantise_evaluation_match_reference(
     measured: Subject,
 ) -> None:
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}

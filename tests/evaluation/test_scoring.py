@@ -78,7 +78,7 @@ def test_batched_answer_scores_match_scores_of_single_sequences(
     assert greedy
 
 
-def test_by_length_limits_padded_size_of_each_batch() -> None:
+def test_by_length_function_limits_padded_size_of_each_batch() -> None:
     batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 
@@ -92,7 +92,7 @@ class Letters:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
 
 
-def test_spelt_question_splits_tokens_at_end_of_prompt() -> None:
+def test_spelt_question_separates_prompt_tokens_from_answer_tokens() -> None:
     example = Example("to be", (" ab", " ac", " b"), 1)
     question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
@@ -107,7 +107,7 @@ def test_spelt_question_splits_tokens_at_end_of_prompt() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", [1, 2**18])
-def test_scoring_runs_model_only_once_on_common_prefix_of_questions(
+def test_scoring_computes_common_prefix_of_questions_only_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """One context is a prefix of the next context, and two texts are scored one after the other."""

@@ -168,7 +168,7 @@ def test_train_refuses_incompatible_world_size_before_process_group_starts(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_backend_on_cpu_is_refused_before_corpus_is_read(workspace):
+def test_train_refuses_gpu_attention_backend_on_cpu(workspace):
     other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=2))
     workspace.rejects(
         [f"data.paths=[{other}]", f"{BACKEND}=flash"],

@@ -40,7 +40,7 @@ def test_resume_matches_uninterrupted_run_if_newest_checkpoint_is_damaged(corpus
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_save_at_same_steps_if_checkpoint_interval_is_in_seconds(corpus, tmp_path, ranks):
+def test_all_ranks_save_at_same_steps_if_checkpoint_interval_is_in_seconds(corpus, tmp_path, ranks):
     """If ranks saved at different steps, each rank would wait forever."""
     run = tmp_path / "run"
     words = ("steps=24", "checkpoint.interval=0.1s", "checkpoint.keep_last=0", "log_interval=1")

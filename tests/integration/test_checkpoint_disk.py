@@ -68,7 +68,7 @@ def test_training_continues_if_checkpoint_exceeds_file_size_limit(corpus, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the last step", "a signal"])
-def test_failed_save_of_last_checkpoint_ends_run_with_error(corpus, tmp_path, how):
+def test_run_ends_with_error_if_last_checkpoint_cannot_be_saved(corpus, tmp_path, how):
     run = tmp_path / "run"
     gate = Gate(run, 6)
     process = start(corpus, run, *WORDS)

@@ -56,7 +56,7 @@ def test_train_command_changes_no_file_of_finished_run(workplace, finished_run, 
     assert not changes(before, snapshot(workplace))
 
 
-def test_run_log_contains_output_of_every_accepted_launch(
+def test_run_log_contains_output_of_every_launch_except_refused_launches(
     tmp_path, tiny, environment, finished_run
 ):
     words = [*tiny, "run.name=logged", "run.report=false"]
@@ -139,7 +139,7 @@ PROMPTS = ["a=b, {c}", "x[1]", "${seed} 'a\"=", "  def f(\n\t", "null", "1e3"]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_generate_output_starts_with_unchanged_prompt(finished_run, capfd, prompt):
+def test_output_of_generate_command_starts_with_unchanged_prompt(finished_run, capfd, prompt):
     """A prompt is not parsed by Hydra's grammar and loses no character."""
     before = snapshot(finished_run)
     out = continued(finished_run, capfd, prompt)
@@ -205,7 +205,7 @@ def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
 
 
 @pytest.mark.slow
-def test_two_ranks_print_config_error_and_sweep_result_only_once(tmp_path, tiny, environment):
+def test_command_on_two_ranks_prints_each_message_only_once(tmp_path, tiny, environment):
     words = [*TORCHRUN, *train_command([])[1:]]
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]

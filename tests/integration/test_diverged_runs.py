@@ -41,7 +41,7 @@ def strict(file: Path) -> dict:
 
 
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
-def test_summary_records_divergence_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
+def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
     path = tmp_path / "run"
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
@@ -88,7 +88,7 @@ LIMIT, LOGGED = 6, 5
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_run_saves_checkpoint_and_stops_after_max_consecutive_skips(corpus, tmp_path, ranks):
+def test_training_stops_after_too_many_consecutive_skipped_updates(corpus, tmp_path, ranks):
     """The first update is finite, but so large that no later loss is finite."""
     run = tmp_path / "run"
     words = (

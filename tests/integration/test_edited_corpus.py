@@ -50,7 +50,7 @@ def test_resume_with_edited_corpus_requires_allow_changes(
 
 
 @pytest.mark.slow
-def test_resume_requires_allow_changes_if_prepared_tokens_differ(
+def test_resume_requires_allow_changes_if_prepared_tokens_were_changed(
     begun: tuple[Path, Path],
 ) -> None:
     """Another version of the tokenizer library could give different tokens for equal text."""

@@ -51,7 +51,7 @@ def test_killed_loader_process_stops_run_with_error(corpus, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout", "signalled"), [(20, False), (3000, True)])
-def test_error_mentions_stopped_loader_process(corpus, tmp_path, timeout, signalled):
+def test_error_message_contains_id_of_frozen_loader_process(corpus, tmp_path, timeout, signalled):
     """The run stops within distributed.timeout, or soon after a signal."""
     run = tmp_path / "run"
     words = ("steps=1000000", "checkpoint.interval=2", "data.num_workers=1", "log_interval=1")

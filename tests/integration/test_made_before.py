@@ -118,7 +118,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_of_older_version_are_reported_as_good(diffllm: Any) -> None:
+def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm: Any) -> None:
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -133,7 +133,7 @@ def test_checkpoints_of_older_version_are_reported_as_good(diffllm: Any) -> None
     }
 
 
-def test_consolidated_run_of_older_version_matches_stored_export(diffllm: Any) -> None:
+def test_consolidated_weights_of_older_run_match_stored_export(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert contents("whole") == contents("exported")
 
@@ -157,7 +157,7 @@ def contents(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_generate_and_outliers_commands_match_output_of_older_version(
+def test_output_of_generate_and_outliers_commands_matches_older_version(
     place: Path, diffllm: Any
 ) -> None:
     text = (EXPECTED / "generated.txt").read_text()

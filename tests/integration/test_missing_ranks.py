@@ -56,7 +56,9 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
         ),
     ],
 )
-def test_error_contains_missing_rank_and_step_and_collective(corpus, tmp_path, kind, rank, said):
+def test_error_message_identifies_missing_rank_and_waiting_ranks(
+    corpus, tmp_path, kind, rank, said
+):
     run_directory = tmp_path / "run"
     with ranks(corpus, run_directory, Fault(kind, rank, 8), number=3) as run:
         error = error_of(run, *([rank] if kind in ("die", "freeze") else []))
@@ -132,7 +134,9 @@ def test_rank_that_ends_after_rank_0_causes_no_error(corpus, tmp_path):
         ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
-def test_error_mentions_rank_with_different_config_or_code_or_corpus(corpus, tmp_path, kind, said):
+def test_training_is_refused_if_ranks_differ_in_config_or_code_or_corpus(
+    corpus, tmp_path, kind, said
+):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
         error = error_of(run, code=2)
     assert said in error
@@ -140,7 +144,7 @@ def test_error_mentions_rank_with_different_config_or_code_or_corpus(corpus, tmp
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_training_error_mentions_tensor_that_differs_between_replicas(corpus, tmp_path):
+def test_error_message_contains_tensor_that_differs_between_replicas(corpus, tmp_path):
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:

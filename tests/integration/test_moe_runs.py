@@ -24,7 +24,7 @@ def finished(corpus, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_mixture_of_experts_run_resumes_bit_identically(corpus, finished, tmp_path, ranks):
+def test_killed_moe_run_resumes_bit_identically(corpus, finished, tmp_path, ranks):
     straight, broken = finished, tmp_path / "broken"
     if ranks > 1:
         straight = tmp_path / "straight"

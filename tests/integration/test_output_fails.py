@@ -36,9 +36,7 @@ def assert_whole(run: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("stdout", "stderr"), slow_but(SHOWN, PAIRS))
-def test_training_succeeds_if_writes_to_stdout_or_stderr_fail(
-    tmp_path, environment, tiny, stdout, stderr
-):
+def test_training_succeeds_if_stdout_or_stderr_fails(tmp_path, environment, tiny, stdout, stderr):
     """Name and prompt of the run contain characters that an encoding may lack."""
     words = [*tiny, PROMPT, f"run.dir='outputs/{NAME}'"]
     ended = forked_call(with_faults("train", stdout, stderr), words, tmp_path, environment)
@@ -51,7 +49,7 @@ def test_training_succeeds_if_writes_to_stdout_or_stderr_fail(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_training_on_two_ranks_succeeds_if_writes_to_stdout_or_stderr_fail(corpus, tmp_path, fault):
+def test_training_on_two_ranks_succeeds_if_stdout_or_stderr_fails(corpus, tmp_path, fault):
     run = tmp_path / "run"
     words = overrides_of(corpus, run)
     main = with_faults("planted", fault, fault)
@@ -61,7 +59,7 @@ def test_training_on_two_ranks_succeeds_if_writes_to_stdout_or_stderr_fail(corpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", slow_but(["no reader"], FAULTS))
-def test_sweep_succeeds_if_writes_to_stdout_or_stderr_fail(tmp_path, environment, tiny, fault):
+def test_sweep_finishes_valid_run_if_stdout_or_stderr_fails(tmp_path, environment, tiny, fault):
     words = ["-m", *tiny, "seq_len=32,99999", "run.sweep=both", "steps=2"]
     ended = forked_call(with_faults("train", fault, fault), words, tmp_path, environment)
     assert ended.code == 1, ended
@@ -71,7 +69,7 @@ def test_sweep_succeeds_if_writes_to_stdout_or_stderr_fail(tmp_path, environment
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_prepare_succeeds_if_writes_to_stdout_or_stderr_fail(
+def test_prepare_command_succeeds_if_stdout_or_stderr_fails(
     tmp_path, environment, code_corpus, fault
 ):
     words = [
@@ -139,7 +137,9 @@ def test_command_fails_if_result_cannot_be_written_to_stdout(
         pytest.param(lambda tiny: tool_command(["--help"]), 2),
     ],
 )
-def test_exit_code_is_kept_if_flush_of_stdout_fails(tmp_path, environment, tiny, words, code):
+def test_command_keeps_exit_code_if_stdout_cannot_be_flushed(
+    tmp_path, environment, tiny, words, code
+):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S
@@ -148,9 +148,7 @@ def test_exit_code_is_kept_if_flush_of_stdout_fails(tmp_path, environment, tiny,
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_exit_code_of_error_is_kept_if_writes_to_stdout_or_stderr_fail(
-    fault, tmp_path, environment, tiny
-):
+def test_invalid_command_exits_with_2_if_stdout_or_stderr_fails(fault, tmp_path, environment, tiny):
     for command, words in (("train", [*tiny, "steps=-1"]), ("tool", ["nonsense"])):
         ended = forked_call(with_faults(command, fault, fault), words, tmp_path, environment)
         assert ended.code == 2

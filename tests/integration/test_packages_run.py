@@ -22,7 +22,7 @@ def run_on_another_package(words: list[str]) -> int:
     return 0
 
 
-def test_train_reports_packages_that_differ_from_reference_corpus(tmp_path, tiny, environment):
+def test_train_prints_note_if_corpus_is_not_reference_corpus(tmp_path, tiny, environment):
     own = [w for w in tiny if not w.startswith(("data=", "data.paths", "data.heldout"))]
     words = [*own, "data=packages", "data.heldout_fraction=0.2", "steps=1"]
     done = forked_call(run_on_another_package, words, tmp_path, environment)

@@ -135,7 +135,7 @@ def test_run_of_custom_variant_is_readable_without_config_dir(tmp_path, tiny, en
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_count_and_prepare_and_train_accept_plugin_and_config_dir(place, mine):
+def test_commands_accept_plugin_and_config_dir_on_command_line(place, mine):
     cwd, env = place
     known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
     counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)
@@ -243,7 +243,7 @@ def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(place, 
 
 
 @pytest.mark.slow
-def test_each_run_of_sweep_finds_plugin_on_sys_path_of_sweep_process(place, words, mine):
+def test_every_run_of_sweep_imports_plugin_from_sys_path_of_parent_process(place, words, mine):
     """Only sys.path of the sweep contains the plugin's directory, as with `python -m`."""
     cwd, env = place
     env = {key: value for key, value in env.items() if key != "PYTHONPATH"}

@@ -71,7 +71,9 @@ def session(words: list[str]) -> int:
     return 0
 
 
-def test_train_function_matches_weights_of_train_command(tmp_path, tiny, environment, straight):
+def test_train_function_and_train_command_produce_equal_weights(
+    tmp_path, tiny, environment, straight
+):
     done = forked_call(session, tiny, tmp_path, environment)
     assert done.code == 0, done
     assert_same_weights(straight, tmp_path / "run", 4)

@@ -141,7 +141,7 @@ def test_resume_continues_sample_order_if_batch_size_is_halved(corpus, straight,
 
 
 @pytest.mark.slow
-def test_refused_model_change_leaves_run_files_unchanged(corpus, tmp_path):
+def test_run_files_stay_unchanged_if_resume_refuses_new_model_config(corpus, tmp_path):
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()

@@ -106,9 +106,7 @@ def test_sweep_starts_no_other_run_after_ctrl_c(tmp_path, tiny, environment, fin
 
 
 @pytest.mark.slow
-def test_submitit_sweep_uses_two_ranks_and_reports_failed_run(
-    tmp_path, tiny, environment, finished_run
-):
+def test_submitit_sweep_on_two_ranks_reports_failed_run(tmp_path, tiny, environment, finished_run):
     obstacle = tmp_path / "outputs" / "mine" / "seed1"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way")

@@ -20,7 +20,7 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_task_scores_during_training_match_evaluate_command(place, environment):
+def test_task_scores_logged_in_training_match_scores_of_evaluate_command(place, environment):
     words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 0, result
@@ -73,7 +73,7 @@ def test_train_refuses_invalid_task_setting(place, environment, words, said):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_trained_tiny_model_solves_mqar(place, environment):
+def test_tiny_model_solves_mqar_task_after_training(place, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=200_000", "data.packing=best_fit"),

@@ -75,7 +75,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_every_string_key_of_config_is_listed_as_path_or_non_path():
+def test_every_config_key_of_string_type_is_classified_as_path_or_text():
     for key in keys_of_text():
         assert bool(PATHS.fullmatch(key)) != (key in NO_PATHS), key
     assert set(KEYS) > {"run.dir", "data.paths", "data.cache_dir", "data.tokenizer", "resume"}
@@ -96,7 +96,7 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_load_config_refuses_unusable_path_in_mixture_or_environment(
+def test_load_config_refuses_unusable_path_in_data_source_or_environment(
     monkeypatch,
 ):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
@@ -120,7 +120,9 @@ def test_load_run_config_accepts_unusable_tokenizer_path(finished_run, tmp_path)
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_train_error_contains_config_key_of_unusable_path(tmp_path, environment, key, rng):
+def test_error_of_train_command_contains_config_key_of_unusable_path(
+    tmp_path, environment, key, rng
+):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():

@@ -58,7 +58,7 @@ PLACES = [(manifest, "verify"), (manifest, "read_state"), (reader, "read_index")
         ["generate", "consolidate", "checkpoints", "report"],
     ),
 )
-def test_commands_skip_concurrently_deleted_checkpoint(
+def test_commands_skip_checkpoint_that_another_process_deletes(
     run, tmp_path, monkeypatch, capfd, command, module, name
 ):
     words = {

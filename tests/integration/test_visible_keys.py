@@ -97,7 +97,7 @@ def test_visible_keys_metric_matches_reference(corpus, tmp_path, packing):
     assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
-def test_mfu_uses_flops_of_whole_sequences_without_document_masks(corpus, tmp_path):
+def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus, tmp_path):
     run = tmp_path / "run"
     started(corpus, run).finish()
     flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()

@@ -88,15 +88,13 @@ def test_resume_from_weights_accepts_every_kind_of_source(corpus, sources, tmp_p
         ("python train.py", "resume", "weights:{converted}"),
     ],
 )
-def test_printed_next_command_quotes_path_that_contains_space_or_quote(
-    sources, command, key, value
-):
+def test_paths_in_suggested_commands_are_quoted_for_shell(sources, command, key, value):
     lines = [line for line in sources["printed"].splitlines() if command in line]
     words = [word for line in lines for word in shlex.split(line) if word.startswith(f"{key}=")]
     assert value.format(**sources) in [parsed_override(word).value() for word in words]
 
 
-def test_resume_from_weights_gives_same_result_for_run_and_export(corpus, sources, tmp_path):
+def test_training_from_weights_of_run_matches_training_from_export(corpus, sources, tmp_path):
     for name in ("run", "export"):
         words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
         finish(corpus, tmp_path / name, *words)
@@ -131,7 +129,7 @@ def test_resume_from_weights_uses_saved_model_config_by_default(
         assert cfg.model == of_run.model
 
 
-def test_train_prints_model_setting_that_differs_from_weights(corpus, sources, tmp_path):
+def test_train_prints_model_setting_that_differs_from_weights_source(corpus, sources, tmp_path):
     words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
     said = finish(corpus, tmp_path / "run", *words)
     assert "differs: model.rope.theta: 5000.0 in the weights, 1000.0 in this command;" in said

@@ -70,7 +70,7 @@ def test_transformers_reproduces_logits_and_tokens_of_exported_run(make_run, tmp
 
 @pytest.mark.parametrize("name", slow_but(["linear"], ["llama3", "yarn_qwen", "linear"]))
 @torch.no_grad()
-def test_rope_settings_for_transformers_4_reproduce_logits_of_run(make_run, tmp_path, name):
+def test_export_without_rope_parameters_key_reproduces_logits_of_run(make_run, tmp_path, name):
     run, out = make_run(name, *CASES[name][1]), tmp_path / "hf"
     assert main(["export", f"run={run}", f"out={out}"]) == 0
     config = json.loads((out / "config.json").read_text())

@@ -86,7 +86,7 @@ def test_random_value_in_config_json_causes_only_expected_errors(data, kind, odd
         ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
     ],
 )
-def test_import_error_mentions_config_key_if_value_has_wrong_type(key, value, said):
+def test_invalid_value_in_config_json_raises_error_with_key_name(key, value, said):
     with pytest.raises(ValueError, match=said):
         model_of({**config_of(LAYOUTS["own"]), key: value})
 
@@ -150,7 +150,7 @@ def test_model_directory_refuses_invalid_safetensors_index(tmp_path, index, said
         ModelDirectory(path)
 
 
-def test_model_directory_of_symbolic_links_is_read(tmp_path):
+def test_model_directory_accepts_symbolic_links_to_files(tmp_path):
     path, links = write(tmp_path / "hf", LAYOUTS["llama"]), tmp_path / "links"
     links.mkdir()
     for file in path.iterdir():

@@ -86,7 +86,7 @@ def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, opt
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
 
 
-def test_imported_run_keeps_model_name_and_reports_unknown_corpus(tmp_path, tokenizer, capsys):
+def test_commands_print_model_name_and_unknown_corpus_of_imported_run(tmp_path, tokenizer, capsys):
     saved("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
     assert main(["import", f"hf={tmp_path / 'my llama'}", f"out={run}"]) == 0
@@ -178,7 +178,7 @@ def test_conversion_from_diff_v2_to_standard_keeps_logits_if_lambda_is_constant(
 
 
 @torch.no_grad()
-def test_perturb_changes_only_second_query_head_of_each_pair(make_run, tmp_path):
+def test_perturb_argument_changes_only_second_query_head_of_each_pair(make_run, tmp_path):
     run, out = make_run("source", "attention=standard"), tmp_path / "out"
     words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
     assert main(["import", f"hf={run}", f"out={out}", *words]) == 0

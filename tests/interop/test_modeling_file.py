@@ -86,7 +86,7 @@ def test_exported_model_returns_same_logits_as_original_run(opened, tmp_path, na
 
 
 @pytest.mark.parametrize("name", WITH_MAPS)
-def test_exported_model_with_unsupported_attn_implementation_raises_value_error(opened, name):
+def test_exported_model_refuses_unsupported_attn_implementation(opened, name):
     with pytest.raises(ValueError, match="does not support Flash Attention"):
         opened(name, attn_implementation="flash_attention_2")
     model = opened(name)
@@ -113,7 +113,7 @@ def test_continuous_batching_returns_same_tokens_as_generate(opened, name, imple
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_output_attentions_returns_one_causal_map_per_head(opened, name):
+def test_output_attentions_option_returns_one_causal_map_per_head(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -135,7 +135,7 @@ def test_output_attentions_returns_one_causal_map_per_head(opened, name):
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_program_from_torch_export_accepts_other_batch_sizes(opened, name):
+def test_torch_export_program_returns_same_logits_as_model(opened, name):
     model = opened(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
@@ -204,7 +204,7 @@ def test_modeling_file_computes_same_rope_tables_as_training(kind):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_missing_settings_in_exported_config_get_defaults_of_training_config(variant):
+def test_exported_config_uses_training_defaults_for_missing_settings(variant):
     found = DiffLLMConfig(attention={"variant": variant}).attention
     assert found == {"variant": variant, **json_settings(asdict(VARIANTS[variant]()))}
     config = DiffLLMConfig(
@@ -215,7 +215,7 @@ def test_missing_settings_in_exported_config_get_defaults_of_training_config(var
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 
-def test_exported_config_with_unknown_or_invalid_setting_raises_value_error():
+def test_exported_config_refuses_unknown_or_invalid_setting():
     assert set(SETTINGS) == set(VARIANTS)
     for settings, said in (
         ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),
@@ -264,7 +264,7 @@ def test_modeling_file_raises_value_error_for_unsupported_rope_settings(rope, sa
         DiffLLMForCausalLM(config)
 
 
-def test_modeling_file_with_older_transformers_raises_one_line_import_error(opened, tmp_path):
+def test_modeling_file_raises_import_error_if_transformers_is_too_old(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
     config = json.loads((directory / "config.json").read_text())

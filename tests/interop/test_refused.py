@@ -30,7 +30,7 @@ def test_export_and_import_leave_no_files_if_disk_is_full(make_run, tmp_path, ca
                 assert list(disk.iterdir()) == []
 
 
-def test_export_with_invalid_arguments_raises_error_with_reason(make_run, tmp_path, capsys):
+def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
     (tmp_path / "file").write_text("")
     for words, said in (

@@ -54,7 +54,7 @@ def logprobs(model: Transformer, tokens: list[int]) -> torch.Tensor:
     return found.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-def test_vllm_returns_log_probabilities_close_to_original_run(exported, tmp_path):
+def test_log_probabilities_from_vllm_match_original_run(exported, tmp_path):
     asked = prompts([200, 7, 100, 33, 150, 64])  # the first prompt fills blocks of the cache
     requests = [
         {"directory": str(exported(name)), "prompts": asked, "compiled": name in COMPILED}

@@ -56,7 +56,7 @@ def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
         (0, True, "", False),
     ],
 )
-def test_slurm_script_requeues_job_only_after_signal_and_saved_checkpoint(
+def test_slurm_script_requeues_job_only_if_requeue_marker_exists(
     tmp_path, code, marker, state, requeued
 ):
     exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)
@@ -64,7 +64,7 @@ def test_slurm_script_requeues_job_only_after_signal_and_saved_checkpoint(
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_slurm_script_finds_requeue_file_in_overridden_run_directory(
+def test_slurm_script_finds_requeue_marker_in_custom_run_directory(
     tmp_path,
 ):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]

@@ -126,7 +126,7 @@ def test_launch_script_starts_no_process_if_requirement_is_missing(
         (143, False, True, 143),
     ],
 )
-def test_torchrun_script_exits_with_75_only_if_successful_run_requests_requeue(
+def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
     tmp_path, code, marker, named, expected
 ):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")

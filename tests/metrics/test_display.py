@@ -42,7 +42,7 @@ def staying(screen: str) -> list[int]:
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
-def test_display_keeps_20_to_50_loss_lines_per_run():
+def test_progress_display_leaves_20_to_50_loss_lines_on_terminal():
     """The lines include the first and the last step, and more steps at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
@@ -54,7 +54,7 @@ def test_display_keeps_20_to_50_loss_lines_per_run():
     assert max(gaps) <= STEPS // 20 + 10
 
 
-def test_display_prints_line_for_every_heldout_loss():
+def test_progress_display_prints_one_line_per_heldout_loss():
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())

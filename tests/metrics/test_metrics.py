@@ -50,7 +50,7 @@ def test_metrics_file_contains_complete_line_after_each_write(tmp_path):
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_metrics_file_writes_nan_and_infinity_as_null(tmp_path):
+def test_metrics_file_contains_null_for_nan_and_infinity(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     values = {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1e308, "e": None}
     file.write(values)
@@ -113,7 +113,7 @@ def test_metrics_file_writes_missing_lines_after_disk_space_is_freed(tmp_path, c
         assert "written only in part" in said or "No space left" in said
 
 
-def test_closing_metrics_file_prints_number_of_unwritten_lines(tmp_path, monkeypatch):
+def test_close_method_prints_number_of_unwritten_metrics_lines(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("diffllm.metrics.sinks.to_stderr", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")

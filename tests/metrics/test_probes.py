@@ -125,7 +125,7 @@ def test_attention_statistics_match_plain_loop_reference(variant, masked):
 
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_attention_statistics_do_not_change_loss(variant):
+def test_loss_is_unchanged_if_attention_statistics_are_collected(variant):
     model, tokens = tiny(variant), rows()
     plain = model(tokens, tokens, diagnose=True)
     probed = model(tokens, tokens, diagnose=True, probe=POSITIONS)
@@ -138,7 +138,7 @@ def test_attention_statistics_do_not_change_loss(variant):
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
 
 
-def test_due_selects_periodic_actions_at_configured_steps():
+def test_due_function_returns_actions_configured_for_each_step():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
     words += ["distributed.check_interval=5", "profile.steps=[12,13]"]

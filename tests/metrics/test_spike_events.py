@@ -83,7 +83,7 @@ def test_event_counter_matches_independent_implementation(seed):
 
 @pytest.mark.parametrize("degrees", [16, 40, 256])
 @pytest.mark.parametrize("t", [0.5, 3.0, 6.0])
-def test_as_normal_keeps_tail_probability_of_student_t_value(degrees, t):
+def test_as_normal_converts_t_value_to_z_score_of_same_tail_probability(degrees, t):
     assert as_normal(t, degrees) == pytest.approx(-ndtri(stdtr(degrees, -t)), rel=0.003)
     assert as_normal(-t, degrees) == -as_normal(t, degrees)
 
@@ -107,7 +107,7 @@ def test_consecutive_nan_losses_count_as_single_spike_event():
     assert (counter.total, counter.judged) == (1, 50)
 
 
-def test_event_counter_finds_spike_in_log_normal_values_if_log_is_set():
+def test_event_counter_judges_logarithms_of_values_if_log_is_set():
     rng = np.random.default_rng(2)
     norms = np.exp(rng.normal(0, 0.3, 200))
     norms[100] *= 8
@@ -123,7 +123,7 @@ def test_event_counter_marks_first_increase_of_constant_series_as_spike(value):
     assert flags([*[value] * 100, value + 0.1])[0] == [100]
 
 
-def test_event_counter_finds_only_the_added_spike_in_falling_loss():
+def test_event_counter_detects_only_artificial_spike_in_recorded_losses():
     """Both published definitions miss a spike of 3 nats at step 200 of this series."""
     losses, _ = series("micro_standard")
     planted = [*losses[:200], losses[200] + 3, *losses[201:400]]

@@ -174,7 +174,7 @@ def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_spike_monitor_counts_every_nonfinite_loss_as_judged():
+def test_spike_monitor_judges_every_nonfinite_loss():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)

@@ -103,7 +103,7 @@ def test_wandb_run_omits_nan_and_infinite_losses(tmp_path, capfd):
     assert "wandb" not in capfd.readouterr().err
 
 
-def test_wandb_run_with_id_of_earlier_run_resumes_earlier_run(tmp_path):
+def test_wandb_resumes_earlier_run_if_run_id_is_reused(tmp_path):
     first = a_run(tmp_path / "first", group="my-group")
     first.log({"step": 1, "tokens": 10, "train/loss": 2.0})
     first.finish()

@@ -79,7 +79,7 @@ def test_attention_equals_paper_reference_at_any_sequence_length(variant, length
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
-def test_diff_v1_matches_paper_reference_if_values_layout_is_split(variant, shape):
+def test_diff_v1_matches_paper_reference_if_value_layout_is_split(variant, shape):
     layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
     assert_equals_the_reference(variant, *layer, length=7)
 
@@ -127,7 +127,7 @@ def test_clamped_attention_map_equals_hand_computed_example():
     torch.testing.assert_close(weights, clamp_and_renormalise(first - 0.4 * second))
 
 
-def test_clamped_map_row_is_zero_if_no_entry_is_positive():
+def test_row_of_clamped_attention_map_is_zero_if_no_entry_is_positive():
     weights = torch.tensor([[-0.2, -0.1], [0.5, -0.5]], dtype=torch.float64, requires_grad=True)
     out = clamped(weights)
     assert out.tolist() == [[0, 0], [1, 0]]

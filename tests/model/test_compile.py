@@ -155,7 +155,7 @@ def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
-def test_varlen_attention_compiles_one_graph_for_all_document_counts(monkeypatch, variant):
+def test_varlen_attention_uses_same_compiled_graph_for_all_document_counts(monkeypatch, variant):
     """Forward and backward results equal those with a boolean mask."""
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
@@ -175,7 +175,7 @@ def test_varlen_attention_compiles_one_graph_for_all_document_counts(monkeypatch
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_flex_attention_compiles_one_graph_for_all_document_counts():
+def test_flex_attention_uses_same_compiled_graph_for_all_document_counts():
     model = build_model(small_config("diff_v2", extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("eager")

@@ -88,7 +88,7 @@ def grads_of(model, scalar):
 
 @pytest.mark.parametrize(("variant", "extra"), EVERY)
 @pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
-def test_masked_documents_match_separate_forward_passes(variant, extra, shape):
+def test_outputs_of_masked_documents_match_separate_forward_passes(variant, extra, shape):
     """Compares logits, loss and all gradients."""
     model = shared_model(variant, *shape, extra)
     targets = torch.randint(0, 64, TOKENS.shape)

@@ -43,7 +43,9 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_leaves_garbage_flag_is_true_only_on_blackwell_and_rocm(monkeypatch, major, minor, garbage):
+def test_leaves_garbage_returns_true_only_for_blackwell_and_rocm(
+    monkeypatch, major, minor, garbage
+):
     capability(monkeypatch, major, minor)
     assert leaves_garbage(CUDA) == garbage
     assert not leaves_garbage(CPU)
@@ -114,7 +116,7 @@ def small_experts(dtype, adjacent=True):
     return side_by_side(layer) if adjacent else layer
 
 
-def test_expert_weights_are_joined_without_copy_if_adjacent_in_memory():
+def test_adjacent_expert_weights_are_joined_without_copy():
     near, far = small_experts(HALF), small_experts(HALF)
     both = joined(near.w1, near.w3)
     assert both.data_ptr() == near.w1.data_ptr()
@@ -159,7 +161,7 @@ def test_joined_expert_matmul_matches_separate_matmuls(monkeypatch, dtype, adjac
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_joined_expert_matmul_compiles_without_weight_copies(monkeypatch, dynamic):
+def test_compiled_joined_expert_matmul_does_not_copy_weights(monkeypatch, dynamic):
     """The graph does not copy the weights."""
     torch._dynamo.reset()
     as_on_cuda(monkeypatch)

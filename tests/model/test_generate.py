@@ -63,7 +63,7 @@ def test_generate_accepts_empty_prompt_list_and_zero_new_tokens():
 
 
 @pytest.mark.parametrize("length", [0, SEQ_LEN + 1])
-def test_generate_with_empty_or_too_long_prompt_raises_value_error(length):
+def test_generate_raises_value_error_if_prompt_is_empty_or_too_long(length):
     unreadable = [1] * length
     with pytest.raises(ValueError, match=rf"prompt of {length} tokens: must have 1 to {SEQ_LEN}"):
         generate(tiny(), [[1, 2], unreadable], 4)
@@ -111,7 +111,7 @@ def test_batched_prompts_get_same_continuations_as_single_prompts(variant, tempe
     assert generate(model, texts, count, stop_token=stop, **settings) == stopped
 
 
-def test_generate_uses_next_seed_for_each_repeated_prompt_in_batch(model):
+def test_generate_uses_different_seeds_for_identical_prompts_in_batch(model):
     one, other = prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]

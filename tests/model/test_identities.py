@@ -277,7 +277,7 @@ def test_outputs_of_opposite_gates_sum_to_standard_attention_output(variant, dat
 
 @given(shape=shapes())
 @many
-def test_headwise_gate_matches_elementwise_gate_with_repeated_weights(shape):
+def test_elementwise_gate_equals_headwise_gate_if_gate_weights_are_repeated(shape):
     headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
@@ -295,7 +295,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_learned_sink_matches_simpler_variants_for_special_logits(
+def test_sink_attention_matches_simpler_variants_for_special_sink_logits(
     shape,
 ):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
@@ -393,7 +393,7 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_standard_attention_stays_within_theoretical_bounds(shape, sharpness):
+def test_rms_of_standard_attention_context_stays_within_theoretical_bounds(shape, sharpness):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
@@ -403,7 +403,7 @@ def test_context_rms_of_standard_attention_stays_within_theoretical_bounds(shape
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_context_rms_of_gated_and_sink_variants_is_between_0_and_1(variant, data):
+def test_rms_of_gated_or_sink_attention_context_is_between_0_and_1(variant, data):
     shape = data.draw(shapes(variant, **WIDE))
     values, _ = context_rms(variant, shape, data.draw(SHARPNESS))
     assert ((values > 0) & (values < 1)).all()
@@ -411,7 +411,7 @@ def test_context_rms_of_gated_and_sink_variants_is_between_0_and_1(variant, data
 
 @given(shape=shapes(**WIDE))
 @many
-def test_context_rms_of_off_by_one_attention_equals_closed_form(
+def test_rms_of_off_by_one_attention_context_equals_closed_form(
     shape,
 ):
     """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
@@ -422,7 +422,7 @@ def test_context_rms_of_off_by_one_attention_equals_closed_form(
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_diff_v2_stays_within_theoretical_bounds(shape, sharpness):
+def test_rms_of_diff_v2_attention_context_stays_within_theoretical_bounds(shape, sharpness):
     values, aux = context_rms("diff_v2", shape, sharpness)
     lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
@@ -432,7 +432,7 @@ def test_context_rms_of_diff_v2_stays_within_theoretical_bounds(shape, sharpness
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_diff_v1_head_norm_multiplies_context_rms_by_sqrt_of_key_count(shape, lam):
+def test_head_norm_multiplies_attention_context_rms_by_sqrt_of_key_count(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

@@ -47,7 +47,7 @@ def test_sharded_and_unsharded_parameters_get_same_initial_values(block):
     assert full.unique().numel() > 0.9 * full.numel(), "blocks must have different values"
 
 
-def test_initial_values_of_wo_and_w2_have_smaller_standard_deviation():
+def test_output_projections_have_smaller_initial_std_than_input_projections():
     params = parameters(["model.n_layers=8", "model.init_std=0.05"])
     w1 = params["layers.0.ffn.w1.weight"]
     assert w1.abs().max() <= 3 * 0.05

@@ -38,7 +38,7 @@ FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 
 @pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
-def test_attention_output_rms_equals_standard_attention_after_init_match(variant, more):
+def test_init_match_sets_attention_output_rms_to_standard_attention_rms(variant, more):
     cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
     expected = writes(build_model(config("standard", *more)), tokens)

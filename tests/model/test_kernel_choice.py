@@ -111,7 +111,7 @@ def test_kernel_for_masked_documents_depends_on_gpu_and_installed_packages(
     assert done == (["activated", ("tried", width, True)] if tried else [])
 
 
-def test_flash_attn_4_stays_inactive_after_first_failure(machine):
+def test_flash_attn_4_is_not_tried_again_after_failure(machine):
     done = machine(packages=("triton", *V4), fails="no kernel\nfor this")
     for _ in range(3):
         found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
@@ -120,7 +120,7 @@ def test_flash_attn_4_stays_inactive_after_first_failure(machine):
     assert done == ["activated", ("tried", 128, True), "restored"]
 
 
-def test_flash_attn_4_stays_inactive_if_torch_cannot_mask_documents(machine):
+def test_automatic_kernel_choice_skips_flash_attn_4_if_torch_is_too_old(machine):
     done = machine(packages=("triton", *V4), torch_takes_it=False)
     found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
     assert found.value is Kernel.flex
@@ -208,7 +208,7 @@ def enabled(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_forward_pass_with_kv_cache_on_gpu_disables_cudnn_attention(enabled, variant, device):
+def test_cudnn_attention_is_disabled_on_gpu_if_kv_cache_is_used(enabled, variant, device):
     """Prompts and single tokens disable cuDNN on a GPU; training and the CPU do not."""
     seen, entered = enabled(device)
     model = build_model(small_config(variant).model)
@@ -260,7 +260,7 @@ def test_unsupported_attention_backend_raises_config_error(variant, refused, rea
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_backend_uses_newest_installed_version_for_gpu(
+def test_flash_backend_uses_newest_installed_version_supported_by_gpu(
     machine, packages, capability, activated
 ):
     calls = machine(capability, packages)

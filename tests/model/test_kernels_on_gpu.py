@@ -146,7 +146,7 @@ def test_bf16_attention_over_4096_tokens_matches_float32_reference(backend, wide
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
-def test_block_on_gpu_compiles_only_once_for_all_document_counts(monkeypatch, kernel):
+def test_block_on_gpu_uses_same_compiled_graph_for_all_document_counts(monkeypatch, kernel):
     """Compile forward and backward for the GPU; None is the kernel chosen for this machine."""
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))

@@ -213,7 +213,7 @@ def test_decoding_step_reads_each_kv_cache_in_one_kernel_call(kernel_calls, vari
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("values", ["wide", "split"])
 @pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 8), (8, 2, 8)])
-def test_diff_v1_decoding_makes_one_kernel_call_per_attention_map(
+def test_diff_v1_decoding_step_uses_one_kernel_call_per_attention_map(
     kernel_calls, shape, values, ragged
 ):
     heads, kv_heads, d = shape

@@ -99,7 +99,7 @@ def test_chunked_loss_and_gradients_on_gpu_agree_with_float64(chunk, compiled):
         assert (mine.double() - other).norm() < 0.01 * other.norm()
 
 
-def test_loss_chunk_size_is_config_value_or_device_default():
+def test_config_value_of_loss_chunk_overrides_device_default():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert loss_chunk(7, gpu, 8, 8) == (7, "asked for")
     assert loss_chunk(None, gpu, 8, 8).value == GPU_CHUNK == 4096

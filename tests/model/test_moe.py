@@ -168,7 +168,7 @@ def assert_close(found, wanted, tolerance, name="", floor=0.1):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_moe_layer_with_grouped_products_matches_loop_over_experts(monkeypatch, dtype, crowded):
+def test_grouped_matmul_in_moe_layer_matches_loop_over_experts(monkeypatch, dtype, crowded):
     """Cases include experts without tokens, and an expert with the maximum number of tokens."""
     moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
     if crowded:
@@ -222,7 +222,7 @@ def test_float32_moe_layer_of_any_shape_equals_loop_reference(
 
 @pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
 @pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
-def test_router_losses_and_their_gradients_equal_paper_formulas(loss, score, biased):
+def test_router_losses_and_gradients_equal_paper_formulas(loss, score, biased):
     weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}
     over = Balance.global_batch if loss == "z" else Balance(loss)
     moe = layer(score=score, biased=biased, balance_over=over, **weights)

@@ -44,7 +44,7 @@ def theirs(scaling, fields, theta, head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize(("scaling", "fields"), CASES)
-def test_rope_frequencies_and_tables_equal_transformers_library(scaling, fields, theta, head_dim):
+def test_rope_frequencies_and_tables_match_transformers_library(scaling, fields, theta, head_dim):
     cfg = RopeConfig(theta=theta, scaling=RopeScaling[scaling], **fields)
     expected, factor = theirs(scaling, fields, theta, head_dim)
     ours = frequencies(cfg, head_dim)

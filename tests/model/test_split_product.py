@@ -69,7 +69,7 @@ def chosen_of(logits):
     return logits.topk(TOP_K).indices.sort().values
 
 
-def test_gradients_of_split_product_have_dtypes_of_inputs(no_cuda):
+def test_gradients_of_split_product_have_same_dtypes_as_inputs(no_cuda):
     """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()
@@ -98,7 +98,7 @@ def test_compiled_split_product_is_as_exact_as_float32_product(no_cuda):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_router_logits_without_bf16_split_equal_float32_product(dtype, monkeypatch):
+def test_router_logits_equal_float32_product_if_bf16_split_is_unavailable(dtype, monkeypatch):
     monkeypatch.setattr(router, "float32_mm", None)
     x, weight = torch.randn(9, DIM).to(dtype), torch.randn(EXPERTS, DIM)
     wide = torch.promote_types(dtype, torch.float32)

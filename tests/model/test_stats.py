@@ -31,7 +31,7 @@ def batch(size=4):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_block_statistics_of_bf16_tensors_are_detached_float32():
+def test_block_statistics_of_bf16_tensors_are_float32_without_gradients():
     x = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     shown = {"context": x.view(1, 4, 2, 4) * 1, "lambda": x.mean(-1)}
     for name, value in block_stats(x, shown).items():
@@ -53,7 +53,7 @@ def test_kurtosis_equals_closed_form_for_known_distributions():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
-def test_diagnose_leaves_objective_and_gradients_unchanged(variant):
+def test_diagnose_option_does_not_change_objective_or_gradients(variant):
     model, (inputs, targets) = tiny(variant), batch()
     plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}
@@ -76,7 +76,7 @@ def reduced_with_nan(values):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nan_on_one_rank_makes_reduced_statistic_nan_on_all_ranks(rank, tmp_path):
+def test_reduced_statistic_is_nan_on_all_ranks_if_one_rank_has_nan(rank, tmp_path):
     values = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     values[rank][0] = values[rank][2] = math.nan
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):

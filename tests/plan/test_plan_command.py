@@ -82,7 +82,7 @@ def test_planned_step_time_is_maximum_of_computation_and_communication(capsys):
     assert f"MFU {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
 
 
-def test_plan_command_prints_memory_fit_and_assumptions(capsys):
+def test_plan_command_prints_whether_config_fits_gpu_memory(capsys):
     out = said(capsys, *SMALL, "gpus=2")
     assert out.startswith("diff_v2 / tiny: ")
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "set tokens= for", "optimizer"):
@@ -114,7 +114,7 @@ def test_plan_command_prints_message_if_no_tried_change_fits_memory(capsys):
         (["gpus=3", "global_batch_size=8"], "must be a multiple of 3, the number of ranks"),
     ],
 )
-def test_plan_command_with_invalid_argument_prints_a_single_error_line(words, message, capsys):
+def test_plan_command_prints_single_error_line_for_invalid_argument(words, message, capsys):
     assert tools.main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -86,7 +86,7 @@ def kept_by_a_block(cfg, x, rope):
     "overrides",
     [["model=small_125m", "attention=diff_v2"], ["model=moe_tiny", "attention=standard"]],
 )
-def test_saved_bytes_of_simulated_block_match_real_compiler(overrides):
+def test_simulated_compiler_saves_as_many_bytes_as_real_compiler(overrides):
     cfg = load_config([*overrides, "seq_len=256", "data.vocab_size=512"]).model
     x = torch.randn(1, 256, cfg.dim, dtype=torch.bfloat16, requires_grad=True)
     rotary = RotaryEmbedding(cfg.head_dim, cfg.seq_len, cfg.rope)

@@ -65,7 +65,7 @@ def test_plan_suggests_smallest_config_change_that_fits_memory(gpus, overrides, 
     assert change.words == words
 
 
-def test_outcome_returns_none_only_for_invalid_change():
+def test_outcome_function_returns_none_only_for_invalid_change():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits
@@ -88,7 +88,7 @@ def test_planned_time_of_collective_depends_on_node_with_fewest_ranks():
 
 
 @pytest.mark.slow
-def test_mesh_keeps_only_expert_groups_within_nodes():
+def test_only_expert_groups_of_device_mesh_stay_within_one_node():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
     made = made.simulated(made.cfg.activation_checkpointing, print)

@@ -114,7 +114,7 @@ REAL_STEPS = [  # one and two micro-batches
 
 
 @pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
-def test_simulated_peak_memory_equals_peak_of_step_with_real_tensors(overrides):
+def test_simulated_peak_memory_equals_peak_memory_of_real_step(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
     with fake_world(0, 2):  # gloo would make copies that do not exist on a GPU

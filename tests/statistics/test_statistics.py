@@ -73,7 +73,7 @@ def test_paired_t_test_refuses_nonfinite_loss():
         paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
 
 
-def test_seed_correlation_equals_none_for_fewer_than_three_common_seeds():
+def test_seed_correlation_returns_none_for_fewer_than_three_common_seeds():
     assert seed_correlation(by_seed([1.0, 2.0]), by_seed([1.0, 2.0])) is None
     assert seed_correlation(by_seed([1.0, 2, 4]), by_seed([3.0, 5, 9])) == pytest.approx(1)
     assert seed_correlation(by_seed([1.0, 2, 3]), {9: 0.0, **by_seed([3.0, 1, 2])}) == (
@@ -119,7 +119,7 @@ def test_divergence_rate_has_exact_binomial_confidence_interval():
     assert not diverged_more(Share(1, 3), Share(1, 3))
 
 
-def test_wilson_interval_has_95_percent_mean_coverage():
+def test_wilson_interval_has_mean_coverage_of_95_percent():
     """The mean coverage over p is 95%; the coverage at one p can be lower (Brown et al., 2001)."""
     for n in (1, 5, 20, 50):
         intervals = [wilson(k / n, n) for k in range(n + 1)]
@@ -166,7 +166,7 @@ def test_p_value_is_1_if_better_arm_diverges_more_often():
     assert both.p == both.paired.p
 
 
-def test_arm_without_finite_run_has_p_value_of_divergence_only():
+def test_only_divergence_is_tested_if_all_runs_of_one_arm_diverge():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
@@ -181,7 +181,7 @@ def test_standard_deviation_between_seeds_is_pooled_over_arms():
     assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
 
 
-def test_pairs_function_returns_standard_deviation_of_differences():
+def test_pairs_function_returns_standard_deviation_of_seed_differences():
     own, base = by_seed(OWN), by_seed(BASE)
     found = pairs([own, base])
     assert found.differences.sd == pytest.approx(np.subtract(OWN, BASE).std(ddof=1))
@@ -195,7 +195,7 @@ def test_pairs_function_returns_standard_deviation_of_differences():
 # Documents and seeds
 
 
-def test_bootstrap_is_withheld_for_too_few_seeds_or_documents():
+def test_bootstrap_interval_is_omitted_for_too_few_seeds_or_documents():
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 100, 40)
     gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens

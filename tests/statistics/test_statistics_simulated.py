@@ -61,7 +61,9 @@ def test_confidence_intervals_of_t_tests_have_95_percent_coverage(seeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 @pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
-def test_coverage_is_95_percent_for_every_correlation_and_variance_ratio(seeds, correlation, ratio):
+def test_t_test_coverage_does_not_depend_on_correlation_or_variance_ratio(
+    seeds, correlation, ratio
+):
     both = list(arms(seeds, 6000, correlation, ratio=ratio))
     tests = [paired, welch] if correlation == 0 else [paired]
     for test in tests:
@@ -99,7 +101,7 @@ def test_power_of_students_t_test_equals_published_table(sd, gap, seeds, power):
     assert welch_power(gap, sd, seeds) <= student_power(gap, sd, seeds)
 
 
-def test_documented_power_and_p_value_tables_match_code():
+def test_documented_tables_of_power_and_p_values_match_code():
     text = PAGE.read_text() + PAGE.with_name("power.md").read_text()
     rows = re.findall(r"^\| ([\d.]+)[^|]* \| (0.*) \| (\d+) seeds \|$", text, re.M)
     assert len(rows) == 4
@@ -117,7 +119,7 @@ def test_documented_power_and_p_value_tables_match_code():
         assert f"| {unit} | {smallest} |" in text
 
 
-def test_least_seeds_function_returns_fewest_seeds_that_reach_power():
+def test_least_seeds_function_returns_fewest_seeds_that_reach_target_power():
     for gap in (0.005, 0.02, 0.1):
         n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
         assert welch_power(gap, SD, n) >= 0.8

@@ -48,7 +48,7 @@ def share_of_pilots_asking_for_less(power, upper, less):
         (lambda sd, n: paired_power(1.0, sd, n), 0.5, 0.16, 0.04),
     ],
 )
-def test_chance_of_too_few_seeds_equals_simulated_fraction_of_pilots(power, less, by_sd, by_upper):
+def test_chance_of_too_few_seeds_matches_simulated_pilot_studies(power, less, by_sd, by_upper):
     pilot = SeedSpread(1.0, 4)
     for upper, expected in ((False, by_sd), (True, by_upper)):
         found = chance_of_less(power, pilot, pilot.upper if upper else 1.0, 0.8, less)
@@ -59,7 +59,7 @@ def test_chance_of_too_few_seeds_equals_simulated_fraction_of_pilots(power, less
 
 @pytest.mark.parametrize("df", [1, 4, 10])
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
-def test_upper_limit_of_sd_recommends_enough_seeds_in_80_percent_of_pilots(df, unit):
+def test_seed_count_from_upper_sd_limit_is_sufficient_in_80_percent_of_pilots(df, unit):
     """Small gaps have the largest share, because their numbers of seeds are nearly continuous."""
     shares = []
     for gap in (0.1, 0.7, 1.3, 2.0, 3.0):
@@ -74,7 +74,7 @@ def test_upper_limit_of_sd_recommends_enough_seeds_in_80_percent_of_pilots(df, u
     assert min(shares) >= 0
 
 
-def test_chance_of_too_few_seeds_equals_none_if_power_is_unreachable():
+def test_chance_of_too_few_seeds_is_none_if_target_power_is_unreachable():
     assert chance_of_less(lambda sd, n: 0.06, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) is None
     assert chance_of_less(lambda sd, n: 0.99, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) == 0
 
@@ -101,11 +101,11 @@ def test_simulated_power_of_equivalence_test_equals_predicted_power(seeds, margi
         ("paired", 1, 1, 2, 1.0), ("paired", 0, 0, 2, 1.0), ("welch", 1000, 1000, 1, 1 / 20_001),
     ],
 )  # fmt: skip
-def test_smallest_p_value_equals_closed_form(test, own, base, sides, expected):
+def test_smallest_possible_p_value_equals_closed_form(test, own, base, sides, expected):
     assert smallest_p(test, own, base, sides) == pytest.approx(expected)
 
 
-def test_fully_separated_samples_give_smallest_p_value():
+def test_fully_separated_samples_give_smallest_possible_p_value():
     early, late = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0, 7.0])
     assert sign_flip(late) == smallest_p("paired", 4, 4)
     assert label(late, early) == smallest_p("welch", 4, 3)
@@ -113,7 +113,7 @@ def test_fully_separated_samples_give_smallest_p_value():
     assert log_rank(own, base) == smallest_p("log_rank", 3, 4)
 
 
-def test_seeds_for_p_function_returns_fewest_seeds_for_significance():
+def test_seeds_for_p_function_returns_fewest_seeds_that_allow_significance():
     for test, tests, sides in itertools.product(("paired", "welch", "log_rank"), (1, 4), (1, 2)):
         n = seeds_for_p(test, 0.05, tests, sides)
         assert smallest_p(test, n, n, sides) * tests < 0.05

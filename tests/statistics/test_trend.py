@@ -29,7 +29,7 @@ def planted(seeds, slope=SLOPE, noise=0.0, correlation=0.0, rng=None, x=TOKENS):
 
 @pytest.mark.parametrize("test", [paired, welch])
 @pytest.mark.parametrize("slope", [0.004, -0.02, 0.0])
-def test_gap_trend_without_noise_recovers_slope_exactly(test, slope):
+def test_gap_trend_returns_exact_slope_if_losses_have_no_noise(test, slope):
     found = gap_trend(TOKENS, *planted(3, slope), test)
     assert found.slope.mean == pytest.approx(slope, abs=1e-13)
     assert found.start == pytest.approx(-0.03)
@@ -56,7 +56,7 @@ def test_line_fit_over_uneven_x_equals_numpy_polyfit():
     assert (found.start, found.end) == pytest.approx(tuple(ends))
 
 
-def test_gap_trend_of_single_seed_has_slope_without_confidence_interval():
+def test_gap_trend_of_single_seed_has_no_confidence_interval():
     alone = gap_trend(TOKENS, *planted(1), paired).slope
     assert alone.mean == pytest.approx(SLOPE)
     assert alone.interval() is alone.p is alone.p_below() is None
@@ -66,12 +66,12 @@ def test_gap_trend_of_single_seed_has_slope_without_confidence_interval():
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], [1.0, 2.0, 2.0], [0.0, 1.0, 2.0]])
-def test_line_fit_refuses_too_few_or_zero_x_values(x):
+def test_line_fit_raises_value_error_without_three_different_positive_x_values(x):
     with pytest.raises(ValueError, match="at least 3 different x"):
         fit_line(np.array(x), np.zeros(len(x)))
 
 
-def test_common_points_include_only_x_where_all_curves_are_finite():
+def test_common_points_exclude_x_values_where_any_curve_is_not_finite():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
     x, (first, second) = common_points([(every, hole), (every[::2], 2.0 * every[::2])], WINDOW)
@@ -85,7 +85,9 @@ def test_common_points_include_only_x_where_all_curves_are_finite():
 @pytest.mark.slow
 @pytest.mark.parametrize("test", [paired, welch])
 @pytest.mark.parametrize(("seeds", "correlation"), [(3, 0.9), (5, 0.0), (5, 0.9), (8, 0.9)])
-def test_confidence_interval_covers_gap_slope_if_noise_is_autocorrelated(test, seeds, correlation):
+def test_gap_slope_interval_has_95_percent_coverage_if_noise_is_autocorrelated(
+    test, seeds, correlation
+):
     rng = np.random.default_rng([seeds, int(10 * correlation)])
     hits = [
         found.low <= SLOPE <= found.high
@@ -96,7 +98,7 @@ def test_confidence_interval_covers_gap_slope_if_noise_is_autocorrelated(test, s
     assert 0.93 <= sum(hits) / DRAWS <= 0.97
 
 
-def test_rising_gap_has_small_p_value_only_for_positive_slope():
+def test_rising_gap_is_significant_only_in_test_for_positive_slope():
     rising = gap_trend(TOKENS, *planted(5, 0.01, 0.005), paired).slope
     assert rising.p_above() < 0.01 < 0.99 < rising.p_below()
     assert rising.p == pytest.approx(2 * rising.p_above())

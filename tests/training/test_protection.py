@@ -53,7 +53,7 @@ def spiked(monitor, series):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_spike_guard_on_device_skips_same_steps_as_monitor_on_host(seed):
+def test_spike_guard_on_device_matches_spike_monitor_on_host(seed):
     series = recorded(seed)
     flags = judged(guard(SkipStep.spike), series)
     assert flags == spiked(SpikeMonitor(), series)
@@ -61,7 +61,7 @@ def test_spike_guard_on_device_skips_same_steps_as_monitor_on_host(seed):
     assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
 
 
-def test_skip_step_setting_nonfinite_skips_only_nonfinite_steps():
+def test_spike_guard_skips_only_nonfinite_steps_if_skip_step_is_nonfinite():
     flags = judged(guard(SkipStep.nonfinite), recorded())
     assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
     assert set(judged(guard(SkipStep.off), recorded())) == {0.0}
@@ -209,7 +209,7 @@ def train_with_less_protection():
     )
 
 
-def test_weaker_skip_step_settings_apply_bad_gradients(
+def test_bad_gradients_are_applied_if_skip_step_setting_is_too_weak(
     tmp_path,
 ):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)

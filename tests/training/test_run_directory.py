@@ -61,7 +61,7 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 # Names
 
 
-def test_run_directory_leaves_no_lock_file_if_directory_is_refused(tmp_path):
+def test_refused_run_directory_contains_no_lock_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("another's")
     directory = RunDirectory(tmp_path, tiny())
     with pytest.raises(ConfigError, match=r"but no config\.yaml"):
@@ -74,7 +74,7 @@ def test_run_directory_leaves_no_lock_file_if_directory_is_refused(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_unnamed_runs_of_same_second_get_different_directories(tmp_path, monkeypatch):
+def test_unnamed_runs_started_in_same_second_use_different_directories(tmp_path, monkeypatch):
     """A third run does not resume the first run, whose lock is free."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
@@ -144,7 +144,7 @@ def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, ove
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_accepts_explicit_diff_v1_values_setting_of_older_run(tmp_path, tokenizer):
+def test_resume_of_older_diff_v1_run_accepts_explicit_value_layout(tmp_path, tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
@@ -278,7 +278,7 @@ def test_config_loaded_from_run_directory_equals_original_config(tmp_path, token
 # Resume
 
 
-def test_resume_setting_selects_checkpoint(tmp_path):
+def test_resume_setting_determines_starting_checkpoint(tmp_path):
     own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
     other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
     assert resume_checkpoint(tiny("resume=auto"), []) is None

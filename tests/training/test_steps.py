@@ -29,7 +29,7 @@ def corpus(tmp_path):
         ("data.tokenizer=a.model", "none"),
     ],
 )
-def test_quickstart_is_default_unless_overrides_affect_computation(word, experiment):
+def test_quickstart_experiment_is_default_unless_overrides_change_computation(word, experiment):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]

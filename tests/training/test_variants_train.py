@@ -156,7 +156,7 @@ def limits(variant, name):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def test_loss_and_gradients_in_bf16_are_close_to_float32(variant):
+def test_bf16_loss_and_gradients_are_close_to_float32_values(variant):
     losses, gradients = {}, {}
     for precision in (Precision.fp32, Precision.bf16):
         t = training(variant, precision, **SHARP)

@@ -5,8 +5,8 @@ of a pair is the output of the first head minus lambda times the output of the s
 
 To DIFF V2: repeat each query head to form a pair, set lambda to sigmoid(0) = 1/2, and double the
 output projection; the result is exact in floating point. To softmax attention: use both heads of a
-pair as independent heads, and multiply the output projection of the second head by -lambda. This
-lambda must not depend on the input.
+pair as independent heads, and multiply the output projection of the second head by -lambda. The
+conversion to softmax attention requires a lambda that does not depend on the input.
 """
 
 import hashlib
@@ -59,7 +59,8 @@ def to_diff_v2(
     attention = model.attention
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
         raise ConfigError(
-            f"attention=diff_v2 can convert only standard attention without a sink, not {attention}"
+            "attention=diff_v2 can convert only standard attention without a sink, but the model "
+            f"has {attention}; use a model with attention=standard and sink=none"
         )
     scale = attention.context_scale
     heads = query_heads(model)
@@ -84,7 +85,8 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not DiffV2Config or attention.head_norm:
         raise ConfigError(
-            f"attention=standard can convert only DIFF V2 without a head norm, not {attention}"
+            "attention=standard can convert only DIFF V2 without a head norm, but the model has "
+            f"{attention}; use a model with attention=diff_v2 and head_norm=false"
         )
     softmax = StandardConfig(query_heads=2.0, context_scale=attention.context_scale)
     new = replace(model, attention=softmax)
@@ -122,10 +124,10 @@ def split_output(
     """Convert the output projection of DIFF V2 to an output projection of softmax attention.
 
     `wo` is (dim, heads * head_dim), where `heads` is the number of head pairs. The result is (dim,
-    2 * heads * head_dim); the columns for the second head of each pair are multiplied by -lambda.
-    `lambda_parameter` is the model parameter w_lambda or lambda_logit. If `attention` sets lambda
-    to a constant, `lambda_parameter` is not used. Raises ConfigError if w_lambda is not zero,
-    because lambda then depends on the input.
+    2 * heads * head_dim): both heads of a pair get the columns of the pair in `wo`, and the columns
+    for the second head are multiplied by -lambda. If `attention` sets lambda to a constant,
+    `lambda_parameter` is not used. Otherwise, it is the model parameter w_lambda or lambda_logit.
+    Raises ConfigError if w_lambda is not zero, because lambda then depends on the input.
     """
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:
@@ -134,9 +136,9 @@ def split_output(
         assert lambda_parameter is not None
         if form is not Lambda.scalar and lambda_parameter.any():
             raise ConfigError(
-                f"attention=standard cannot convert lambda_form={form.value}, because w_lambda is "
-                "not zero and lambda depends on the input; use a model with lambda_form=scalar, "
-                "fixed or none"
+                "attention=standard needs a model with constant lambda, but with "
+                f"lambda_form={form.value}, lambda depends on the input (w_lambda is not zero); "
+                "use a model with lambda_form=scalar, fixed or none"
             )
         logits = lambda_parameter if form is Lambda.scalar else torch.zeros(heads)
         lam = logits if form is Lambda.raw else torch.sigmoid(logits)

@@ -209,8 +209,8 @@ def llama_layout(model: ModelConfig) -> Layout | None:
 def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     """Return the `Layout` of Qwen3MoeForCausalLM; None if the class does not support the decoder.
 
-    The decoder must have experts, plain softmax attention, QK norm and softmax router scores. A
-    router bias, shared experts and scaled expert outputs are not supported.
+    The decoder must have experts, plain softmax attention, QK norm and softmax router scores. The
+    class does not support a router bias, shared experts or a `routed_scaling` other than 1.
     """
     moe = model.moe
     fits = (

@@ -1,9 +1,9 @@
 """Read a decoder from a Hugging Face model directory.
 
 Supported model classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the DiffLLM class
-in modeling_diffllm.py. Code and pickles in the directory are never executed. The functions
-that read config.json raise ValueError for unsupported settings. These error messages do not contain
-the file name; the caller adds it.
+in modeling_diffllm.py. Code and pickles in the directory are never executed. The functions that
+read config.json raise ValueError for unsupported settings. The error message does not contain the
+file name; the caller of the function adds it.
 """
 
 import math
@@ -112,7 +112,8 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int = 0) -> ModelConfig:
     """Build a diffllm model config from the config.json settings that all supported classes share.
 
-    If `n_heads` is 0, the number of heads is `num_attention_heads` of config.json.
+    `n_heads` is the `n_heads` of the new config. If it is 0, use `num_attention_heads` of
+    config.json.
     """
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
@@ -365,5 +366,6 @@ class ModelDirectory:
                 about = f"{found.get_dtype()} {found.get_shape()}"
                 kinds = " or ".join(FLOATS)
                 raise CheckpointError(
-                    f"the tensor {name} in {self.path} is {about}, but must be {kinds} {shape}"
+                    f"the tensor {name} in {self.path} is {about}, but must be {kinds} {shape}; "
+                    "use weights that match config.json and are not quantized"
                 )

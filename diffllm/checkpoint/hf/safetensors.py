@@ -51,8 +51,9 @@ def writing(name: str) -> Iterator[None]:
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a meta tensor for each parameter and MoE router buffer of `model`, by diffllm name.
 
-    Parameters have dtype `dtype`, but parameters that `fp32_parameters` names stay float32. Raises
-    CheckpointError if `checkpoint` and `model` have different parameter names or shapes.
+    Parameters have dtype `dtype`, except those that a module lists in its attribute
+    `fp32_parameters`: they stay float32. Raises CheckpointError if `checkpoint` and `model` have
+    different parameter names or shapes.
     """
     empty = without_storage(model)
     params = dict(empty.named_parameters())
@@ -87,8 +88,8 @@ def write_safetensors(
 ) -> int:
     """Write model tensors of `checkpoint` as safetensors; return the total tensor size in bytes.
 
-    Write `<stem>.safetensors`. If the total size exceeds `max_shard_size`, such as "500MB", write
-    several files and an index file instead.
+    If the total size is at most `max_shard_size`, such as "500MB", write the single file
+    `<stem>.safetensors`. Otherwise, write several files and an index file.
 
     Args:
         directory: existing directory for the new files.

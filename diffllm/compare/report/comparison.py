@@ -135,11 +135,11 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     """Return the row of `rows` that `row` is compared with, or None if there is no such row.
 
-    The returned row has the attention variant `baseline` and a comparable model size. All other
-    config keys, except `model.attention`, have the same values as in `row`. If several rows
-    qualify, return the row without overrides of `model.attention`. The result can be `row` itself.
-    If the config of `row` changed during training, return None, because no single config then
-    explains the loss.
+    The returned row has the attention variant `baseline` and a comparable model size. Its other
+    config keys have the same values as in `row`; keys below `model.attention` may differ. If
+    several rows qualify, return the row without overrides of `model.attention`. The result can be
+    `row` itself. If the config of `row` changed during training, return None, because no single
+    config then explains the loss.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -155,7 +155,7 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def sizes_comparable(row: Row, other: Row, match: str) -> bool:
-    """Return whether the config key `match` allows a comparison of two report rows.
+    """Return whether two report rows are comparable in model size, judged by config key `match`.
 
     `match` is "model.match_params_to" or "model.match_flops_to". The value of this key is a
     variant: the model gets as many parameters or FLOPs as that variant. Two rows with equal values

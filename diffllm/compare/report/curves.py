@@ -43,9 +43,10 @@ class Band:
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
-    """Combine the curves of several seeds, interpolated linearly, into their mean and range.
+    """Return the mean and range of the curves of several seeds.
 
-    The result has the x values of all curves. Return None if no curve has a finite value.
+    The x values of the result are the x values of all curves together; each curve is interpolated
+    linearly at these values. Return None if no curve has a finite value.
     """
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
@@ -137,10 +138,10 @@ def seed_noise(rows: list[Row]) -> Series | None:
     """Return half the width of the noise floor of loss gaps, as a curve over training tokens.
 
     The noise floor is an interval around 0. It contains 95% of the gaps between two variants whose
-    expected losses are equal. Half the width is t s sqrt(2 / n), computed from rows with at least
-    two seeds. s is the pooled standard deviation of the loss between seeds, n is the smallest
-    number of seeds per row, and t is the 97.5% quantile of Student's t distribution with the
-    degrees of freedom of s. Return None if no row has two seeds.
+    expected losses are equal. It is computed from the rows with at least two seeds. Let s be the
+    pooled standard deviation of the loss between seeds, n the smallest number of seeds per row, and
+    t the 97.5% quantile of Student's t distribution with the degrees of freedom of s. Half the
+    width is t s sqrt(2 / n). Return None if no row has two seeds.
     """
     curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
@@ -231,12 +232,12 @@ def last_common(curves: Iterable[Series]) -> float | None:
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """Return the loss gap of a row to its baseline after an equal amount of `budget`.
+    """Return the loss gap of a row to its baseline at equal tokens, equal FLOPs or equal seconds.
 
-    The budget is the number of training tokens, the training FLOPs, or the training seconds. The
-    amount is the largest one for which all runs have a loss. Return None if no such amount exists,
-    if the row has no gap, or if the amount is unknown for a run. Also return None if the budget is
-    in seconds and the runs used different machines.
+    `budget` selects one of these three costs of training. The losses of all runs are compared at
+    the largest cost for which all runs have a loss. Return None if no such cost exists, if the row
+    has no gap, or if the cost of a run is unknown. Also return None if the cost is in seconds and
+    the runs used different machines.
     """
     if row.gap is None or row.baseline is None:
         return None

@@ -79,8 +79,8 @@ def gathered(
         by_run: results by run directory, then by checkpoint step, then by evaluation name.
 
     Returns:
-        Two values: the scores, None if no run has a score; and a note about skipped runs, "" if no
-        run is skipped.
+        The scores, and a note about skipped runs. The scores are None if no run has a score; the
+        note is "" if no run is skipped.
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -170,9 +170,10 @@ def subgroup_scores(scores: Lines) -> Lines:
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
-    """Return the lowest loss that all runs reached, so that their scores can be compared there.
+    """Return the lowest loss that all runs reached, at which their scores can be compared.
 
-    Only evaluated checkpoints count. Return None if all runs have the same lowest loss.
+    This is the largest of the lowest losses of the runs. Only the losses of evaluated checkpoints
+    count. Return None if all runs have the same lowest loss.
     """
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
     return max(lowest) if len({*lowest}) > 1 else None

@@ -292,12 +292,11 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return the lower and upper end of an axis that contains 0, the mean gaps and intervals.
+    """Return the lower and upper end of an axis for the mean gaps and their intervals.
 
-    Ignore the intervals of gaps that have fewer seeds than other gaps, because they are wider. The
-    axis does not extend to values beyond a limit. The limit is OUTLYING times the median size of
-    the gaps with the most seeds. The size of a gap is the largest absolute value of its mean and
-    its interval ends.
+    The axis contains 0, but no values beyond a limit. The limit is OUTLYING times the median size
+    of the gaps with the most seeds; the size of a gap is the largest absolute value of its mean and
+    its interval ends. The intervals of gaps with fewer seeds are ignored, because they are wider.
     """
     most = max(gap.seeds for gap in gaps)
     bounds = [

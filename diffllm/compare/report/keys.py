@@ -173,10 +173,11 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 
 
 def determine(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Return whether the values of `keys` determine the value of `key`, which must differ.
+    """Return whether the values of `keys` determine the value of `key` in all runs.
 
-    Return True if the runs have different values of `key`, but any two runs with equal values of
-    `keys` also have equal values of `key`. `values` contains one dict per run, from key to value.
+    This is true if any two runs with equal values of `keys` also have equal values of `key`. If all
+    runs have the same value of `key`, return False. `values` contains one dict per run, from key to
+    value.
     """
     seen: dict[str, set[str]] = {}
     for each in values:

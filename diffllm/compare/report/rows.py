@@ -30,10 +30,7 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
 @dataclass(frozen=True)
 class EqualGap:
-    """Loss gap of a row to its baseline after an equal amount of one budget.
-
-    The budget is the number of training tokens, the training FLOPs, or the training seconds.
-    """
+    """Loss gap of a row to its baseline at equal tokens, equal FLOPs or equal seconds."""
 
     gap: Estimate
     at: float
@@ -221,8 +218,9 @@ class Group:
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     """Divide the rows of a report into groups of comparable rows, and set the label of each row.
 
-    Sort the groups by their number of rows with a loss, largest first. This number is taken as 0
-    if these rows have only one attention variant, or if the config changed during the runs.
+    Sort the groups by their number of rows with a loss, largest first. If these rows have only one
+    attention variant, or if the config changed during the runs of the group, use 0 instead of this
+    number.
     """
     together: dict[str, list[Row]] = {}
     for row in rows:
@@ -258,8 +256,8 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
     """Return a label that distinguishes `row` from the other `rows`, such as "diff_v2 lr=0.001".
 
     Args:
-        shown_together: keys that the label omits. Unless empty, the label contains
-            `model=<choice>` instead of these keys.
+        shown_together: keys that the label omits. If there are such keys, the label contains
+            `model=<choice>` instead of them.
         inside: whether to omit keys whose values are equal in all of `rows`.
     """
     own, parts = overrides(row.runs[0]), []
@@ -302,11 +300,11 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
-    """Map each key that differs between groups but not within a group to its value in `row`.
+    """Return the values in `row` of the keys that differ between groups, but not within a group.
 
     Args:
-        shown_together: keys that `model=<choice>` sets. Unless empty, the result also contains
-            the key "model", with the choice of `row` as value.
+        shown_together: keys that `model=<choice>` sets. If there are such keys, the result also
+            contains the key "model", with the choice of `row` as value.
     """
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):

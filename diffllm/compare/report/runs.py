@@ -216,9 +216,8 @@ def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
 def keys_seen(metrics: Metrics) -> Series:
     """Return the total number of attended keys as a function of training tokens.
 
-    Each value is the sum over all queries since the start of training.
-
-    The result is empty if the run did not use data.mask_documents.
+    Each value is the number of keys that a query attends to, summed over all queries since the
+    start of training. The result is empty if the run did not use data.mask_documents.
     """
     places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
     tokens = metrics.tokens[places]
@@ -290,10 +289,10 @@ def shortlist(names: list[str], most: int) -> str:
 def home_of(directories: list[Path]) -> Path | None:
     """Return the default output directory of a report about runs in `directories`.
 
-    The default is the deepest directory that contains all `directories`. The path is relative if
-    this directory is inside the current directory. Otherwise, the directory must be one of
-    `directories` or the parent of one of them, because higher directories may belong to other
-    users. If it is not, or if it is the root directory, return None.
+    The default is the deepest directory that contains all `directories`. If it is inside the
+    current directory, return a relative path. Otherwise, return an absolute path if the default is
+    one of `directories` or the parent of one of them. Return None if it is a higher directory,
+    which may belong to other users, or the root directory.
     """
     absolute = [Path(os.path.abspath(directory)) for directory in directories]
     home = Path(os.path.commonpath(absolute))

@@ -236,7 +236,8 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
     """Remove columns in which all cells are equal.
 
-    The first column, and columns whose title starts with a string in KEPT, are never removed.
+    The first column, and columns whose title starts with a string in KEPT, are never removed. If
+    the table has only one row, only columns with a missing value or 0 are removed.
 
     Returns the remaining table, and sentences that state the values of the removed columns.
     """

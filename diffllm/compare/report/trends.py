@@ -13,9 +13,9 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 def row_trend(row: Row, base: Row) -> Trend | None:
     """Return the trend of the loss gap `row` minus `base` over training tokens.
 
-    Only seeds with a finite final loss in both rows are used. Return None without such a seed, or
-    if, after the first 10% of training, the runs share fewer than FEWEST_POINTS evaluations.
-    Evaluations are shared if they took place at the same number of tokens in all these runs.
+    Only runs whose seed has a finite final loss in both rows are used. An evaluation is shared if
+    it took place at the same number of tokens in all these runs. Return None if there are no such
+    runs, or if they share fewer than FEWEST_POINTS evaluations after the first 10% of training.
     """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())

@@ -103,7 +103,10 @@ class StudyRun:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Values to be compared between arms, such as {"seq_len": "2,048", "torch": "2.9.0"}."""
+        """Settings and other conditions of the run that a verdict compares between the arms.
+
+        Example: {"seq_len": "2,048", "torch": "2.9.0"}.
+        """
         found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
@@ -117,8 +120,8 @@ class StudyRun:
     def reached(self, level: float) -> tuple[float, bool]:
         """Return the training tokens at which the metric first was at least `level`, and True.
 
-        If the metric never was, return the training tokens at its last logged value, and False. For
-        a diverged run, return the planned training tokens, and False.
+        If the metric was never at least `level`, return the training tokens at the last logged
+        value, and False. If the run diverged, return the planned training tokens, and False.
         """
         if self.diverged:
             return self.planned_tokens, False

@@ -1,6 +1,6 @@
-"""Held-out loss gaps between arms at three equal budgets.
+"""Held-out loss gaps between arms, each measured in three ways.
 
-There is one gap at equal tokens, one at equal parameters, and one at equal training FLOPs.
+The first gap is at equal tokens, the second at equal parameters, the third at equal training FLOPs.
 """
 
 import math
@@ -38,7 +38,7 @@ class AtFlops:
 
 @dataclass(frozen=True)
 class EqualGaps:
-    """Held-out loss gaps `arm` minus `against`, in nats per token, at three equal budgets.
+    """Three held-out loss gaps of the same two arms: `arm` minus `against`, in nats per token.
 
     `tokens`, `parameters` and `flops` are the gaps at equal training tokens, equal parameters and
     equal training FLOPs. A string states why the gap was not measured. `at_flops` is the number of
@@ -71,9 +71,10 @@ def arms_at_budget(
 ) -> tuple[StudyArm, StudyArm]:
     """Return both arms with the values that the rule compares.
 
-    If the rule has at=flops, the values are interpolated at equal training FLOPs. Otherwise, or if
-    no seed can be compared, the arms are unchanged: without a seed to compare, the numbers of
-    diverged runs may decide the rule. Raises ConfigError if interpolation is impossible.
+    If the rule has at=flops, the values are interpolated at equal training FLOPs; raises
+    ConfigError if interpolation is impossible. Without at=flops, the arms are unchanged. They are
+    also unchanged if no seed can be compared; the numbers of diverged runs may then decide the
+    rule.
     """
     if rule.at != "flops" or not seeds_compared(study, own, base):
         return own, base
@@ -134,7 +135,7 @@ def flops_curve(run: StudyRun) -> Series | None:
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return a copy of `arm` whose final values are replaced by `values`, a dict by run name.
+    """Return a copy of `arm` with new values; `values` maps run names to the new values.
 
     The values of diverged seeds remain None. With scale=log, store the logarithm of each value.
     Remove the losses per document, because they were measured at the end of training.
@@ -149,10 +150,10 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """Return the loss gaps between the two arms of each rule, at three equal budgets.
+    """Return one `EqualGaps` for each pair of arms that a rule compares.
 
-    There is one gap at equal tokens, one at equal parameters, and one at equal FLOPs. The list is
-    empty if the study's metric is not heldout_loss.
+    Each contains the loss gap at equal tokens, the gap at equal parameters, and the gap at equal
+    FLOPs. The list is empty if the study's metric is not heldout_loss.
     """
     if study.metric != "heldout_loss":
         return []

@@ -53,8 +53,8 @@ def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
     """Raise ConfigError if the smallest possible p of a rule's permutation test is not below alpha.
 
-    Holm's correction multiplies this p by the number of rules with a permutation test. `where` is
-    the rule's key in the study file, such as "also[0]".
+    The smallest possible p is first multiplied by the number of rules with a permutation test
+    (Holm's correction). `where` is the rule's key in the study file, such as "also[0]".
     """
     n, rules = len(study.seeds), sum(each.kind in PERMUTATION_KINDS for each in study.rules)
     least = smallest_p(rule.kind, n, n)
@@ -63,13 +63,13 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
     seeds = seeds_for_p(rule.kind, rule.alpha, rules)
     fixes = [f"{seeds} seeds or more" if seeds else "a larger alpha"]
     if fewer := max(m for m in range(rules) if least * m < rule.alpha):
-        fixes.append(f"at most {fewer} such rule{'s' * (fewer > 1)}")
+        fixes.append(f"at most {fewer} rule{'s' * (fewer > 1)} with kind={rule.kind}")
     if adjusted < MOST_ALPHA:
         fixes.append(f"an alpha above {adjusted:.3g}")
-    holm = f" ({min(1, adjusted):.2g} after Holm's correction for {rules} rules)" * (rules > 1)
+    holm = f" ({least:.2g} before Holm's correction for {rules} rules)" * (rules > 1)
     raise ConfigError(
-        f"{where}.alpha={rule.alpha:g} is too small: with {n} seeds per arm, the permutation test "
-        f"of kind={rule.kind} has p >= {least:.2g}{holm}; use {', or '.join(fixes)}"
+        f"{where}.alpha={rule.alpha:g} must be above {min(1, adjusted):.2g}{holm}, the smallest p "
+        f"of kind={rule.kind} with {n} seeds per arm; use {', or '.join(fixes)}"
     )
 
 
@@ -81,15 +81,15 @@ def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -
     """
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
-            f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because the "
-            "stated power assumes one alpha"
+            f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because "
+            "the power of the study is computed for one alpha; use the same alpha in all rules"
         )
     if rule.margin is None:
         return
     if rule.margin > power.gap:
         raise ConfigError(
             f"{where}.margin={rule.margin:g} must be at most power.gap={power.gap:g}: arms that "
-            "differ by power.gap would otherwise count as equivalent"
+            "differ by power.gap would otherwise count as equivalent; use a smaller margin"
         )
     margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
     family = study.rules
@@ -111,7 +111,7 @@ def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -
         fixes.append(f"a margin of {rounded:g} or more")
     raise ConfigError(
         f"{where}.margin={margin:g} is too small: with {n} seeds per arm and "
-        f"power.sd={power.sd:g}, the test shows that equal arms are equivalent with probability "
+        f"power.sd={power.sd:g}, the probability that the test finds equal arms equivalent is "
         f"{found:.2f}, but the minimum is {LEAST_POWER:g}"
         f"{'; use ' * bool(fixes)}{', or '.join(fixes)}"
     )
@@ -123,7 +123,7 @@ def rounded_up_to_two_digits(number: float) -> float:
 
 
 def design_notes(study: Study) -> list[str]:
-    """Return a warning for each alpha that is too small for exact tests with so few seeds."""
+    """Return a warning for each alpha that is too small for exact tests with the study's seeds."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
     notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))

@@ -232,8 +232,8 @@ def check_study(study: Study) -> None:
         check_seeds("lr.seeds", study.lr.seeds, least=1)
         if both := sorted({*study.lr.seeds} & {*study.seeds}):
             raise ConfigError(
-                f"lr.seeds and seeds both contain {both}; the learning rate must be chosen with "
-                "other seeds"
+                f"lr.seeds and seeds both contain {both}, but must not share a seed; use other "
+                "seeds in lr.seeds"
             )
 
 

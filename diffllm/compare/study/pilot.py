@@ -127,8 +127,8 @@ def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
     """Return how many seeds per arm a study needs, as entries of `diffllm power --json`.
 
     `design` is "paired" or "unpaired". `spread` is the standard deviation between the seeds of the
-    pilot. The result has several keys that begin with `seeds`: one number of seeds for the
-    estimated standard deviation, and one for each confidence limit of it. `too_few` is the
+    pilot, with confidence limits. The keys that begin with `seeds` are numbers of seeds: one is for
+    the estimated standard deviation, and one is for each confidence limit. `too_few` is the
     probability that a pilot of this size recommends too few seeds for goal.power.
     """
     name, test = TESTS[design]

@@ -70,7 +70,7 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 def planned_by_name(study: Study) -> dict[str, Planned]:
     """Return all runs that the study's rules compare, by run name.
 
-    The field `lr` of each run is None unless the study has `lr_sweep`.
+    The field `lr` of a run is its learning rate in a study with `lr_sweep`, otherwise None.
     """
     return {
         run.name: run
@@ -99,9 +99,10 @@ def config_of_planned(planned: Planned) -> TrainConfig:
 
 @lru_cache(4096)
 def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> TrainConfig:
-    """Return the complete config of an arm; if `lr` is None, the config sets the learning rate.
+    """Return the complete config of an arm with the seed `seed` and the learning rate `lr`.
 
-    The result is cached and shared, so callers must not change the result.
+    If `lr` is None, the arm keeps the learning rate of its config. The result is cached and
+    shared, so callers must not change the result.
     """
     config = config_of_arm(overrides, lr is not None)
     config.seed = seed
@@ -112,9 +113,9 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
 
 @cache
 def only_init_seed_uses_seed(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
-    """Return whether no config key except `model.init_seed` depends on the key `seed`.
+    """Return whether `model.init_seed` is the only config key that can depend on the key `seed`.
 
-    The configs of two seeds then differ at most in `seed` and `model.init_seed`.
+    If so, the configs of two seeds differ at most in `seed` and `model.init_seed`.
     """
     plain = OmegaConf.to_container(
         config_of_arm(overrides, study_sets_lr), resolve=False, enum_to_str=True
@@ -166,10 +167,10 @@ def ended_loss(path: Path) -> float | None:
 def strayed(
     run_path: Path, saved: TrainConfig, planned: TrainConfig, ignored_keys: tuple[str, ...] = FREE
 ) -> str:
-    """Describe the differences between the saved and the planned config, except `ignored_keys`.
+    """Describe the differences between the saved and the planned config of a run.
 
-    If there are no differences, but the config changed during the run, return a note that says so.
-    If it did not change either, return "".
+    Differences in `ignored_keys` are ignored. If there are no differences, return a note if the
+    config changed during the run, and "" if it did not.
     """
     found = changes_to(saved, planned, ignored_keys)
     changes = {key: values for key, values in found.items() if key != "run.study"}
@@ -221,7 +222,8 @@ def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> 
 
     If the best rate is the smallest or largest of the grid, add one more rate at this end of the
     grid, at most `lr.extend` times. While runs of the grid have not ended, `lr` of the result is
-    None and `wanted` lists these runs. `losses_by_name` has infinite losses for diverged runs.
+    None and `wanted` lists these runs. `losses_by_name` contains the final losses of the runs that
+    have ended; the loss of a diverged run is infinite.
     """
     rates = study.lr
     assert rates

@@ -37,8 +37,9 @@ T = TypeVar("T")
 class Texts:
     """Properties of the held-out documents that one or more runs were measured on.
 
-    Each list has one entry per document: number of tokens, number of bytes, first 8 bytes of the
-    text's SHA-256 as an integer, and index of the data source.
+    Each list has one entry per document. `tokens` and `bytes` contain the document's length in
+    tokens and in bytes. `texts` contains the first 8 bytes of the text's SHA-256 as an integer.
+    `sources` contains the index of the data source.
     """
 
     tokens: list[int]
@@ -87,7 +88,7 @@ class RunValues:
 
 @dataclass(frozen=True)
 class RateValues:
-    """Final held-out loss of a run in a grid of learning rates; None if the run diverged."""
+    """A run in a grid of learning rates, with its final held-out loss (None if it diverged)."""
 
     name: str
     loss: float | None

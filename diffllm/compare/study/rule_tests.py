@@ -168,8 +168,9 @@ def t_tests(
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
     """Combine two tests: each p-value is `factor` * choose(p of `first`, p of `second`), at most 1.
 
-    The alternative hypothesis becomes "both alternatives hold" with max and factor 1, and "at least
-    one holds" with min and factor 2. A p-value is None if it is None in `first` or `second`.
+    If `choose` is max and `factor` is 1, the alternative hypothesis of the result is "both
+    alternatives hold". If `choose` is min and `factor` is 2, it is "at least one alternative
+    holds". A p-value is None if it is None in `first` or `second`.
     """
 
     def of(a: float | None, b: float | None) -> float | None:
@@ -184,7 +185,7 @@ def combined(first: Side, second: Side, choose: Callable[..., float], factor: in
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
-    """Return whether the claimed gap is BELOW or ABOVE a bound, and the bound."""
+    """Return the side of the claimed gap, BELOW or ABOVE a bound, and the bound."""
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
@@ -258,10 +259,10 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 def with_divergence(tested: Tested, upwards: int) -> Tested:
     """Adjust the p-values of a rule for diverged runs, which t tests ignore.
 
-    An arm with a larger share of diverged runs is never shown to be better. A test compares the
-    shares of both arms. If it finds the larger share significantly larger, it can refute the claim
-    that the arm with this share is better. If all runs of this arm and no run of the other arm
-    diverged, the test can also show that the other arm is better.
+    Here, the unstable arm is the arm with the larger share of diverged runs. It is never shown to
+    be better. A test compares the shares of both arms. If its result is significant, it can refute
+    the claim that the unstable arm is better. It can show that the other arm is better only if all
+    runs of the unstable arm and no run of the other arm diverged.
 
     `upwards` is ABOVE if larger metric values are better, BELOW if smaller are better, otherwise 0.
     """
@@ -308,8 +309,8 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
 def either(side: Side, divergence_p: float) -> Side:
     """Combine `side` with a test of diverged runs, whose p-value is `divergence_p`.
 
-    Return the p-values of the test with the smaller p, doubled (Bonferroni) and at most 1. If
-    side.p is None, all p-values of the result are `divergence_p`, not doubled.
+    The result contains the p-values of the test with the smaller p. They are doubled (Bonferroni),
+    but at most 1. If side.p is None, all p-values of the result are `divergence_p`, not doubled.
     """
     if side.p is None:
         return Side(divergence_p, divergence_p, divergence_p, diverged=True)

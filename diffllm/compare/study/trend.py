@@ -27,9 +27,10 @@ Curves = dict[int, np.ndarray | None]
 
 
 class Sides(NamedTuple):
-    """Metric values of two arms at the same n token counts, positions or parameter counts `x`.
+    """Metric values of two arms at the same n points.
 
-    `own` and `base` map each seed to an array of n values, or to None if the seed diverged.
+    `x` contains the points: numbers of tokens, positions, or numbers of parameters. `own` and
+    `base` map each seed to an array of n values, or to None if the seed diverged.
     """
 
     x: np.ndarray
@@ -52,9 +53,9 @@ def arms_of_rule(
     finite = [any(y is not None for y in side.values()) for side in curves]
     if all(finite) and len(x) < FEWEST_POINTS:
         raise ConfigError(
-            f"trend of {own.name} and {base.name}: the runs have {len(x)} common points over "
-            f"{rule.over}, but a trend needs at least {FEWEST_POINTS}; evaluate all runs at more "
-            "common points"
+            f"trend of {own.name} and {base.name} over {rule.over}: all runs have finite values at "
+            f"only {len(x)} common points, but a trend needs at least {FEWEST_POINTS}; evaluate "
+            "all runs at more points, which must be the same in each run"
         )
     enough = len(x) >= FEWEST_POINTS
     first, second = (
@@ -110,8 +111,8 @@ def parameters_of(arm: StudyArm) -> float:
 def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
     """Return the metric of two arms at the points that all runs without divergence have in common.
 
-    Points are numbers of training tokens with over="tokens", and positions in the document with
-    over="position". The result contains None for the seeds of diverged runs.
+    If `over` is "tokens", the points are numbers of training tokens. If `over` is "position", they
+    are positions in the document. The result contains None for the seeds of diverged runs.
     """
     runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
     if over == POSITION:

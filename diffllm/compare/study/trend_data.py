@@ -19,9 +19,9 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 
 
 class PositionLosses(NamedTuple):
-    """Mean losses of token positions, measured by `diffllm evaluate tasks=[position]`.
+    """Mean losses by token position, measured by `diffllm evaluate tasks=[position]`.
 
-    The positions in the document are grouped into n octaves, which start at 1, 2, 4, ...
+    Positions in the document are grouped into n octaves, which begin at positions 1, 2, 4, ...
     """
 
     positions: np.ndarray
@@ -48,7 +48,8 @@ def position_losses(run: Run) -> PositionLosses:
         why = f" ({unusable[0]})" if unusable else ""
         command = shlex.join(["diffllm", "evaluate", f"run={run.path}", f"tasks=[{POSITION}]"])
         raise ConfigError(
-            f"{run.path} has no evaluation {POSITION} at the last step{why}; run: {command}"
+            f"{run.path} has no results of the task {POSITION} at the last step{why}; "
+            f"run: {command}"
         )
     octaves = {
         start: finite(score["value"])
@@ -79,17 +80,17 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
     counted = [step for step in evaluated if step >= WINDOW * steps]
     if len(counted) < FEWEST_POINTS:
         raise ConfigError(
-            f"arm {arm}: a trend over {TOKENS} needs at least {FEWEST_POINTS} evaluations after "
-            f"the first {WINDOW:.0%} of {steps} steps, but eval.interval={interval} gives only "
-            f"{len(counted)}; reduce eval.interval"
+            f"arm {arm}: eval.interval={interval} is too large: after the first {WINDOW:.0%} of "
+            f"{steps} steps, it gives only {len(counted)} evaluations, but a trend over {TOKENS} "
+            f"needs at least {FEWEST_POINTS}; reduce eval.interval"
         )
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError unless `rule.arm` and its smaller versions all differ in size.
+    """Raise ConfigError if the arms of a trend over model sizes have unsuitable sizes.
 
-    `rule.arm` must be the largest. `rule.against` and its smaller versions must satisfy the same
-    conditions. `parameters` maps each arm to its number of parameters.
+    `rule.arm` must be larger than its smaller versions, which must all differ in size. The same
+    holds for `rule.against`. `parameters` maps each arm to its number of parameters.
     """
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]
@@ -97,5 +98,5 @@ def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
             said = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in side)
             raise ConfigError(
                 f"trend over {PARAMETERS}: the arms must have different numbers of parameters "
-                f"({said}), and {side[-1]} must be the largest arm"
+                f"({said}), and {side[-1]} must be the largest arm; change the sizes of these arms"
             )

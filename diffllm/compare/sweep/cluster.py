@@ -191,8 +191,8 @@ def why(error: Exception) -> str:
 def in_queue(job_id: str) -> bool:
     """Return whether a job is in SLURM's queue.
 
-    Raises ConfigError if squeue fails: if this function returned False then, the caller could start
-    a run that is already in the queue a second time.
+    If squeue fails, the answer is unknown and ConfigError is raised. A wrong answer False could
+    make the caller start a queued run a second time.
     """
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:

@@ -141,7 +141,10 @@ def loss_words(summary: dict[str, Any]) -> str:
 
 
 def write_comparison(directory: Path) -> None:
-    """Print a comparison of a sweep's runs and write it to files; print errors, never raise."""
+    """Print a comparison of a sweep's runs and write it to files.
+
+    Never raises an exception; errors are printed.
+    """
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read

@@ -175,7 +175,8 @@ class ClusterTask:
 class Stops:
     """Context manager that records SIGINT and SIGTERM and forwards them to the child process.
 
-    `Stops.run` starts the child process. While no child process runs, SIGINT prints `message`.
+    `Stops.run` starts the child process. If SIGINT arrives while no child process runs, the context
+    manager prints `message`.
     """
 
     def __init__(self, message: str = "stopping") -> None:
@@ -212,8 +213,8 @@ class Stops:
 def path_for_jobs() -> str:
     """Return the PYTHONPATH that lets child processes import the same modules as this process.
 
-    It contains, in this order: the parent directory of the package diffllm, sys.path[0], and the
-    current entries of PYTHONPATH. If the parent directory is site-packages, it is omitted.
+    The result contains, in this order: the parent directory of the package diffllm, sys.path[0],
+    and the current entries of PYTHONPATH. The parent directory is omitted if it is site-packages.
     """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

@@ -74,7 +74,9 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
             )
         elif key.split(".")[0].split("/")[0] == "hydra":
             allowed = "hydra/launcher and hydra.launcher.*, with one value each"
-            raise ConfigError(f"{word}: the only Hydra settings of a sweep are {allowed}")
+            raise ConfigError(
+                f"{word}: a sweep can set only these Hydra keys: {allowed}; remove this override"
+            )
         else:
             own[override.get_key_element()] = override
     return list(own.values()), launcher
@@ -148,7 +150,7 @@ def label_value(label: str, value: Any) -> str:
 
 
 class SweepDirectory:
-    """The directory of a sweep or study, and the contents of the file sweep.json as `record`.
+    """The directory of a sweep or study; `record` holds the content of its file sweep.json.
 
     record["keys"] contains the keys whose values form the run names. record["runs"] maps each run
     name to the overrides of these keys. record["jobs"] maps each run name to its SLURM job id.
@@ -229,8 +231,9 @@ def plan_sweep(
 def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list[str]) -> list[str]:
     """Return the keys whose values form the run names.
 
-    These are the keys in sweep.json, followed by the swept keys that are not in it. `all_keys`
-    contains the keys of all overrides. Raises ConfigError if it lacks a key of sweep.json.
+    These are the keys in sweep.json, followed by the swept keys that sweep.json does not contain.
+    `all_keys` contains the keys of all overrides. Raises ConfigError if a key in sweep.json has no
+    override.
     """
     keys = directory.record["keys"] or []
     if not {*keys} <= {*all_keys}:
@@ -262,8 +265,8 @@ def check_queue(job_ids: dict[str, str]) -> None:
         if in_queue(job_id):
             fix = f"wait until job {job_id} begins, or run scancel {job_id}"
             raise ConfigError(
-                f"the run {name} is in SLURM's queue and cannot be renamed for the new swept keys; "
-                f"{fix}"
+                f"the run {name} is in SLURM's queue, but must be renamed because this command "
+                f"sweeps over other keys; {fix}"
             )
 
 

@@ -229,11 +229,12 @@ def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
     """Choose training documents to hold out, so that the held-out split reaches its minimum size.
 
     The minimum is LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Documents with the lowest
-    hashes are chosen first; if all documents are too few, all are chosen. Returns an array like
-    `training`, (k, 3), with one row per chosen hash, in ascending order.
+    hashes are chosen first. If the minimum cannot be reached, all documents are chosen. Returns an
+    array with the same columns as `training` and one row per chosen hash, in ascending order.
 
     Args:
-        training: (n, 3) int64, columns: hash, documents with this hash, tokens in these documents.
+        training: (n, 3) int64 with the columns hash, number of documents with this hash, and number
+            of tokens in these documents.
         held: (2,) int64, numbers of documents and tokens that are already held out.
     """
     hashes, places = np.unique(training[:, 0], return_inverse=True)

@@ -251,7 +251,8 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2]
         raise DataError(
-            f"data.vocab_size={vocab_size} does not fit this corpus: {reason}"
+            f"data.vocab_size={vocab_size} does not fit this corpus; choose another value "
+            f"(error of sentencepiece: {reason})"
         ) from error
     return model.getvalue()
 

@@ -57,8 +57,8 @@ def work_through(
     """Call `do(number)` for all `numbers` in worker processes, and `tick()` once per minute.
 
     Workers are forked. All workers have ended when this function returns or raises. Raises the
-    first error of a worker. If a worker is killed, raises DataError with the names of the files in
-    progress, which `reading()` returns.
+    first error of a worker. If a worker is killed, raises DataError. `reading()` must return the
+    names of the files in progress, which this error lists.
     """
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
@@ -136,8 +136,8 @@ def available_cores() -> int:
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
     """Print progress, throughput, remaining time and files in progress (`reading`) to stderr.
 
-    The share `share` (0 to 1) of the corpus is finished now. The share `before` was finished
-    `seconds` seconds ago.
+    `share` is the finished fraction (0 to 1) of the corpus now, and `before` the fraction when this
+    preparation started, `seconds` seconds ago.
     """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "

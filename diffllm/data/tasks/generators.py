@@ -60,8 +60,9 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
     """Return the words that Mqar uses: a tuple of keys, a tuple of values, a tuple of filler words.
 
-    A tuple contains only words that are one token. If fewer than 16 words of a kind are one token,
-    the tuple contains all words of this kind. `count` returns the number of tokens of a text.
+    If at least 16 words of a kind, such as keys, are one token each, the tuple contains only these
+    words. Otherwise, it contains all words of this kind. `count` must return the number of tokens
+    of a text.
     """
 
     def is_token(word: str) -> bool:
@@ -75,9 +76,10 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """The text `context` of key-value pairs and filler words, and the queries about it.
+    """A text with key-value pairs, and the pairs that the queries after the text ask for.
 
-    Pair i is (keys[i], values[i]). The list `asked` contains the indices of the queried pairs.
+    `context` contains the pairs and the filler words. Pair i is (keys[i], values[i]). `asked`
+    contains the indices of the queried pairs.
     """
 
     context: str
@@ -208,8 +210,8 @@ class Needle(Task):
         """Generate a haystack in which the needle of the last query is at `depth`.
 
         Depth 0 is the start of the haystack, and depth 4 is the end. `level` contains the settings
-        length, needles and queries. Raises ValueError if queries is not between 1 and needles, or
-        if length is too short for 20 unrelated sentences.
+        "length", "needles" and "queries". Raises ValueError if "queries" is less than 1 or greater
+        than "needles", or if "length" is too small for 20 unrelated sentences.
         """
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
@@ -283,9 +285,10 @@ class Shots(NamedTuple):
 class Icl(Task):
     """Many-shot classification in context.
 
-    A prompt contains words with labels, then a word to classify. A random rule assigns a label to
-    each first consonant. The examples form groups of four. The examples of a group have the same
-    words and rule, but different word orders and label names, and are not independent.
+    A prompt contains words with labels, then a word to classify. The first consonant of a word
+    determines its label by a random rule. The examples form groups of four. The examples of a group
+    are not independent: they have the same words and rule, but different word orders and label
+    names.
     """
 
     by = ("order", "labels")

@@ -79,8 +79,9 @@ class Task(ABC):
 
     Attributes:
         by: keys of `Example.facts`; accuracy is also reported for each value of these facts.
-        sizes: maps each setting to its values in ascending order. A setting is a number of items
-            per example, such as filler words. Each item must have at least one token.
+        sizes: maps each setting of a level to its values in ascending order. The value of a
+            setting is a number of items per example, such as filler words. Each item must have at
+            least one token.
         cluster: key of `Example.facts`; examples with the same value of this fact are dependent.
             An empty string means that all examples are independent.
     """
@@ -126,10 +127,10 @@ class Task(ABC):
         """
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text; by default, the prompt of an example and its answer.
+        """Generate a training text as strings; by default, an example's prompt and right answer.
 
-        Return strings that alternate between context and predicted text. The first string is
-        context. The loss applies only to predicted text.
+        The first string is context, the second is predicted text, and so on in turn. The loss
+        applies only to predicted text.
         """
         example = self.example(rng, level, count)
         return example.prompt, example.candidates[example.answer]

@@ -20,9 +20,10 @@ class TextBatch(NamedTuple):
 
     Attributes:
         texts: text of each document; None if the text is missing.
-        prompts: prompt before each text; None for a corpus without prompts. A prompt is a string,
-            None (missing), or a sequence of strings. Such a sequence alternates between context and
-            predicted text, and begins and ends with context.
+        prompts: the prompt before each text. For a corpus without prompts, `prompts` is None. A
+            missing prompt is also None. Any other prompt is a string or a sequence of strings. Such
+            a sequence alternates between context and predicted text; it begins and ends with
+            context.
     """
 
     texts: list[str | None]
@@ -63,8 +64,8 @@ class Corpus:
         note: with data=packages, the packages that differ from the reference versions; else "".
         skipped_empty: number of skipped files that are empty or contain only whitespace.
         skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
-        parts_for: lists the parts for the given tokenizer file; None if the texts are the same for
-            all tokenizers.
+        parts_for: if the texts depend on the tokenizer, lists the parts for a tokenizer file;
+            otherwise None.
     """
 
     description: str

@@ -100,9 +100,10 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
 
 
 def contains_rows(path: Path, column: str) -> bool:
-    """Return whether a .json file begins like a file of rows; only the first line is read.
+    """Return whether the first line of a .json file suggests that the file contains rows.
 
-    The line must begin an array (its content is not checked), or be an object with key `column`.
+    The line must begin with "[" (the rest is not checked), or be a JSON object with the key
+    `column`. Other lines are not read.
     """
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
@@ -170,10 +171,10 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
     """Find the files for `cfg.paths`, a list of files, directories and glob patterns.
 
     Return a dict, and the number of skipped hidden files and hidden subdirectories. The keys of the
-    dict are the files. If a file was found in a listed or matched directory, its value is this
-    directory. If the file itself is listed or matched, its value is None. If a glob pattern matches
-    files and directories, the directories are ignored. Raises DataError if an entry of `cfg.paths`
-    matches nothing.
+    dict are the files. If `cfg.paths` lists or matches the file itself, its value is None.
+    Otherwise, its value is the listed or matched directory in which the file was found. If a glob
+    pattern matches files and directories, the directories are ignored. Raises DataError if an entry
+    of `cfg.paths` matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0

@@ -60,9 +60,9 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def files_of(cfg: DataConfig, revision: str, cache_dir: Path) -> list[Part]:
-    """Return the parts of a corpus that reads a hub dataset.
+    """Divide a hub dataset into the parts of a corpus.
 
-    Each part reads one file of the dataset, or several files if the dataset has more than 16,384
+    Each part is one file of the dataset, or several files if the dataset has more than 16,384
     files. `cache_dir` is the cache of the `datasets` library. Raises DataError if the dataset
     cannot be read, or if the column `cfg.text_column` is missing.
     """

@@ -36,10 +36,11 @@ ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Make a corpus from the .py files of the packages that REFERENCE lists.
+    """Make a corpus from the .py files of the packages in REFERENCE.
 
-    Skip generated files, blank files and duplicates. `Corpus.note` lists the packages that differ
-    from REFERENCE. Raises DataError if none of the packages is installed.
+    REFERENCE contains a version and a hash for each package. Skip generated files, blank files and
+    duplicates. `Corpus.note` lists the packages that differ from REFERENCE. Raises DataError if
+    none of the packages is installed.
     """
     found = {name: package_files(name) for name in REFERENCE}
     facts, texts = with_text([path for files in found.values() for path in files], cache_dir)
@@ -83,10 +84,10 @@ def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFa
 def corpus_of(
     cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
 ) -> Corpus:
-    """Make a corpus from the files `kept`, with one document per file.
+    """Make a corpus from the files in `kept`, with one document per file.
 
-    `facts` contains properties of all files, including skipped files. `where` describes the origin
-    of the files. `identity` is a hash of the contents of the files `kept`.
+    `facts` contains properties of these files and of skipped files. `where` describes the origin
+    of the files. `identity` is a hash of the contents of the files in `kept`.
     """
     of_kept = {path: facts[path] for path in kept}
     whole = replace(cfg, sample_by=SampleBy.document)

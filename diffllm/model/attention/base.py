@@ -89,7 +89,7 @@ class AttentionConfig:
         return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """Return a config in which each field set to `auto` has the value chosen for `device`."""
+        """Return the config with the value chosen for `device` in place of each `auto`."""
         return self
 
     def prepare(

@@ -127,9 +127,10 @@ class DiffV1Config(AttentionConfig):
 class DiffV1Attention(Attention):
     """Differential attention V1: RMSNorm(attn1 - lambda * attn2) * (1 - lambda_init).
 
-    Differential head i uses value head j = i // (H/K), of width 2d:
+    The query heads q[2i] and q[2i+1] form differential head i. The key heads k[2j] and k[2j+1] and
+    the value head v[j], of width 2d, serve the H/K differential heads i with i // (H/K) = j:
     attn1 = softmax(q[2i] k[2j] / sqrt(d)) v[j], attn2 = softmax(q[2i+1] k[2j+1] / sqrt(d)) v[j].
-    RMSNorm normalizes each head. The buffer `lambda_init` is constant.
+    RMSNorm normalizes each differential head. The buffer `lambda_init` is constant.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")

@@ -19,8 +19,9 @@ FIXED = 0.5
 class Pairing(Enum):
     """Rule that forms H pairs from 2H query heads.
 
-    adjacent: heads 2i and 2i + 1. Both heads of a pair use the same keys and values.
-    halves: heads i and H + i. With several kv heads, they use different keys and values.
+    adjacent: pair i contains the heads 2i and 2i + 1, which use the same keys and values.
+    halves: pair i contains the heads i and H + i. With several kv heads, they use different
+        keys and values.
     """
 
     adjacent = "adjacent"
@@ -32,9 +33,9 @@ class Lambda(Enum):
 
     `w_lambda` is a learned matrix, and x is the input of the attention layer.
 
-    sigmoid: sigmoid(w_lambda x), one value per token and head.
-    raw: w_lambda x, one value per token and head.
-    scalar: sigmoid of a learned parameter, one value per head.
+    sigmoid: sigmoid(w_lambda x), one value per token and pair of query heads.
+    raw: w_lambda x, one value per token and pair of query heads.
+    scalar: sigmoid of a learned parameter, one value per pair of query heads.
     fixed: the constant `DiffV2Config.lambda_value`.
     none: the constant 1.
     """
@@ -49,7 +50,7 @@ class Lambda(Enum):
 @schema(group="attention", name="diff_v2", package="model.attention")
 @dataclass
 class DiffV2Config(AttentionConfig):
-    """Settings of DIFF V2, with two queries per head and one lambda per token and head."""
+    """Settings of DIFF V2, by default with one lambda per token and pair of query heads."""
 
     pairing: Pairing = Pairing.adjacent
     """Pairs of query heads: 2i and 2i+1, which share key and value, or i and i+H."""
@@ -75,8 +76,8 @@ class DiffV2Attention(Attention):
     """Differential attention V2: attn1 - lambda * attn2.
 
     attn1 and attn2 are the softmax attention outputs of the two query heads of a pair. By default,
-    lambda = sigmoid(w_lambda x), with one value per token and head, and query heads 2i and 2i + 1
-    form a pair. With H = model.n_heads, one kernel call with 2H query heads computes attn1 and
+    query heads 2i and 2i + 1 form a pair, and lambda = sigmoid(w_lambda x), with one value per
+    token and pair. With H = model.n_heads, one kernel call with 2H query heads computes attn1 and
     attn2 of all H pairs.
     """
 
@@ -128,7 +129,8 @@ class DiffV2Attention(Attention):
     def lambda_values(self, x: Tensor) -> Tensor:
         """Compute lambda, the factor of the second attention map, from x (B, T, D).
 
-        The result is float32 or float64. Its shape can be broadcast to (B, T, H).
+        The result is float32 or float64, of shape (B, T, H). If lambda does not depend on x, the
+        shape is (1, 1, H) for one lambda per pair, and (1, 1, 1) for a constant.
         """
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:

@@ -31,7 +31,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """Attention kernel for training. At the start, a run prints the value of the chosen member."""
+    """Attention kernels for training; the values are the names that a run prints at its start."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -207,7 +207,7 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Return `create_block_mask`; compile it on GPUs, so that it allocates no T x T mask."""
+    """Return `create_block_mask`, compiled on GPUs; if compiled, it allocates no T x T mask."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
 

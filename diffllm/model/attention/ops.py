@@ -130,8 +130,8 @@ def attend(
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K.
         mask: see `Mask`. Without a mask, query t sees the keys 0 to S - T + t.
-        backend: `reference` computes explicit attention maps. The others use SDPA for a tensor
-            mask, and for T = 1 without a mask.
+        backend: `reference` computes explicit attention maps. All other backends use SDPA if the
+            mask is a tensor, or if T = 1 and there is no mask.
         scale: factor on q k; None means 1 / sqrt(d).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -151,7 +151,7 @@ def attend(
 
 
 def repeated(v: Tensor, k: Tensor) -> Tensor:
-    """Repeat the heads of v until v has as many heads as k: h1, h2 become h1, h2, h1, h2."""
+    """Repeat the heads of v until v has as many heads as k, in the order h1, h2, h1, h2."""
     times = k.shape[2] // v.shape[2]
     return v if times == 1 else v.repeat(1, 1, times, 1)
 
@@ -219,8 +219,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
-    To avoid copies of keys, SDPA gets the query heads that share a key head as several queries of
-    one head. SDPA is called K / Kv times, each time with Kv key heads and all Kv value heads.
+    To avoid copies of keys, the query heads that share a key head are passed to SDPA as several
+    queries of one head. SDPA is called K / Kv times, each time with Kv key heads and all Kv value
+    heads.
     """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)

@@ -58,8 +58,9 @@ class StandardConfig(AttentionConfig):
         if heads != round(heads) or round(heads) % model.n_kv_heads:
             raise ConfigError(
                 f"model.attention.query_heads={self.query_heads} times "
-                f"model.n_heads={model.n_heads} gives {heads:g} query heads; choose a value that "
-                f"gives a multiple of model.n_kv_heads={model.n_kv_heads}"
+                f"model.n_heads={model.n_heads} gives {heads:g} query heads, but the number must "
+                f"be a multiple of model.n_kv_heads={model.n_kv_heads}; choose another "
+                "model.attention.query_heads"
             )
         if self.sink is not Sink.none and self.backend is Backend.flex:
             raise ConfigError(
@@ -105,8 +106,8 @@ def with_sink(
     """Return arguments for `attend` that add an attention sink to the attention of q, k and v.
 
     The sink adds exp(logit), or 1 if `logit` is None, to the softmax denominator. The sink is an
-    additional first key whose value is zero. For a learned logit, q and k get 8 more channels,
-    whose scaled product is the logit for the sink and 0 for all other keys.
+    additional first key whose value is zero. If `logit` is given, q and k get 8 more channels. The
+    scaled product of these channels is the logit for the sink key, and 0 for all other keys.
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv).

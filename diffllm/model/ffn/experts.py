@@ -100,9 +100,10 @@ def leaves_garbage(device: torch.device) -> bool:
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Choose the least mean number of rows per expert at which `w1` and `w3` share one product.
+    """Choose how many rows per expert are enough to multiply `w1` and `w3` in one product.
 
-    With fewer rows, `w1` and `w3` have one product each. If the value is None, they always do.
+    The value is a minimum for the mean number of rows per expert; with fewer rows, `w1` and `w3`
+    have one product each. If the value is None, they have one product each for any number of rows.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -188,10 +189,10 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the arguments of `expert_linear`; None for non-differentiable ones.
+    """Return a gradient for each argument of `expert_linear`, or None if it has no gradient.
 
-    The gradients of `weight` and `beside` are computed by one product each. One product for both
-    would return one tensor, whose halves would need copies into two gradients.
+    The gradients of `weight` and `beside` are computed by one product each. A single product would
+    return both gradients in one tensor, and its halves would need copies.
     """
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()

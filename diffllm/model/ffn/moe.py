@@ -65,9 +65,10 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """For input x (B, T, D), return the output (B, T, D), and token counts and router losses.
+        """Apply the layer to x (B, T, D); return the output (B, T, D) and the layer's `Routed`.
 
-        If `aux` is given, set aux["router"] to the expert scores (N, E), scaled to sum 1 per token.
+        If `aux` is given, set aux["router"] to the scores of all experts, (N, E), which are scaled
+        so that they sum to 1 for each token.
         """
         rows = x.flatten(0, 1)
         routing = self.router(rows)

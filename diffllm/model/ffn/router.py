@@ -26,7 +26,11 @@ class Score(Enum):
 
 
 class Balance(Enum):
-    """Set of tokens over which the load-balancing loss computes the number of tokens per expert."""
+    """Tokens over which the load-balancing loss computes the loads of experts.
+
+    sequence: the tokens of each sequence.
+    global_batch: the tokens of the global batch of the previous optimizer step.
+    """
 
     sequence = "sequence"
     global_batch = "global_batch"
@@ -178,9 +182,10 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
     """Return the sum over sequences of `length` times the load-balancing loss of the sequence.
 
-    The loss of a sequence is the sum of f P over experts (DeepSeek-V3, arXiv 2412.19437, equations
-    17 to 20). f is the expert's number of tokens divided by this number under uniform routing. P
-    is the mean of the expert's shares. The loss is 1 if all experts have equally many tokens.
+    The loss of a sequence is the sum over experts of f * P (DeepSeek-V3, arXiv 2412.19437,
+    equations 17 to 20). f is the number of tokens that choose the expert, divided by the mean of
+    this number over experts. P is the mean of the expert's shares over the tokens of the sequence.
+    The loss is 1 if all experts have equally many tokens.
 
     Args:
         shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
@@ -198,7 +203,8 @@ def global_balance(shares: Tensor, load: Tensor) -> Tensor:
 
     Args:
         shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
-        load: tokens per expert in the global batch, divided by the mean over experts: (E,).
+        load: tokens per expert in the global batch of the previous optimizer step, divided by their
+            mean over experts: (E,).
     """
     return (shares * load).sum()
 

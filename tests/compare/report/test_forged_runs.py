@@ -40,7 +40,7 @@ def test_read_metrics_line_returns_none_for_invalid_line(line: str):
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
-def test_extreme_number_in_run_file_is_replaced_by_none(tmp_path: Path, value: str):
+def test_out_of_range_number_in_run_file_is_read_as_none(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
@@ -73,7 +73,7 @@ def test_metrics_reader_keeps_line_if_token_count_decreases():
 
 
 @pytest.mark.parametrize("unit", [1e-120, 1.0, 1e39])
-def test_welch_p_value_is_independent_of_unit(unit: float):
+def test_welch_p_value_does_not_change_if_values_are_scaled(unit: float):
     own, base = {0: 5.0, 1: 6.0, 2: 8.0}, {0: 4.0, 1: 4.5, 2: 5.5}
     scaled = [{seed: unit * value for seed, value in arm.items()} for arm in (own, base)]
     gap, expected = welch(*scaled), welch(own, base)
@@ -84,14 +84,14 @@ def test_welch_p_value_is_independent_of_unit(unit: float):
 
 
 @pytest.mark.parametrize("test", [welch_power, paired_power])
-def test_power_of_t_test_is_correct_for_huge_and_tiny_gaps(test: Callable[..., float]):
+def test_t_test_power_matches_limits_for_extreme_gaps(test: Callable[..., float]):
     assert test(1e308, 5e-324, 3) == 1
     assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("values", [[1e-320, LARGEST], [-1.0, -2.0], [1e-39, 1e-39]])
 @pytest.mark.parametrize("log", [False, True])
-def test_figure_of_extreme_values_has_finite_axis_limits(values: list[float], log: bool):
+def test_axis_limits_of_figure_are_finite_for_extreme_values(values: list[float], log: bool):
     band = over_seeds([Series(np.array([1, 2**53]), np.array(values))])
     style = RowStyle("a", "standard", "#000000", (), "o")
     figure = draw_curves([band], [style], "nats", log=log)
@@ -171,7 +171,7 @@ def test_commands_do_not_crash_on_corrupted_run_directories(kept, tmp_path, monk
     assert {tools.main(words) for words in commands} <= {0, 2}
 
 
-def test_load_run_prints_single_warning_for_skipped_metrics_lines(kept, tmp_path, capsys):
+def test_load_run_prints_one_warning_for_all_invalid_metrics_lines(kept, tmp_path, capsys):
     run = shutil.copytree(next((kept / "s").iterdir()), tmp_path / "a")
     lines(lambda texts, n: [*texts, *NOT_RECORDS, texts[0]])(run, 0)
     assert load_run(run).metrics.skipped == len(NOT_RECORDS) + 1
@@ -179,9 +179,7 @@ def test_load_run_prints_single_warning_for_skipped_metrics_lines(kept, tmp_path
     assert said == f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
 
 
-def test_study_verdict_escapes_control_characters_and_html_in_claim(
-    kept, tmp_path, monkeypatch, capsys
-):
+def test_study_verdict_escapes_special_characters_in_claim(kept, tmp_path, monkeypatch, capsys):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     text = Path("s.yaml").read_text()

@@ -86,7 +86,7 @@ def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     assert row.values["flops_per_token"] == gated.facts["flops_per_token"]
 
 
-def test_true_interpolation_error_is_at_most_reported_error(tmp_path):
+def test_reported_interpolation_error_is_upper_bound_of_true_error(tmp_path):
     def bent(variant, tokens, seed):
         return 6 - 0.1 * (variant == "gated") + 40 / tokens**0.5
 
@@ -97,7 +97,7 @@ def test_true_interpolation_error_is_at_most_reported_error(tmp_path):
     assert gated.equal["tokens"].error == 0
 
 
-def test_interpolation_between_only_two_points_has_infinite_error():
+def test_interpolation_error_is_infinite_if_curve_has_two_points():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
     assert read_curve(curve, 20.0) == (2.0, 0.0)
     assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
@@ -141,7 +141,7 @@ def test_seed_noise_floor_is_computed_from_pooled_variance(tmp_path):
     assert seed_noise([rows[0]]).values[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
-def test_seed_noise_floor_covers_95_percent_of_random_loss_gaps():
+def test_95_percent_of_random_loss_gaps_are_below_seed_noise_floor():
     rng = np.random.default_rng(0)
 
     class Drawn:

@@ -98,7 +98,7 @@ def test_report_command_requires_out_if_default_directory_is_undefined(
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
-def test_report_contains_note_about_unstarted_sweep_runs(swept):
+def test_report_lists_sweep_runs_that_have_not_started(swept):
     names = [path.name for path in sorted(Path("cmp1").iterdir())]
     planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
     record = swept / "cmp1/sweep.json"
@@ -124,7 +124,7 @@ def test_find_runs_prefers_existing_path_over_glob_pattern(tmp_path):
     assert find_runs([tmp_path / "a[1]"]).runs == [run]
 
 
-def test_find_runs_ignores_contents_of_runs_and_hidden_directories(tmp_path):
+def test_find_runs_does_not_search_inside_runs_or_hidden_directories(tmp_path):
     run = write_run(tmp_path / "run", "attention=standard")
     write_run(run / "checkpoints" / "inner", "attention=gated")
     write_run(tmp_path / ".trash" / "run", "attention=gated")

@@ -29,7 +29,7 @@ from diffllm.statistics.estimates import Rate
         (1e21, "1000E"), (math.nan, "–"),
     ],
 )  # fmt: skip
-def test_compact_format_rounds_number_before_choosing_unit_prefix(value, text):
+def test_compact_chooses_unit_prefix_from_rounded_number(value, text):
     assert compact(value) == text
 
 
@@ -38,7 +38,7 @@ def test_number_rounded_to_zero_is_formatted_without_minus_sign():
 
 
 @pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])
-def test_event_rate_has_exact_poisson_confidence_interval(events, steps):
+def test_confidence_interval_of_event_rate_matches_scipy(events, steps):
     rate = Rate(events, steps)
     low, high = (stats.chi2.ppf(q, 2 * k) / 2 for q, k in ((0.025, events), (0.975, events + 1)))
     assert rate.value == 1000 * events / steps

@@ -22,7 +22,7 @@ def checkpoint(loss: float, value: float | None) -> Checkpoint:
     return Checkpoint(loss, {"top_1": {"of": "top_1", "value": value, "chance": None}})
 
 
-def test_scores_are_compared_at_lowest_loss_reached_by_all_runs() -> None:
+def test_loss_of_all_returns_lowest_loss_reached_by_all_runs() -> None:
     slow = [checkpoint(5.0, 1), checkpoint(4.0, 2)]
     fast = [checkpoint(4.5, 1), checkpoint(3.0, 4)]
     assert loss_of_all([slow, fast]) == 4.0
@@ -65,7 +65,7 @@ def write(
     return read([place])[0]
 
 
-def test_score_that_depends_only_on_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> None:
+def test_gap_at_equal_loss_is_zero_if_score_depends_only_on_loss(tmp_path: Path) -> None:
     comparison = write(tmp_path)
     (outliers,) = comparison.evaluated
     ahead = outliers.lines[0].cells[1]
@@ -90,7 +90,7 @@ def test_scores_from_different_evaluation_settings_are_not_compared(
     assert outliers.equal == []
 
 
-def test_interpolated_accuracy_has_no_confidence_interval_over_examples(tmp_path: Path) -> None:
+def test_interpolated_accuracy_has_no_confidence_interval(tmp_path: Path) -> None:
     (shares,) = write(tmp_path, seeds=1, unit=SHARE, lead=0.4).evaluated
     standard, diff_v2 = shares.equal[0].cells
     assert (standard.mean.mean, diff_v2.mean.mean) == pytest.approx((0.4, 0.4))

@@ -57,7 +57,7 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_report_contains_mean_needle_score_at_each_depth(runs: Path) -> None:
+def test_report_contains_mean_score_for_each_needle_depth(runs: Path) -> None:
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
@@ -73,7 +73,7 @@ def test_report_contains_mean_needle_score_at_each_depth(runs: Path) -> None:
     assert "512, depth 0.75" in page(comparison)
 
 
-def test_mean_scores_and_score_gaps_of_evaluation_match_reference(
+def test_mean_and_gap_of_each_evaluation_score_match_reference(
     runs: Path,
 ) -> None:
     (mqar,) = compared(runs).evaluated
@@ -106,7 +106,7 @@ def test_report_page_and_csv_file_contain_evaluation_score_gaps(runs: Path) -> N
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_report_skips_run_evaluated_at_different_step_than_other_runs(runs: Path) -> None:
+def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(runs: Path) -> None:
     run = runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)
@@ -149,7 +149,7 @@ def test_confidence_intervals_of_accuracy_are_between_0_and_1(
         ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
-def test_confidence_bound_may_be_negative_only_for_change_of_loss(
+def test_confidence_interval_excludes_negative_values_except_for_loss_change(
     tmp_path: Path, unit: str, text: str
 ) -> None:
     for seed, value in enumerate((0.5, 2.5)):

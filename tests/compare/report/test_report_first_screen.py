@@ -65,7 +65,7 @@ def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
 
 
-def test_report_page_contains_command_commit_duration_and_generated_text(tmp_path):
+def test_report_page_contains_metadata_and_generated_text_of_run(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}

@@ -75,7 +75,7 @@ def gap_cells(found):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_report_states_how_many_gaps_survive_holm_correction(four, shown):
+def test_report_states_number_of_significant_gaps_after_holm_correction(four, shown):
     expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
@@ -88,7 +88,7 @@ def test_report_states_how_many_gaps_survive_holm_correction(four, shown):
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
-def test_gap_figure_fills_only_markers_of_significant_gaps(four):
+def test_gap_figure_fills_marker_only_if_gap_is_significant(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
@@ -99,7 +99,7 @@ def test_gap_figure_fills_only_markers_of_significant_gaps(four):
     assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
-def test_gap_figure_omits_holm_correction_for_single_seed():
+def test_gap_figure_does_not_mention_holm_correction_for_single_seed():
     found = compared({"standard": [4.0], "gated": [3.9]})
     (_, svg), *_ = figures_of(page(found)).items()
     assert "mean" in words_of(svg)
@@ -107,7 +107,7 @@ def test_gap_figure_omits_holm_correction_for_single_seed():
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_gap_figure_shows_arrow_and_value_for_gap_beyond_axis(four, seeds):
+def test_gap_figure_shows_arrow_for_gap_outside_axis_range(four, seeds):
     gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(5.25, 5.0, 5.5, seeds)]
     axes = draw_gaps(gaps, row_styles(four.rows)[1:3]).axes[0]
     (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
@@ -129,7 +129,7 @@ def test_loss_gap_is_not_significant_if_gap_is_equal_for_all_seeds():
     page(found)
 
 
-def test_variant_with_more_diverged_runs_has_no_significant_improvement():
+def test_variant_is_not_significantly_better_if_more_runs_diverged():
     losses = {
         "standard": [4.00, 4.10, 4.20, 4.05],
         "gated": [3.50, 3.61, 3.70, float("nan")],

@@ -88,7 +88,7 @@ class Reader(HTMLParser):
 
 
 @pytest.mark.parametrize("case", slow_but(["one run", "nine rows", "hostile names"], CASES))
-def test_report_page_is_well_formed_and_loads_no_other_file(case):
+def test_report_page_is_valid_html_without_external_resources(case):
     text = html_of(case)
     assert len(text) < 1_500_000
     read = Reader(text)
@@ -102,7 +102,7 @@ def test_report_page_is_well_formed_and_loads_no_other_file(case):
     assert all(row.label in read.text for row in comparison_of(case).rows)
 
 
-def test_report_pages_of_two_equal_comparisons_are_identical():
+def test_report_page_is_identical_if_created_twice_from_same_runs():
     assert page(sample.hostile()) == html_of("hostile names")
 
 
@@ -119,7 +119,7 @@ def words_of(svg: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", slow_but(["one run", "hostile names"], CASES))
-def test_report_figures_are_complete_svg_images_with_alt_texts(case):
+def test_report_figures_are_svg_images_with_alternative_text(case):
     text = html_of(case)
     figures = figures_of(text)
     assert len(figures) == text.count("<img ") == len(re.findall(r'<img [^>]* alt="\w', text))
@@ -234,7 +234,7 @@ def test_mean_curve_over_seeds_ends_at_last_step_of_shortest_run():
     assert curves.over_seeds([series(np.nan, np.nan)]) is None
 
 
-def test_nan_loss_of_one_seed_interrupts_mean_curve_over_seeds():
+def test_mean_curve_is_interrupted_at_nan_loss_of_any_seed():
     band = curves.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
@@ -257,7 +257,7 @@ def test_smoothed_curve_equals_centred_running_mean(n, points):
     assert smooth[0] == pytest.approx(series.values[: half + 1].mean())
 
 
-def test_downsampled_curve_contains_minimum_and_maximum_loss_of_all_seeds():
+def test_downsampled_curve_keeps_minimum_and_maximum_loss():
     y = np.random.default_rng(0).normal(size=(3, 2000))
     y[0, 333], y[1, 1555] = 90, -90
     band = curves.over_seeds([Series(np.arange(2000), seed) for seed in y])
@@ -277,7 +277,7 @@ def with_baseline(comparison: Comparison) -> Comparison:
     return comparison
 
 
-def test_loss_gap_curve_compares_runs_with_equal_seed():
+def test_loss_gap_curve_subtracts_losses_of_runs_with_equal_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
@@ -291,7 +291,7 @@ def test_loss_gap_curve_compares_runs_with_equal_seed():
     assert curves.gap_band(base) is None
 
 
-def test_layer_figure_ignores_unfinished_runs_if_finished_runs_exist():
+def test_layer_figure_excludes_unfinished_runs_if_any_run_is_finished():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])

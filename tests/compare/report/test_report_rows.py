@@ -63,7 +63,7 @@ def said(comparison, *parts):
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
 
-def test_config_of_sample_run_matches_load_config():
+def test_config_helper_returns_same_config_as_load_config():
     words = ("attention=diff_v2", "seed=7", "optim.lr=1e-3")
     assert config(words) == load_config([*TINY, *words])
 
@@ -364,7 +364,7 @@ def test_comparison_computes_no_gap_if_one_run_json_is_empty(tmp_path):
     assert bases == [False, True, False, True]
 
 
-def test_loss_of_heldout_sample_is_not_compared_with_loss_of_whole_split(tmp_path):
+def test_runs_are_incomparable_if_heldout_token_counts_differ(tmp_path):
     """Older versions measured only `eval.sequences` samples, without recording tokens."""
     variants = ("standard", "gated", "standard", "gated", "standard")
     counts = (None, None, 5000, 5000, 12_345_678_901)
@@ -386,7 +386,7 @@ def test_loss_of_heldout_sample_is_not_compared_with_loss_of_whole_split(tmp_pat
     assert values == {"5000", "12345678901"}
 
 
-def test_eval_tokens_above_heldout_size_do_not_affect_comparability(
+def test_runs_are_comparable_if_eval_tokens_exceed_heldout_size(
     tmp_path,
 ):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
@@ -398,7 +398,7 @@ def test_eval_tokens_above_heldout_size_do_not_affect_comparability(
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
-def test_loss_gaps_do_not_change_if_runs_of_different_config_are_added(tmp_path, override):
+def test_additional_runs_with_different_config_do_not_change_loss_gaps(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
@@ -407,7 +407,7 @@ def test_loss_gaps_do_not_change_if_runs_of_different_config_are_added(tmp_path,
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
 
 
-def test_report_shortens_long_row_labels_to_group_letter_and_variant(tmp_path):
+def test_long_row_label_is_shortened_to_group_letter_and_variant(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     found = compare(runs)
@@ -439,7 +439,7 @@ def test_unfinished_run_is_excluded_from_mean_loss_and_loss_gap(tmp_path):
     assert said(found, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
 
 
-def test_mean_loss_excludes_seeds_with_nan_or_null_heldout_loss(tmp_path):
+def test_mean_loss_excludes_runs_without_finite_heldout_loss(tmp_path):
     runs = written(tmp_path, ("standard", 4.0), ("standard seed=1", math.nan), ("standard seed=2",))
     runs[2].summary["heldout_loss"] = None
     found = compare(runs)
@@ -484,7 +484,7 @@ def test_comparison_uses_newest_finished_run_of_each_seed(tmp_path, newest):
         assert len(found.notes) == 2
 
 
-def test_note_on_unequal_parameter_counts_suggests_config_override(tmp_path):
+def test_note_about_different_parameter_counts_suggests_match_params_to(tmp_path):
     names = ("standard", "gated", "diff_v2")
     found = compare(written(tmp_path, *((name,) for name in names)))
     standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
@@ -592,7 +592,7 @@ def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
         assert gated[name] is None, name
 
 
-def test_layer_metrics_of_more_than_99_layers_are_in_numerical_order(tmp_path):
+def test_by_layer_sorts_layers_by_number_if_model_has_over_99_layers(tmp_path):
     lines = metric_lines(20, 256, 4.0, layers=103)
     (run,) = loaded([write_run(tmp_path / "a", "attention=standard", lines=lines)])
     last = run.by_layer("hidden_kurtosis").values[-1]
@@ -646,7 +646,7 @@ def write_config_change(path, step, **made):
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 
-def test_run_whose_config_changed_does_not_affect_loss_gap_of_other_runs(
+def test_loss_gap_excludes_run_with_config_change_during_training(
     tmp_path,
 ):
     paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})

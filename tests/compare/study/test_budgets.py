@@ -67,7 +67,7 @@ def test_study_gap_at_equal_flops_is_interpolated_from_loss_curves(tmp_path, tes
         assert "Equal tokens, parameters and FLOPs" in verdict_html(found)
 
 
-def test_study_rule_with_at_flops_uses_gap_at_equal_flops(tmp_path):
+def test_study_rule_uses_gap_at_equal_flops_if_at_key_is_flops(tmp_path):
     (tmp_path / "flops").mkdir()
     assert judged(tmp_path).verdict == "shown"
     found = judged(tmp_path / "flops", LOWER.replace("at: tokens", "at: flops"))
@@ -76,7 +76,7 @@ def test_study_rule_with_at_flops_uses_gap_at_equal_flops(tmp_path):
     assert found.tested[0].gap.mean == pytest.approx(-0.005 + SLOPE * math.log(1.1))
 
 
-def test_verdict_figure_shows_gap_of_first_rule_if_study_has_two_rules(tmp_path, monkeypatch):
+def test_verdict_figure_shows_only_gap_of_first_rule(tmp_path, monkeypatch):
     drawn, draw = {}, verdict_page.draw_gaps_of_arms
 
     def recorded(gaps, *others):
@@ -96,7 +96,7 @@ def test_gap_at_equal_flops_excludes_seed_with_diverged_run(tmp_path):
     assert found.tested[0].gap.seeds == 2
 
 
-def test_apply_rules_raises_if_metric_on_log_scale_is_zero(tmp_path):
+def test_apply_rules_raises_error_for_zero_metric_on_log_scale(tmp_path):
     arms = {}
     for name, tokens, values in (("v2", [100, 200], [0.0, 0.5]), ("half", [100], [0.1])):
         curve = Series(np.array(tokens), np.array(values))
@@ -109,7 +109,7 @@ def test_apply_rules_raises_if_metric_on_log_scale_is_zero(tmp_path):
         apply_rules(study_file(tmp_path / "study.yaml", rule, **ARMS, **more), arms)
 
 
-def test_verdict_has_no_gap_at_equal_parameters_if_arm_sizes_differ(tmp_path):
+def test_gap_at_equal_parameters_is_not_measured_if_arm_sizes_differ(tmp_path):
     found = judged(tmp_path, sizes={**SIZES, "v2": (11_200, 66_000.0)})
     assert found.equal[0].parameters == "not measured: v2 has 12% more parameters"
     assert "| not measured: v2 has 12% more parameters |" in markdown(found)
@@ -143,6 +143,6 @@ def test_verdict_has_no_gap_at_equal_flops_if_training_flops_are_unknown(
         ),
     ],
 )
-def test_load_study_raises_if_rule_does_not_support_value_of_at_key(tmp_path, rule, metric, said):
+def test_load_study_raises_error_if_at_key_is_invalid_for_rule(tmp_path, rule, metric, said):
     with pytest.raises(ConfigError, match=said):
         study_file(tmp_path / "study.yaml", rule, metric=metric)

@@ -112,7 +112,7 @@ def test_verdict_ignores_code_and_hardware_differences_between_arms(tmp_path):
     assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
 
 
-def test_started_study_resumes_despite_undeclared_difference_of_arms(tmp_path, capsys):
+def test_started_study_resumes_despite_undeclared_difference_between_arms(tmp_path, capsys):
     arms = {"arms": two_arms(), "baseline": "half", "unequal": "[]"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
     with pytest.raises(ConfigError, match="add flops to unequal"):
@@ -124,6 +124,6 @@ def test_started_study_resumes_despite_undeclared_difference_of_arms(tmp_path, c
     assert "add flops to unequal" in said
 
 
-def test_error_about_unknown_unequal_entry_lists_allowed_entries(tmp_path):
+def test_invalid_entry_of_unequal_key_raises_error_with_allowed_entries(tmp_path):
     with pytest.raises(ConfigError, match=r"unequal\[1\]=size is not one of parameters, flops, "):
         study_file(tmp_path / "study.yaml", LOWER, unequal="[flops, size]")

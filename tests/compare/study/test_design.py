@@ -33,22 +33,23 @@ def with_keys(rule, **keys):
     [
         (
             SOONER, 3, TASKS,
-            "rule.alpha=0.05 is too small: with 3 seeds per arm, the permutation test of "
-            "kind=log_rank has p >= 0.05; use 4 seeds or more, or an alpha above 0.05",
+            "rule.alpha=0.05 must be above 0.05, the smallest p of kind=log_rank with 3 seeds per "
+            "arm; use 4 seeds or more, or an alpha above 0.05",
         ),
         (
             SOONER, 4, {**TASKS, "also": f"[{SOONER}, {SOONER}, {SOONER}]"},
-            "rule.alpha=0.05 is too small: with 4 seeds per arm, the permutation test of "
-            "kind=log_rank has p >= 0.014 (0.057 after Holm's correction for 4 rules); use 5 "
-            "seeds or more, or at most 3 such rules, or an alpha above 0.0571",
+            "rule.alpha=0.05 must be above 0.057 (0.014 before Holm's correction for 4 rules), the "
+            "smallest p of kind=log_rank with 4 seeds per arm; use 5 seeds or more, or at most 3 "
+            "rules with kind=log_rank, or an alpha above 0.0571",
         ),
         (
             LOWER, 3, {**TASKS, "also": f"[{SOONER}]"},
-            "also[0].alpha=0.05 is too small: with 3 seeds per arm, the permutation test",
+            "also[0].alpha=0.05 must be above 0.05, the smallest p of kind=log_rank with 3 seeds",
         ),
         (
             with_keys(SOONER, alpha=1e-6), 2, TASKS,
-            "the permutation test of kind=log_rank has p >= 0.17; use a larger alpha",
+            "must be above 0.17, the smallest p of kind=log_rank with 2 seeds per arm; use a "
+            "larger alpha",
         ),
         (
             SOONER, 8, {"metric": "eval/loss"},
@@ -57,8 +58,8 @@ def with_keys(rule, **keys):
         (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
         (
             LOWER, 8, {"also": f"[{with_keys(LOWER, alpha=0.1)}]", "power": POWER},
-            "also[0].alpha=0.1 must equal rule.alpha=0.05, because the stated power assumes one "
-            "alpha",
+            "also[0].alpha=0.1 must equal rule.alpha=0.05, because the power of the study is "
+            "computed for one alpha; use the same alpha",
         ),
         (
             with_keys(LOWER, margin=0.03), 8, {"power": POWER},
@@ -70,18 +71,18 @@ def with_keys(rule, **keys):
         ),
         (
             with_keys(LOWER, margin=0.01), 8, {"power": POWER},
-            "rule.margin=0.01 is too small: with 8 seeds per arm and power.sd=0.014, the test "
-            "shows that equal arms are equivalent with probability 0.04, but the minimum is 0.5; "
-            "use 23 seeds or more, or a margin of 0.018 or more",
+            "rule.margin=0.01 is too small: with 8 seeds per arm and power.sd=0.014, the "
+            "probability that the test finds equal arms equivalent is 0.04, but the minimum is "
+            "0.5; use 23 seeds or more, or a margin of 0.018 or more",
         ),
         (
             ALIKE, 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER},
-            "probability 0.32, but the minimum is 0.5; use 10 seeds or more, or a margin of "
+            "equivalent is 0.32, but the minimum is 0.5; use 10 seeds or more, or a margin of "
             "0.023 or more",
         ),
         (
             ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
-            "probability 0.00, but the minimum is 0.5; use 86 seeds or more\n",
+            "equivalent is 0.00, but the minimum is 0.5; use 86 seeds or more\n",
         ),
     ],
 )  # fmt: skip
@@ -120,7 +121,7 @@ def test_check_study_runs_accepts_valid_study_design(tmp_path, rule, seeds, more
     check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
 
 
-def test_started_study_can_resume_despite_too_large_alpha(tmp_path, capsys):
+def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, capsys):
     study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
     write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
     next_jobs(study, SweepDirectory(out, "study"), [])
@@ -155,7 +156,7 @@ def test_started_study_can_resume_despite_too_large_alpha(tmp_path, capsys):
         ),
     ],
 )  # fmt: skip
-def test_study_dry_run_prints_note_if_exact_test_cannot_confirm_t_test(
+def test_dry_run_prints_note_if_exact_test_cannot_reach_significance(
     tmp_path, capsys, seeds, more, said
 ):
     study = written(tmp_path, LOWER, seeds, **more)

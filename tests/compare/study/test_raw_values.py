@@ -80,7 +80,7 @@ def test_error_about_missing_values_json_suggests_similar_path(tmp_path, capsys)
     assert said in capsys.readouterr().err
 
 
-def test_verdict_from_values_json_of_edited_study_is_exploratory(tmp_path):
+def test_verdict_from_values_json_is_exploratory_if_study_was_edited(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **ARMS), tmp_path / "out"
     measured(study, out)
     write_verdict(judge(study, out), out)
@@ -158,7 +158,7 @@ def test_verdict_command_prints_one_error_line_for_invalid_values_json(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00", None])
-def test_read_values_raises_for_missing_or_invalid_file(forty, tmp_path, text):
+def test_read_values_raises_error_if_file_is_missing_or_invalid(forty, tmp_path, text):
     file = tmp_path / "values.json"
     if text is not None:
         file.write_text(text)

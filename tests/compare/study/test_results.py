@@ -78,7 +78,7 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
         assert len([*recompute.differences(text, other)]) == len(numbers), sentence
 
 
-def test_recomputation_detects_changed_verdict_and_changed_loss(tmp_path, expected):
+def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected):
     name = "context_rms_end/verdict.md"
     text = (RESULTS / name).read_text()
     shown = text.replace(": refuted;", ": shown;")

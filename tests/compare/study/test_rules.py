@@ -98,7 +98,7 @@ def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
     assert again.p == found.p
 
 
-def test_log_rank_test_censors_run_that_diverges_after_reaching_target_accuracy(tmp_path):
+def test_log_rank_test_censors_diverged_run_despite_reached_accuracy(tmp_path):
     arm = timed("v2", [200, 300], diverged=[1])
     assert arm.times(0.9).reached == [True, False]
     assert arm.times(0.9).tokens == [200, 1000], "censored at the planned tokens"
@@ -152,7 +152,7 @@ def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
-def test_loss_and_accuracy_rules_treat_fully_diverged_arm_as_worse(
+def test_arm_with_only_diverged_runs_counts_as_worse_arm(
     tmp_path, metric, rule, v2_diverges, verdict
 ):
     arms = [[NAN] * 4, list(4 + noise(4))]
@@ -206,7 +206,7 @@ def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_pat
         (0.05, ALIKE, "refuted"),
     ],
 )
-def test_verdict_depends_on_significance_of_gap_within_margin(tmp_path, shift, rule, verdict):
+def test_difference_rule_returns_expected_verdict_for_each_gap_size(tmp_path, shift, rule, verdict):
     half = 4 + noise(8)
     differences = noise(8, 0.003, seed=1)
     v2 = half + shift + differences - differences.mean()
@@ -214,7 +214,7 @@ def test_verdict_depends_on_significance_of_gap_within_margin(tmp_path, shift, r
     assert found.verdict == verdict, found.reason
 
 
-def test_holm_correction_counts_every_rule_that_tests_equivalence(tmp_path):
+def test_holm_correction_includes_rules_that_test_equivalence(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
@@ -239,7 +239,7 @@ def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
     assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
 
 
-def test_verdict_ignores_exact_test_that_cannot_reach_alpha(tmp_path):
+def test_verdict_ignores_exact_test_if_seeds_are_too_few(tmp_path):
     half = 4 + noise(4)
     (found,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
     assert (found.smallest, found.showing.exact) == (1 / 16, 1 / 16)
@@ -250,7 +250,9 @@ def test_verdict_ignores_exact_test_that_cannot_reach_alpha(tmp_path):
     ("outlier", "seeds", "verdict"),
     [(0.09, 5, "refuted"), (0.03, 6, "refuted"), (0.015, 6, "not robust")],
 )
-def test_refutation_of_equivalence_uses_two_sided_exact_p_value(tmp_path, outlier, seeds, verdict):
+def test_equivalence_is_refuted_only_if_two_sided_exact_test_agrees(
+    tmp_path, outlier, seeds, verdict
+):
     half, gaps = 4 + noise(seeds), 0.1 + noise(seeds, seed=1)
     gaps[0] = outlier
     (found,) = decided(tmp_path, ALIKE, two(half + gaps, half))
@@ -258,7 +260,7 @@ def test_refutation_of_equivalence_uses_two_sided_exact_p_value(tmp_path, outlie
     assert found.verdict == verdict, found.reason
 
 
-def test_holm_correction_of_exact_tests_does_not_count_log_rank_rules(tmp_path):
+def test_holm_correction_of_exact_tests_excludes_log_rank_rules(tmp_path):
     half = 0.5 + noise(5)
     gaps = np.array([0.03, 0.031, 0.029, 0.03, -0.0001])
     arms = [
@@ -310,7 +312,7 @@ def test_verdict_is_not_robust_if_bootstrap_interval_contains_0(tmp_path, scale,
         assert found.verdict == "shown"
 
 
-def test_verdict_is_underpowered_if_bootstrap_interval_exceeds_margin(tmp_path):
+def test_verdict_is_underpowered_if_bootstrap_interval_is_too_wide(tmp_path):
     rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
@@ -319,7 +321,7 @@ def test_verdict_is_underpowered_if_bootstrap_interval_exceeds_margin(tmp_path):
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_difference_rule_omits_document_bootstrap_below_eight_seeds(tmp_path):
+def test_difference_rule_omits_bootstrap_if_seeds_are_fewer_than_eight(tmp_path):
     (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
     assert (found.verdict, found.documents) == ("shown", None)
 
@@ -375,9 +377,7 @@ def test_run_whose_final_metric_is_not_finite_counts_as_diverged(tmp_path):
 
 @pytest.mark.parametrize("lost", ["v2", "half", None])
 @pytest.mark.parametrize(("rule", "gap"), [(LOWER, -0.3), (HIGHER, 0.3), (ALIKE, 0.0)])
-def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges_more_often(
-    tmp_path, rule, gap, lost
-):
+def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, rule, gap, lost):
     half = 0.4 + noise(5)
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite

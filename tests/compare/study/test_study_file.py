@@ -91,7 +91,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
             "runs (arms x seeds x learning rates) is 15,009; the maximum is 10,000",
         ),
         ("steps: 10", "extend: 21", "lr.extend=21 must be at most 20"),
-        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds and seeds both contain [1]; the learning rate"),
+        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds and seeds both contain [1], but must not"),
         (GRID, "grid: [2e-3, 1e-3]", "two or more increasing learning rates"),
         (GRID, "grid: [0, 1e-3]", "increasing learning rates above 0"),
         (
@@ -129,7 +129,7 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
     ("words", "said"),
     [
         ([], "use diffllm study run or diffllm study verdict"),
-        (["ran"], "diffllm study ran: use diffllm study run"),
+        (["ran"], "unknown command 'diffllm study ran'; use diffllm study run"),
         (["run"], "no study file"),
         (["run", "{path}"], "missing out=DIR"),
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),

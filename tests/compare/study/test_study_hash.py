@@ -40,7 +40,7 @@ def test_all_runs_and_verdict_store_same_study_hash(written):
     assert numbers["study_hash"] != numbers["hash"] == study.hash
 
 
-def test_verdict_accepts_runs_that_store_hash_of_study_file(written):
+def test_study_verdict_accepts_runs_with_hash_of_study_file(written):
     study, out = written
     edit(out, judge(study, out).numbers()["study_hash"], study.hash)
     found = judge(study, out)
@@ -76,7 +76,7 @@ def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old
     ("metric", "file"),
     [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
 )
-def test_error_about_missing_metric_contains_arm_and_seed_and_file_path(tmp_path, metric, file):
+def test_error_about_missing_metric_mentions_the_run_and_the_file(tmp_path, metric, file):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, metric=metric)
     out = tmp_path / "out"
     write_arms(study, out, LOSSES)

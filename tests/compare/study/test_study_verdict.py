@@ -174,7 +174,7 @@ def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     assert found.would_be == "refuted"
 
 
-def test_exploratory_verdict_mentions_config_key_that_was_edited_after_runs(tmp_path):
+def test_exploratory_verdict_mentions_edited_config_key(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
@@ -188,7 +188,7 @@ def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
 
 
-def test_config_of_planned_returns_same_config_as_load_config(tmp_path):
+def test_config_of_planned_matches_load_config(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO, lr=RATES)
     for arm in study.arms:
         (planned,) = planned_runs.deciding_runs(study, arm, 2**40, 0.3)
@@ -253,7 +253,7 @@ def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
 
 
-def test_study_with_log_scale_reports_gap_as_ratio(tmp_path):
+def test_study_reports_gap_as_ratio_if_scale_is_logarithmic(tmp_path):
     rule = LOWER.replace("below: 0.0", "below: -0.01")
     found = judged(tmp_path, rule, BETTER, scale="log")
     assert found.verdict == "shown"
@@ -317,7 +317,7 @@ def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
 
 
 @pytest.mark.slow
-def test_verdict_is_not_comparable_if_best_learning_rate_is_largest_of_grid(tmp_path):
+def test_verdict_is_not_comparable_if_largest_learning_rate_is_best(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
@@ -331,7 +331,7 @@ def test_verdict_is_not_comparable_if_best_learning_rate_is_largest_of_grid(tmp_
 # Written pages
 
 
-def test_all_output_formats_contain_same_study_verdict(tmp_path, capsys):
+def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     text = verdict_html(found)
@@ -356,7 +356,7 @@ def test_all_output_formats_contain_same_study_verdict(tmp_path, capsys):
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
 
 
-def test_verdict_page_describes_model_and_training_sizes_of_arms(tmp_path):
+def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -384,7 +384,7 @@ def test_verdict_page_describes_model_and_training_sizes_of_arms(tmp_path):
     assert source.replace("`", "") in verdict_html(found)
 
 
-def test_lr_sensitivity_equals_mean_of_capped_losses_minus_best_loss():
+def test_lr_sensitivity_matches_hand_calculated_values():
     assert lr_sensitivity([4.4, 4.5, 4.9], 4096) == pytest.approx(0.2)
     initial = math.log(4096)
     assert lr_sensitivity([4.4, 20.0], 4096) == pytest.approx((initial - 4.4) / 2), "capped"
@@ -451,7 +451,7 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
     assert not (out / "sweep.json").exists()
 
 
-def test_study_cost_estimate_uses_number_of_visible_keys(tmp_path):
+def test_study_cost_estimate_depends_on_number_of_visible_keys(tmp_path):
     masked = "data.mask_documents=true"
 
     def cost(name, *words):
@@ -559,7 +559,7 @@ def test_log_rank_rule_compares_arms_by_tokens_until_target_accuracy(tmp_path, v
     assert "Gaps of the rules" not in verdict_html(found)
 
 
-def test_log_rank_rule_is_underpowered_if_one_arm_has_no_run(tmp_path):
+def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):
     study = study_file(tmp_path / "s.yaml", SOONER, **TWO, metric="tasks/mqar")
     out = tmp_path / "out"
     write_arms(study, out, {"v2": [4.4]})

@@ -77,7 +77,7 @@ def decided(tmp_path, rule, v2, half=0 * NOISE, diverged=((), ()), asked="same",
         ("above: 0.0", -0.01, "refuted"),
     ],
 )
-def test_trend_rule_compares_slope_of_loss_gap_with_bound(tmp_path, rule, bound, slope, verdict):
+def test_trend_rule_verdict_depends_on_slope_of_loss_gap(tmp_path, rule, bound, slope, verdict):
     found = decided(tmp_path, rule.replace("below: 0.0", bound), slope + NOISE)
     assert found.verdict == verdict, found.reason
     assert found.gap.mean == pytest.approx(slope, abs=1e-12)
@@ -99,7 +99,7 @@ def test_trend_rule_is_underpowered_if_only_one_arm_has_diverged_runs(
     assert both.gap.seeds == 4
 
 
-def test_trend_rule_supports_welch_test_and_log_scale(tmp_path):
+def test_trend_rule_returns_correct_slope_for_welch_test_or_log_scale(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -111,7 +111,7 @@ def test_trend_rule_supports_welch_test_and_log_scale(tmp_path):
     assert "nats" not in found.reason
 
 
-def test_trend_rule_raises_error_if_evaluations_of_arms_do_not_match(
+def test_trend_rule_raises_error_if_arms_have_different_evaluations(
     tmp_path,
 ):
     study = study_file(tmp_path / "study.yaml", TOKENS)
@@ -120,7 +120,7 @@ def test_trend_rule_raises_error_if_evaluations_of_arms_do_not_match(
         run.curve.values[2:5] = math.nan
         run.curve.values[1] = math.nan
     with pytest.raises(
-        ConfigError, match="2 common points over tokens, but a trend needs at least 3; evaluate all"
+        ConfigError, match="only 2 common points, but a trend needs at least 3; evaluate all runs"
     ):
         apply_rules(study, arms)
     with pytest.raises(ConfigError, match="evaluated on different documents"):
@@ -147,7 +147,7 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
     return apply_rules(study, arms)[0]
 
 
-def test_trend_over_parameters_equals_slope_of_gap_per_doubling(tmp_path):
+def test_trend_over_parameters_equals_loss_gap_change_per_doubling(tmp_path):
     found = sized(tmp_path, (-0.01, -0.03, -0.05))
     assert found.gap.mean == pytest.approx(-0.02)
     assert found.gap.error == pytest.approx(np.std(NOISE, ddof=1) / math.sqrt(5))
@@ -199,7 +199,7 @@ def test_error_for_invalid_trend_rule_mentions_the_key(tmp_path, old, new, said)
         ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l contains an arm twice"),
     ],
 )
-def test_trend_rule_raises_error_if_smaller_key_lists_invalid_arms(tmp_path, old, new, said):
+def test_error_for_invalid_smaller_arms_of_trend_rule_mentions_an_arm(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", SIZES.replace(old, new), **SIX)
     assert said in str(caught.value)
@@ -209,7 +209,7 @@ def test_trend_rule_raises_error_if_smaller_key_lists_invalid_arms(tmp_path, old
     ("rule", "metric"),
     [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
 )
-def test_trend_rule_raises_error_if_metric_has_no_curve(tmp_path, rule, metric):
+def test_trend_rule_refuses_metric_without_training_curve(tmp_path, rule, metric):
     with pytest.raises(ConfigError, match=f"metric={metric}"):
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
@@ -221,7 +221,7 @@ def test_check_study_runs_raises_error_if_runs_do_not_fit_trend_rule(
     check_study_runs(study, tmp_path / "out", 1)
     text = study.path.read_text()
     study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"))
-    with pytest.raises(ConfigError, match=r"10% of 20 steps, but eval\.interval=10 gives only 2"):
+    with pytest.raises(ConfigError, match=r"eval\.interval=10 is too large: .* gives only 2 eval"):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
@@ -295,9 +295,8 @@ def test_trend_rule_over_position_reads_position_losses_of_last_step(tmp_path):
                 run = out / "v2-seed4"
                 with pytest.raises(ConfigError) as caught:
                     judge(study, out)
-                assert f"{run} has no evaluation position at the last step; run: diffllm" in str(
-                    caught.value
-                )
+                said = f"{run} has no results of the task position at the last step; run: diffllm"
+                assert said in str(caught.value)
                 assert f"diffllm evaluate run={run} 'tasks=[position]'" in str(caught.value)
             file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
             first = {"key": {"documents": 1, "checkpoint": f"{name}{seed}"}, "unit": "nats a token"}

@@ -63,7 +63,7 @@ def test_run_names_differ_for_different_data_paths() -> None:
         (["model.rope.factor", "x.factor"], ["rope.factor", "x.factor"]),
     ],
 )
-def test_short_labels_returns_shortest_unique_suffix_of_each_key(
+def test_short_labels_returns_unique_suffix_for_each_config_key(
     keys: list[str], labels: list[str]
 ) -> None:
     assert list(short_labels(keys).values()) == labels
@@ -100,7 +100,7 @@ def test_split_overrides_returns_launcher_overrides_separately() -> None:
     assert combinations(overrides) == [["seed=0"], ["seed=1"]]
 
 
-def test_long_run_names_are_truncated_and_remain_unique():
+def test_truncated_run_names_are_unique():
     """File systems limit names to 255 bytes."""
     words = [f"data.sample_prompt='{'prompt ' * 9}{n}'" for n in (1, 2)]
     keys = ["data.sample_prompt", "optim.lr", "wandb.project", "wandb.entity", "wandb.group"]

@@ -54,7 +54,7 @@ def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
     return {run["name"]: run["finished"] for run in runs}
 
 
-def test_sweep_runs_only_new_combinations_after_values_are_added() -> None:
+def test_resumed_sweep_runs_only_new_combinations_if_values_are_added() -> None:
     pretend(planned("attention=gated,standard", "seed=0,1"))
     runs = planned("seed=0,2", "attention=standard,gated")  # Names keep the recorded order of keys.
     assert states(runs) == {
@@ -95,7 +95,7 @@ def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
-def test_resumed_sweep_raises_error_if_command_omits_a_swept_key() -> None:
+def test_resumed_sweep_raises_error_if_command_does_not_set_all_swept_keys() -> None:
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set each of these"):
         planned("attention=gated,standard")
@@ -120,7 +120,7 @@ VARIANTS = "attention=standard,gated"
         ),
     ],
 )
-def test_resumed_sweep_keeps_names_of_ended_runs_if_values_are_added(
+def test_finished_runs_keep_names_if_values_are_added_to_sweep(
     first: list[str], more: list[str], expected: dict[str, bool]
 ) -> None:
     pretend(planned(*first))
@@ -172,7 +172,7 @@ def test_sweep_raises_error_if_run_exists_and_resume_is_never() -> None:
         planned("seed=0,1", "resume=never")
 
 
-def test_sweep_with_damaged_run_still_plans_all_runs() -> None:
+def test_sweep_plans_all_runs_again_if_a_run_config_is_damaged() -> None:
     pretend(planned("seed=0,1"), finished=False)
     Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [")
     assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
@@ -226,7 +226,7 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
         ("only words\n", "only words"),
     ],
 )
-def test_last_error_returns_last_error_line_of_job_output(said: str, expected: str) -> None:
+def test_last_error_returns_error_line_of_job_output(said: str, expected: str) -> None:
     assert last_error(said) == expected
 
 
@@ -317,7 +317,7 @@ def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
         in_queue("7_0")
 
 
-def test_sweep_raises_error_if_key_is_added_while_runs_are_in_slurm_queue(squeue):
+def test_sweep_refuses_additional_key_if_runs_are_in_slurm_queue(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
@@ -332,7 +332,7 @@ def test_sweep_raises_error_if_key_is_added_while_runs_are_in_slurm_queue(squeue
 @pytest.mark.parametrize(
     ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_interrupted_sweep_prints_state_of_submitted_jobs(kind, said, monkeypatch, capfd):
+def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, said, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
