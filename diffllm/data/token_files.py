@@ -137,7 +137,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
         raise DataError(
             f"{index}: not a Megatron index of version 1 with an integer token type; "
-            "create both files again with Megatron"
+            "create the index and its .bin file again with Megatron"
         )
     lengths = FileArray(index, "<i4", HEADER.size, sequences)
     places = FileArray(index, "<i8", lengths.end, sequences)

@@ -78,10 +78,7 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack the statistics of all layers: one tensor per statistic name of the last layer.
-
-    A layer that lacks a statistic is not in the tensor of this statistic.
-    """
+    """Stack each statistic over the layers that have it, for all statistics of the last layer."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }

@@ -55,7 +55,7 @@ def test_outlier_statistics_match_reference_if_values_are_added_in_parts():
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_undefined_outlier_statistics_of_five_equal_values_are_none():
+def test_undefined_outlier_statistics_of_five_equal_values_equal_none():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()

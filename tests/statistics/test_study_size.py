@@ -74,7 +74,7 @@ def test_seed_count_from_upper_sd_limit_is_sufficient_in_80_percent_of_pilots(df
     assert min(shares) >= 0
 
 
-def test_chance_of_too_few_seeds_is_none_if_target_power_is_unreachable():
+def test_chance_of_too_few_seeds_equals_none_if_target_power_is_unreachable():
     assert chance_of_less(lambda sd, n: 0.06, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) is None
     assert chance_of_less(lambda sd, n: 0.99, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) == 0
 

@@ -59,8 +59,8 @@ def to_diff_v2(
     attention = model.attention
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
         raise ConfigError(
-            "attention=diff_v2 can convert only standard attention without a sink, but the model "
-            f"has {attention}; use a model with attention=standard and sink=none"
+            f"the model has {attention}, which cannot be converted to attention=diff_v2; only "
+            "attention=standard with sink=none can be converted"
         )
     scale = attention.context_scale
     heads = query_heads(model)
@@ -85,8 +85,8 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not DiffV2Config or attention.head_norm:
         raise ConfigError(
-            "attention=standard can convert only DIFF V2 without a head norm, but the model has "
-            f"{attention}; use a model with attention=diff_v2 and head_norm=false"
+            f"the model has {attention}, which cannot be converted to attention=standard; only "
+            "attention=diff_v2 with head_norm=false can be converted"
         )
     softmax = StandardConfig(query_heads=2.0, context_scale=attention.context_scale)
     new = replace(model, attention=softmax)

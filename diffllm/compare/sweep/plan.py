@@ -290,7 +290,7 @@ def check_runs(
         path = directory.path / name
         log = path.with_name(f"{name}.log")
         if wrong := why_no_file(log):
-            raise ConfigError(f"{log} {wrong}; move {log.name}, or choose another run.sweep")
+            raise ConfigError(f"the log file {log} {wrong}; rename it, or choose another run.sweep")
         try:
             changes = differences(path, cfg)
         except CheckpointError:

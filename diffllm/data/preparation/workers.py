@@ -57,8 +57,8 @@ def work_through(
     """Call `do(number)` for all `numbers` in worker processes, and `tick()` once per minute.
 
     Workers are forked. All workers have ended when this function returns or raises. Raises the
-    first error of a worker. If a worker is killed, raises DataError. `reading()` must return the
-    names of the files in progress, which this error lists.
+    first error of a worker. If a worker is killed, raises a DataError with the result of
+    `reading()`: the names of the files in progress.
     """
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")

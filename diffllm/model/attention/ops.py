@@ -220,8 +220,8 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
     To avoid copies of keys, the query heads that share a key head are passed to SDPA as several
-    queries of one head. SDPA is called K / Kv times, each time with Kv key heads and all Kv value
-    heads.
+    queries of one head. If there are more key heads than value heads, SDPA is called several times,
+    each time with as many key heads as value heads.
     """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
