@@ -35,9 +35,9 @@ from diffllm.data.verified import usable
 class FilesStream:
     """Tokens [start, stop) of the concatenated token files `paths`.
 
-    `tokenizer` is (vocabulary size, EOS id). `indexes` maps the path of each index file of a token
-    file to the size and hash that `prepare_tokens` found. The constructor raises DataError if a
-    token file is unusable or an index file has changed.
+    `tokenizer` is (vocabulary size, EOS id). `indexes` contains the size and hash of each index
+    file, by path, as they were in `prepare_tokens`. The constructor raises DataError if a token
+    file is unusable or an index file has changed.
     """
 
     split: str

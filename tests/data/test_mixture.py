@@ -302,7 +302,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_points_may_be_run_fractions_or_token_counts() -> None:
+def test_curriculum_points_are_fractions_of_the_run_or_token_counts() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

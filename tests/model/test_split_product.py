@@ -85,7 +85,7 @@ def test_gradients_of_split_product_have_same_dtypes_as_inputs(no_cuda):
 
 
 @pytest.mark.slow
-def test_compiled_split_product_is_as_exact_as_float32_product(no_cuda):
+def test_compiled_router_product_is_as_exact_as_float32_product(no_cuda):
     """Compilers drop a conversion to bf16 and back, which would make later parts zero."""
     torch._dynamo.reset()
     x, weight = tokens_and_weight()

@@ -92,7 +92,7 @@ def test_plan_command_prints_whether_config_fits_gpu_memory(capsys):
 
 
 @pytest.mark.slow
-def test_plan_command_prints_message_if_no_tried_change_fits_memory(capsys):
+def test_plan_command_prints_message_if_no_config_change_fits_memory(capsys):
     words = [*SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0"]
     assert tools.main(["plan", *words]) == 0
     out, progress = capsys.readouterr()

@@ -87,10 +87,11 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError if the arms of a trend over model sizes have unsuitable sizes.
+    """Raise ConfigError unless the arms of a trend over model sizes have suitable sizes.
 
-    `rule.arm` must be larger than its smaller versions, which must all differ in size. The same
-    holds for `rule.against`. `parameters` maps each arm to its number of parameters.
+    `rule.arm` must have more parameters than the arms that `rule.smaller` names as its smaller
+    versions, and these must all differ in size. The same holds for `rule.against`. `parameters`
+    maps each arm to its number of parameters.
     """
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]

@@ -180,7 +180,7 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
-    """Return the sum over sequences of `length` times the load-balancing loss of the sequence.
+    """Sum the load-balancing losses of all sequences, and multiply the sum by `length`.
 
     The loss of a sequence is the sum over experts of f * P (DeepSeek-V3, arXiv 2412.19437,
     equations 17 to 20). f is the number of tokens that choose the expert, divided by the mean of

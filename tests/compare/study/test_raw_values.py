@@ -71,7 +71,7 @@ def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, 
     assert markdown(found) in capsys.readouterr().out
 
 
-def test_error_about_missing_values_json_suggests_similar_path(tmp_path, capsys):
+def test_error_about_missing_file_values_json_suggests_similar_path(tmp_path, capsys):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
     (tmp_path / "values.json").write_text("{}")
     missing = tmp_path / "valus.json"
