@@ -300,8 +300,8 @@ class Icl(Task):
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         """Generate `number` examples of difficulty `level`, in blocks of 200 examples.
 
-        A block uses 50 random sets of words, each with a rule that assigns labels to words. Each set
-        occurs in four examples, 50 examples apart, with different word orders and label names.
+        A block uses 50 random sets of words, each with a rule that assigns labels to words. Each
+        set occurs in four examples, 50 examples apart, with different word orders and label names.
         """
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)
