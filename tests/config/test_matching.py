@@ -93,7 +93,9 @@ def test_ffn_dim_for_equal_flops_matches_exhaustive_search(size, target):
         closest = {n: min(map(off, tried)) for n, tried in widths.items()}
         reached = [n for n in MODULI if 200 * closest[n] <= wanted]
         if off(start) and not reached:
-            with pytest.raises(ConfigError, match=r"gives .* FLOPs per token within 0\.5%"):
+            with pytest.raises(
+                ConfigError, match=r"gives .* FLOPs per token with an error of at most 0\.5%"
+            ):
                 match(mine, target, cached_variant(target), by="flops")
             continue
         found = match(mine, target, cached_variant(target), by="flops")

@@ -81,7 +81,7 @@ def test_outliers_command_refuses_changed_corpus_or_missing_checkpoint(trained, 
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
     done = outliers(f"run={other}")
     assert (done.code, done.out) == (2, "")
-    assert "the corpus named in" in done.err
-    assert "hash was 000000000000" in done.err
+    assert "the corpus has changed since training" in done.err
+    assert "instead of 000000000000" in done.err
     shutil.rmtree(other / "checkpoints")
     assert "has no complete checkpoint" in outliers(f"run={other}").err

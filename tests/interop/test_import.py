@@ -279,7 +279,7 @@ def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
     out = f"out={tmp_path / 'out'}"
     for words, said in (
         ([f"hf={run}", f"out={run}"], "already exists"),
-        ([f"hf={run}", out, "attention=diff_v2"], "only standard attention without a sink"),
+        ([f"hf={run}", out, "attention=diff_v2"], "only attention=standard with sink=none"),
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
         ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is only supported with attention=diff_v2"),
