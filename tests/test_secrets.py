@@ -96,7 +96,7 @@ def test_training_with_unreachable_hub_dataset_leaks_no_secret(tmp_path, environ
     begun, waits, error = output.splitlines()
     assert begun == "run outputs/a: preparing data"
     assert waits.startswith("waiting for the hub")
-    assert error.startswith("error: data.dataset=nobody/nothing: ")
+    assert error.startswith("error: data.dataset=nobody/nothing cannot be read: ")
 
 
 @pytest.mark.slow
