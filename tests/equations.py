@@ -43,7 +43,12 @@ def attention(m, variant):
         av_width=width,
     )
     match variant:
-        case "standard" | "standard_off_by_one" | "standard_half_context":
+        case (
+            "standard"
+            | "standard_off_by_one"
+            | "standard_half_context"
+            | "standard_quarter_context"
+        ):
             pass
         case "standard_sink":
             layer.vectors["sink"] = m.n_heads
@@ -55,7 +60,7 @@ def attention(m, variant):
             layer.qk_width = layer.av_width = 2 * width
             layer.matrices["wq"] = (m.dim, 2 * width)
             layer.matrices["wo"] = (2 * width, m.dim)
-        case "gated":
+        case "gated" | "gated_init_one":
             layer.matrices["w_gate"] = (m.dim, width)
         case "gated_headwise":
             layer.matrices["w_gate"] = (m.dim, m.n_heads)

@@ -45,7 +45,7 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {"query_heads": 1.0, "sink": ("none", "learned", "one")},
-    "gated": {"gate": ("elementwise", "headwise")},
+    "gated": {"gate": ("elementwise", "headwise"), "init": ("half", "one")},
     "diff_v1": {"head_norm": True, "head_norm_eps": 1e-5, "lambda_init": None, "clamp": False},
     "diff_v2": {
         "pairing": ("adjacent", "halves"),
@@ -413,7 +413,10 @@ class StandardAttention(Attention):
 
 
 class GatedAttention(Attention):
-    """Softmax attention times a gate, sigmoid(gate_proj(x)) (Qiu et al., arXiv 2505.06708)."""
+    """Softmax attention times a gate (Qiu et al., arXiv 2505.06708).
+
+    The gate is sigmoid(gate_proj(x)), or 2 sigmoid(gate_proj(x)) with init "one".
+    """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -421,7 +424,8 @@ class GatedAttention(Attention):
         self.gate_proj = nn.Linear(config.hidden_size, self.num_heads * width, bias=False)
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        return torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1)) * context
+        gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1))
+        return gate * context * (2 if self.settings["init"] == "one" else 1)
 
 
 class DiffV1Attention(Attention):

@@ -78,11 +78,28 @@ def test_parameter_and_flop_counts_match_independent_calculation(size, variant):
     ("size", "params"),
     [
         *(("small_125m", 125e6), ("base_350m", 350e6), ("dense_1p3b", 1.3e9)),
-        *(("dense_3b", 3e9), ("moe_mini", 30e6), ("moe_1b", 1e9)),
+        *(("moe_mini", 30e6), ("moe_1b", 1e9)),
     ],
 )
 def test_parameter_count_matches_size_in_model_name_within_5_percent(size, params):
     assert count(of_size(size))["total_params"] == pytest.approx(params, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [("830m", 0.834), ("1p4b", 1.413), ("2p8b", 2.773), ("6p8b", 6.853), ("13p1b", 13.096)],
+)
+def test_parameter_count_of_each_size_of_diff_v1_study_equals_12_dim_squared_per_layer(
+    size, billions
+):
+    """The paper's widths and layers give 12 dim^2 per layer and one embedding of 100,288 rows."""
+    cfg = config(f"dense_{size}", "standard")
+    equation = 12 * cfg.model.dim**2 * cfg.model.n_layers + 100_288 * cfg.model.dim
+    assert round(equation / 1e9, 3) == billions
+    counts = count(cfg)
+    assert round(counts["total_params"] / 1e9, 3) == billions
+    paired = count(config(f"dense_{size}", "diff_v1"))["total_params"]
+    assert paired - counts["total_params"] == 6 * cfg.model.head_dim * cfg.model.n_layers
 
 
 def test_moe_30a3_has_published_total_and_active_parameter_counts():

@@ -100,10 +100,10 @@ def standard_context(q, k, v, x, weights, layer_idx):
     return standard(q, k, v)
 
 
-def gated_context(width):
+def gated_context(width, scale=1.0):
     def context(q, k, v, x, weights, layer_idx):
         gate = (x @ weights.w_gate.weight.T).unflatten(-1, (-1, width or q.shape[-1]))
-        return gated(q, k, v, gate)
+        return scale * gated(q, k, v, gate)
 
     return context
 
@@ -142,6 +142,7 @@ REFERENCES = {
     "standard_1p5x_heads": standard_context,
     "standard_2x_heads": standard_context,
     "standard_half_context": scaled(0.5, standard_context),
+    "standard_quarter_context": scaled(0.25, standard_context),
     "standard_sink": lambda q, k, v, x, weights, layer_idx: standard(
         q, k, v, torch.exp(weights.sink)
     ),
@@ -150,6 +151,7 @@ REFERENCES = {
     ),
     "gated": gated_context(width=None),
     "gated_headwise": gated_context(width=1),
+    "gated_init_one": gated_context(width=None, scale=2.0),
     "diff_v1": diff_v1_context(),
     "diff_v1_clamped": diff_v1_context(clamp=True),
     "diff_v1_lambda_const": diff_v1_context(constant=0.8),

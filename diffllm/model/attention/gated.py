@@ -23,6 +23,17 @@ class Gate(Enum):
     headwise = "headwise"
 
 
+class GateInit(Enum):
+    """Mean of the gate at initial values, where w_gate x is near 0.
+
+    half: the gate is sigmoid(w_gate x), as in the paper. one: the gate is 2 sigmoid(w_gate x), so
+    that gated attention starts with the context of standard attention.
+    """
+
+    half = "half"
+    one = "one"
+
+
 @schema(group="attention", name="gated", package="model.attention")
 @dataclass
 class GatedConfig(AttentionConfig):
@@ -30,6 +41,9 @@ class GatedConfig(AttentionConfig):
 
     gate: Gate = Gate.elementwise
     """Granularity of the gate: one value per channel, or one value per head."""
+
+    init: GateInit = GateInit.half
+    """Mean of the gate at initial values; with `one`, the gate is multiplied by 2."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "GatedAttention":
         return GatedAttention(model, self)
@@ -44,12 +58,15 @@ class GatedAttention(Attention):
     def __init__(self, model: ModelConfig, cfg: GatedConfig):
         super().__init__(model)
         self.gate_width = self.head_dim if cfg.gate is Gate.elementwise else 1
+        self.gate_scale = 2.0 if cfg.init is GateInit.one else 1.0
         self.w_gate = nn.Linear(model.dim, self.n_heads * self.gate_width, bias=False)
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         gate = torch.sigmoid(self.w_gate(x)).unflatten(-1, (self.n_heads, self.gate_width))
+        if self.gate_scale != 1:
+            gate = gate * self.gate_scale
         if aux is not None:
             aux["gate"] = gate
         return gate * self.attend(q, k, v, mask)

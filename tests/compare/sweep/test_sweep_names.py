@@ -38,7 +38,7 @@ def test_sweep_combinations_vary_last_key_fastest() -> None:
         ("seed=-1,1_000", ["seed-1", "seed1000"]),
         ("compile=null,true,False", ["compile_null", "compile_true", "compile_false"]),
         ("optim=adamw,wsd", ["adamw", "wsd"]),
-        ("attention=glob(gated*)", ["gated", "gated_headwise"]),
+        ("attention=glob(gated*)", ["gated", "gated_headwise", "gated_init_one"]),
         ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
     ],
 )
