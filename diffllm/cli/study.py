@@ -16,7 +16,7 @@ from diffllm.compare.report.numbers import (
     plural,
     short,
 )
-from diffllm.compare.study.costs import costs
+from diffllm.compare.study.costs import START_S, costs
 from diffllm.compare.study.design import MOST_ALPHA, design_notes
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.pilot import HALF, SHOWN, Goal, power_numbers
@@ -29,7 +29,7 @@ from diffllm.statistics.power_analysis import pairing_pays_above
 from diffllm.statistics.seed_variance import UPPER, Pairs
 
 STUDY = """\
-diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
+diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [gpu=NAME] [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
 diffllm study verdict STUDY.yaml values=FILE [--json]
 All accept plugins=[MODULE,...] and --config-dir DIR, for arms with code or YAML files of your own.
@@ -42,7 +42,7 @@ verdict   prints shown, refuted, equivalent, underpowered, not comparable or exp
           numbers; writes DIR/verdict.html, DIR/verdict.md and DIR/values.json; values=FILE reads
           such a values.json instead of run directories, and writes no files
 --dry-run checks all runs and prints their cost; hours follow from FLOPs and the speed of finished
-          runs of the study, or else of the runs in pilot=DIR
+          runs of the study, or else of the runs in pilot=DIR; gpu=h100 [mfu=0.25] assumes a speed
 --json    prints only the verdict, as JSON"""
 POWER = """\
 diffllm power pilot=DIR... gap=NATS [key=value ...]: estimate seeds, tokens and hours for a gap
@@ -72,6 +72,8 @@ class VerdictArguments(SharedStudyArguments):
 class StudyRunArguments(SharedStudyArguments):
     dry_run: bool = flag("check all runs and print their cost")
     pilot: list[str] = argument("finished runs, to estimate the speed", [], path=True)
+    gpu: str = argument("GPU to estimate hours for, such as h100", "")
+    mfu: float = argument("assumed model FLOPs utilisation on this GPU", 0.25, above=0, most=1)
 
 
 @dataclass
@@ -113,7 +115,7 @@ def study_command(argv: list[str]) -> int:
     files = [word for word in args.study if word not in launcher]
     study, out = study_and_directory(files, args.out)
     if args.dry_run:
-        dry_run(study, out, [Path(word) for word in args.pilot])
+        dry_run(study, out, args)
         return 0
     from diffllm.compare.study.running import run_study
 
@@ -132,11 +134,17 @@ def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
     return load_study(user_path(files[0], "STUDY")), Path(out)
 
 
-def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
+def dry_run(study: Study, out: Path, args: StudyRunArguments) -> None:
     from diffllm.compare.study.running import check_study_runs
+    from diffllm.metrics.profiling import DEVICES, device_named
 
+    device = device_named(args.gpu)
+    if args.gpu and device is None:
+        names = ", ".join(known.name for known in DEVICES)
+        raise ConfigError(f"gpu={args.gpu} is unknown; choose from {names}")
     check_study_runs(study, out, 1)
-    found = costs(study, out, pilot)
+    assumed = device and args.mfu * device.peak_flops
+    found = costs(study, out, [Path(word) for word in args.pilot], assumed)
     rows = [
         [cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", compact(cost.tokens),
          compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"]
@@ -147,11 +155,14 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
     runs, ended = sum(cost.runs for cost in found), sum(cost.ended for cost in found)
     tokens = sum((cost.runs - cost.ended) * cost.tokens for cost in found)
     flops = sum((cost.runs - cost.ended) * cost.flops for cost in found)
-    time = "unknown time: no run has finished here, set pilot=DIR for an estimate"
+    time = "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
     if None not in (hours := [cost.hours for cost in found]):
-        time = f"about {clock(3600 * sum(filter(None, hours)))} here, one run after another"
+        where = "here" if device is None else f"on one {device.name}"
+        time = f"about {clock(3600 * sum(filter(None, hours)))} {where}, one run after another"
     state = f"{runs} runs; {ended} finished" if ended else f"{runs} runs"
     echo(f"{state}. Left: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
+    if device:
+        echo(f"assumed, not measured: mfu={args.mfu:g}, {START_S:g} s to start each run")
     for note in design_notes(study):
         echo(f"note: {note}")
 

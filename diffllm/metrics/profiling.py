@@ -6,6 +6,7 @@ products are counted. Attention counts as causal, and recomputation is not count
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -115,6 +116,12 @@ DEVICES = (
     Device("L40S", 362e12, 44.4),
     Device("MI300X", 1307.4e12, 191.5),
 )
+
+
+def device_named(name: str) -> Device | None:
+    """Return the entry of DEVICES with this name, in any case and punctuation, else None."""
+    by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
+    return by_name.get(re.sub(r"[\W_]", "", name.lower()))
 
 
 def peak_flops(device: torch.device) -> float | None:

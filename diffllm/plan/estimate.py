@@ -12,7 +12,7 @@ from diffllm.config import Precision, TrainConfig, load_config
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.mesh import Reduce
-from diffllm.metrics.profiling import DEVICES, Device
+from diffllm.metrics.profiling import DEVICES, Device, device_named
 from diffllm.model import Transformer, without_storage
 from diffllm.plan.memory import Call, Collective
 from diffllm.plan.simulate import Step, simulate
@@ -58,8 +58,7 @@ class Cluster:
 
         Raises ConfigError if `gpu` is unknown, unless both peak_flops and memory_gib are set.
         """
-        by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
-        known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
+        known = device_named(self.gpu)
         peak = self.peak_flops or (known and known.peak_flops)
         memory = self.memory_gib or (known and known.memory_gib)
         if not peak or not memory:

@@ -41,11 +41,16 @@ class Cost:
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
-def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
+START_S = 20.0
+"""Seconds from the launch of a run to its first step; an assumption for GPUs, not measured."""
+
+
+def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = None) -> list[Cost]:
     """Estimate the cost of each arm in each stage of a study.
 
     The time is the planned FLOPs divided by the median speed of the study's finished runs in `out`.
     If no run in `out` is finished, use the finished runs in `pilot` (directories or globs). With
+    `assumed` FLOP/s, ignore finished runs and add START_S per run. With
     data.mask_documents, FLOPs depend on the mean number of keys per attention query. If the config
     does not determine this number, use its median over the same finished runs.
     """
@@ -69,7 +74,10 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
             keys = min(statistics.median(counted), (cfg.seq_len + 1) / 2)
         flops = tokens * totals(cfg.model, keys)["flops"]
         ended = sum(is_ended(out / run.name) for run in runs)
-        seconds = flops / statistics.median(speeds) if speeds else None
+        if assumed:
+            seconds: float | None = START_S + flops / assumed
+        else:
+            seconds = flops / statistics.median(speeds) if speeds else None
         found.append(Cost(runs[0].stage, runs[0].arm, len(runs), ended, tokens, flops, seconds))
     return found
 

@@ -10,6 +10,7 @@ from runs.written import study_file, write_arms, write_ended, write_rates
 from tiers import slow_but
 
 from diffllm.cli import main
+from diffllm.compare.report.numbers import clock
 from diffllm.compare.study import planned_runs
 from diffllm.compare.study.arms import StudyArm, lr_sensitivity
 from diffllm.compare.study.costs import costs
@@ -448,6 +449,17 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
     write_arms(study, out, {"v2": [4.3]})
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
     assert "6 runs; 1 finished. Left: 25.6k tokens" in dry_run(study, out, capsys)
+
+
+def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
+    said = dry_run(study, out, capsys, "gpu=h100", "mfu=1e-6")
+    arms = costs(study, out, [])
+    seconds = sum(3 * (20 + arm.flops / 989.4e6) for arm in arms)
+    assert f"about {clock(seconds)} on one H100, one run after another" in said
+    assert "assumed, not measured: mfu=1e-06, 20 s to start each run" in said
+    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", "gpu=k80"]) == 2
+    assert "error: gpu=k80 is unknown; choose from GB200," in capsys.readouterr().err
     assert not (out / "sweep.json").exists()
 
 

@@ -1,0 +1,38 @@
+"""Experiments of the DIFF V2 writeup train at their own widths, with two layers.
+
+Memory limits the mixture to 32 of its 128 experts and to a vocabulary of 8,192.
+"""
+
+import pytest
+from runs.command import metrics, train
+
+SMALL = (
+    *("model.n_layers=2", "data.vocab_size=300", "data.tokenizer=null", "compile=false"),
+    *("steps=2", "seq_len=64", "global_batch_size=1", "micro_batch_size=1", "optim.warmup_steps=1"),
+    *("eval.sequences=1", "eval.tokens=100", "wandb.mode=disabled", "run.report=false"),
+    *("diagnostics.interval=1", "diagnostics.probe_interval=1"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "shape"),
+    [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=32", "model.vocab_size=8192"])],
+)
+def test_writeup_experiment_with_two_layers_trains_two_steps_and_logs_spikes_and_outliers(
+    corpus, tmp_path, environment, experiment, shape
+):
+    data = ["data=files", f"data.paths=[{corpus}]"]
+    words = [f"experiment={experiment}", "attention=diff_v2", *data, *SMALL, *shape]
+    done = train([*words, "run.dir=run"], tmp_path, environment)
+    assert done.code == 0, done
+    steps = metrics(tmp_path / "run")
+    assert steps[-1]["step"] == 2
+    logged = {part for step in steps for key in step for part in key.split("/")}
+    assert {
+        "loss_score",
+        "grad_score",
+        "hidden_top1",
+        "attn_logit_top1",
+        "context_rms_max",
+    } <= logged
