@@ -21,7 +21,7 @@ from diffllm.data.tokenizer import Tokenizer
 from diffllm.model import Transformer
 from diffllm.model.generate import generate
 
-pytest.importorskip("lm_eval")
+TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
 transformers = pytest.importorskip("transformers", "5")
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,11 @@ TEXTS = {
     "task": "texts", "dataset_path": "json", "test_split": "test",
     "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
     "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}  # fmt: skip
+ENDED = {
+    "task": "ended", "dataset_path": "json", "test_split": "test",
+    "output_type": "loglikelihood", "doc_to_text": "{{question}}", "doc_to_target": "{{end}}",
+    "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
 CONTINUED = {
     "task": "continued", "dataset_path": "json", "test_split": "test",
@@ -45,6 +50,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "texts": [{"text": f"def g{i}(y):\n    return y + {i}\n\n# something\n" * (i + 1)}
               for i in range(4)],
+    "ended": [{"question": f"def e{i}(x):\n    return", "end": f"x + {i}"} for i in range(4)],
     "continued": [{"prompt": f"def h{i}(z):"} for i in range(4)],
 }  # fmt: skip
 
@@ -67,7 +73,7 @@ def write_tasks(directory: Path) -> None:
     directory.mkdir()
     (documented,) = re.findall(r"^```yaml\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
     (directory / "mine.yaml").write_text(documented)
-    for task in (TEXTS, CONTINUED):
+    for task in (TEXTS, ENDED, CONTINUED):
         files = {"data_files": {"test": f"tasks/{task['task']}.jsonl"}}
         content = json.dumps({**task, "dataset_kwargs": files})  # JSON is valid YAML
         (directory / f"{task['task']}.yaml").write_text(content)
@@ -118,7 +124,7 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
     run = make_run("outputs/mine", f"attention={variant}")
     write_tasks(tmp_path / "tasks")
     evaluation = command("lm_eval")
-    evaluation[evaluation.index("mine")] = "mine,texts,continued"
+    evaluation[evaluation.index("mine")] = "mine,texts,ended,continued"
     more = ["--device", "cpu", "--batch_size", "4", "--output_path", "out", "--log_samples"]
     offline = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     for words in (command("diffllm export"), [*evaluation, *more]):
@@ -132,6 +138,14 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
     for row, line in zip(ROWS["mine"], found["mine"], strict=True):
         likelihoods = [float(answer[0]) for answer in line["filtered_resps"]]
         assert likelihoods == pytest.approx(choice_scores(model, tokenizer, row), abs=1e-3)
+    for row, line in zip(ROWS["ended"], found["ended"], strict=True):
+        (answer,) = line["filtered_resps"]
+        ids, start = (
+            tokenizer.encode(row["question"] + row["end"]),
+            tokenizer.encode(row["question"]),
+        )
+        expected = log_likelihood(model, ids, len(start))
+        assert float(answer[0]) == pytest.approx(expected, abs=1e-3)
     for row, line in zip(ROWS["texts"], found["texts"], strict=True):
         (answer,) = line["filtered_resps"]
         answer = float(answer[0] if isinstance(answer, list) else answer)
@@ -139,3 +153,11 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
     for row, line in zip(ROWS["continued"], found["continued"], strict=True):
         tokens = continuation(model, tokenizer, row)
         assert line["filtered_resps"] == [fast.decode(tokens, skip_special_tokens=True)]
+
+
+def test_lm_eval_contains_every_task_on_claims_page():
+    text = (PAGE.parent / "claims.md").read_text().partition("\n## Downstream tasks\n")[2]
+    rows = [line.split("|")[3] for line in text.splitlines() if line.startswith("|")]
+    names = {name for row in rows[2:] for name in row.strip(" `").split(",")}
+    assert {"hellaswag", "longbench_qasper", "gsm8k"} <= names
+    assert names <= set(TaskManager().all_tasks)
