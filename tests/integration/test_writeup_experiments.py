@@ -1,6 +1,6 @@
 """Experiments of the DIFF V2 writeup train at their own widths, with two layers.
 
-Memory limits the mixture to 32 of its 128 experts and to a vocabulary of 8,192.
+Memory and time limit the mixture to 16 of its 128 experts and to a vocabulary of 2,048.
 """
 
 import pytest
@@ -17,7 +17,7 @@ SMALL = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "shape"),
-    [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=32", "model.vocab_size=8192"])],
+    [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=16", "model.vocab_size=2048"])],
 )
 def test_writeup_experiment_with_two_layers_trains_two_steps_and_logs_spikes_and_outliers(
     corpus, tmp_path, environment, experiment, shape
