@@ -117,6 +117,8 @@ def study_command(argv: list[str]) -> int:
     if args.dry_run:
         dry_run(study, out, args)
         return 0
+    if args.gpu:
+        raise ConfigError(f"gpu={args.gpu} is only for estimates; add --dry-run or remove gpu=")
     from diffllm.compare.study.running import run_study
 
     named = [directory for directory in directories() if yamls(directory)]

@@ -460,6 +460,9 @@ def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys):
     assert "assumed, not measured: mfu=1e-06, 20 s to start each run" in said
     assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", "gpu=k80"]) == 2
     assert "error: gpu=k80 is unknown; choose from GB200," in capsys.readouterr().err
+    assert main(["study", "run", str(study.path), f"out={out}", "gpu=h100"]) == 2
+    assert "error: gpu=h100 is only for estimates; add --dry-run" in capsys.readouterr().err
+    assert not out.exists()
     assert not (out / "sweep.json").exists()
 
 
