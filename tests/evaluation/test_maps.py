@@ -145,7 +145,8 @@ def test_attention_maps_return_lambda_or_gate_or_sink_value_of_each_query(varian
     if variant.startswith("standard"):
         expected = 1 - layer.effective.sum(-1)
     elif variant.startswith("gated"):
-        gate = torch.sigmoid(x @ attention.w_gate.weight.T)
+        scale = 2 if variant == "gated_init_one" else 1
+        gate = scale * torch.sigmoid(x @ attention.w_gate.weight.T)
         expected = gate.unflatten(-1, (HEADS, -1)).mean(-1).transpose(1, 2)
     elif variant.startswith("diff_v1"):
         expected = attention.lambda_value().expand(2, HEADS // 2, LENGTH)
