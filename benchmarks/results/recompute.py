@@ -32,7 +32,7 @@ ROWS = (
     ("damping_short", 0), ("context_rms_start", 0), ("context_rms_start", 2),
     ("context_rms_end", 0), ("context_rms_end", 1), ("context_rms_end", 2), ("head_norm", 0),
     ("retrieval_needle_short", 0), ("retrieval_mqar_short", 0), ("retrieval_mqar_short", 2),
-    ("retrieval_mqar_short", 1),
+    ("retrieval_mqar_short", 1), *(("large_lr", rule) for rule in range(5)),
 )  # fmt: skip
 """Study and rule of each row of the README's table."""
 
@@ -215,6 +215,22 @@ def head_norm(path: Path) -> tuple[str, list[float]]:
     ]  # fmt: skip
 
 
+def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]]:
+    """Yield each arm of a study of learning rates, and the numbers of its row in the README."""
+    table = [*csv.DictReader(report.read_text().splitlines())]
+    for name, arm in page.arms.items():
+        assert page.raw is not None
+        runs = [run for seed in page.raw.runs[name].values() for run in seed]
+        losses: dict[float, list[float]] = {}
+        for run in runs:
+            losses.setdefault(run["lr"], []).append(math.inf if run["loss"] is None else run["loss"])
+        mean, rate = min((sum(each) / len(each), lr) for lr, each in losses.items())
+        own = [row for row in table if row["variant"] == arm["variant"]]
+        events = [sum(float(row[f"{kind}_events"]) for row in own) for kind in ("loss", "grad")]
+        diverged = sum(run["loss"] is None for run in runs)
+        yield name, [page.values[name].mean(), diverged, len(runs), rate, mean, *events]
+
+
 def judged_again(
     rule: Rule, rules: list[Rule], adjusted: float, unit: str
 ) -> tuple[str, list[float]]:
@@ -303,6 +319,8 @@ def expectations(root: Path) -> dict[str, Expected]:
         else:
             row = pages[name].rules[i].verdict(pages[name].adjusted[i]), pages[name].row(i)
         found["README.md"].rows.append(row)
+    rates = learning_rates(pages["large_lr"], root / "large_lr" / "report.csv")
+    found["README.md"].tables += rates
     for page, sentence, numbers in sentences(pages, root):
         found[page].sentences.append((sentence, numbers))
     return found
