@@ -223,7 +223,8 @@ def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]
         runs = [run for seed in page.raw.runs[name].values() for run in seed]
         losses: dict[float, list[float]] = {}
         for run in runs:
-            losses.setdefault(run["lr"], []).append(math.inf if run["loss"] is None else run["loss"])
+            loss = math.inf if run["loss"] is None else run["loss"]
+            losses.setdefault(run["lr"], []).append(loss)
         mean, rate = min((sum(each) / len(each), lr) for lr, each in losses.items())
         own = [row for row in table if row["variant"] == arm["variant"]]
         events = [sum(float(row[f"{kind}_events"]) for row in own) for kind in ("loss", "grad")]
