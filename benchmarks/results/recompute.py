@@ -33,6 +33,7 @@ ROWS = (
     ("context_rms_end", 0), ("context_rms_end", 1), ("context_rms_end", 2), ("head_norm", 0),
     ("retrieval_needle_short", 0), ("retrieval_mqar_short", 0), ("retrieval_mqar_short", 2),
     ("retrieval_mqar_short", 1), *(("large_lr", rule) for rule in range(5)),
+    *(("damping_2", rule) for rule in range(4)),
 )  # fmt: skip
 """Study and rule of each row of the README's table."""
 
