@@ -321,8 +321,7 @@ def expectations(root: Path) -> dict[str, Expected]:
         else:
             row = pages[name].rules[i].verdict(pages[name].adjusted[i]), pages[name].row(i)
         found["README.md"].rows.append(row)
-    rates = learning_rates(pages["large_lr"], root / "large_lr" / "report.csv")
-    found["README.md"].tables += rates
+    found["README.md"].tables += learning_rates(pages["large_lr"], root / "large_lr" / "report.csv")
     for page, sentence, numbers in sentences(pages, root):
         found[page].sentences.append((sentence, numbers))
     return found

@@ -199,7 +199,7 @@ def read_values(study: Study, file: Path) -> Evidence:
             check_values(study, found)
             return evidence_of(found)
         except ValueError as error:
-            raise ValueError(f"has no values of a study: {error}") from None
+            raise ValueError(f"does not have the values of this study: {error}") from None
 
 
 def check_values(study: Study, found: Values) -> None:

@@ -152,7 +152,7 @@ def test_verdict_command_prints_one_error_line_for_invalid_values_json(
     words = ["study", "verdict", str(study.path), f"values={tmp_path / 'values.json'}"]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path}/values.json has no values of a study: " in error
+    assert f"{tmp_path}/values.json does not have the values of this study: " in error
     assert said in error
     assert error.count("\n") == 1
 
