@@ -29,8 +29,8 @@ from scipy import stats
 STUDIES = Path(__file__).resolve().parents[2] / "conf" / "study"
 NUMBER = r"(?<![\w.+\-−])[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?[kMBTPE%]?(?!\.?\w)"
 ROWS = (
-    ("damping_short", 0), ("context_rms_start", 0), ("context_rms_start", 2),
-    ("context_rms_end", 0), ("context_rms_end", 1), ("context_rms_end", 2), ("head_norm", 0),
+    ("context_rms_start", 0), ("context_rms_start", 2),
+    *(("context_rms_end", rule) for rule in range(3)), ("head_norm", 0),
     ("retrieval_needle_short", 0), ("retrieval_mqar_short", 0), ("retrieval_mqar_short", 2),
     ("retrieval_mqar_short", 1), *(("large_lr", rule) for rule in range(5)),
     *(("damping_2", rule) for rule in range(4)),
@@ -261,22 +261,8 @@ def judged_again(
 def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
     """Yield page, sentence and numbers of handwritten text; each number is replaced by {}."""
     readme, recall = "README.md", "retrieval_mqar_short/verdict.md"
-    damping, mqar = pages["damping_short"], pages["retrieval_mqar_short"]
-    needle, v = pages["retrieval_needle_short"].values, damping.values
-    gain, half, gated = ((v["standard"] - v[arm]).mean() for arm in ("v2", "half", "gated"))
-    rates = damping.json["learning_rates"]
-    v2, base = (rates[arm]["losses"] for arm in ("v2", "half"))
-    early = [Copied(base[lr] - v2[lr]) for lr in ("0.002", "0.001", "0.004")]
-    table = (root / "compare_small" / "report_diff_v2.csv").read_text().splitlines()
-    (small,) = (r for r in csv.DictReader(table) if r["variant"] == "standard_half_context")
-    at_flops = [Copied(small[f"gap_at_flops{end}"]) for end in ("", "_low", "_high")]
+    mqar, needle = pages["retrieval_mqar_short"], pages["retrieval_needle_short"].values
     exact, (won, lost) = [rule.exact_p for rule in mqar.rules], mqar.rules[2].reached
-    yield readme, "V2 minus gated is {} ({} to {})", interval(v["v2"] - v["gated"])
-    yield readme, "gets {} of V2's gain", [100 * gated / gain]
-    yield readme, "V2 costs {} more training FLOPs", [damping.facts(["v2", "half"])[3][1]]
-    yield readme, "half minus V2 at equal FLOPs is {} ({} to {})", at_flops
-    late = (v["half"] - v["v2"]).mean()
-    yield readme, "It was {} nats after 0.26M tokens and is {} after", [early[0], late]
     for name, study in pages.items():
         for rule, adjusted in zip(study.rules, study.adjusted, strict=True):
             if not rule.level and study.raw is None:  # newer pages have no note
@@ -295,9 +281,6 @@ def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, li
     yield readme, "all gradients together {} and {} times", [*ratios[1]]
     ratio = np.exp((plain["wo"] - other["wo"]).mean(0))[at]
     yield readme, "V2 has {} times the gradient of standard at 128 tokens and {} times at", [*ratio]
-    yield readme, "V2 ends {} nats per token below standard, half {}.", [gain, half]
-    yield readme, "gives {} of V2's gain", [100 * half / gain]
-    yield readme, "the gap after 0.26M tokens is {} and {}.", early[1:]
     yield readme, "p of {} of 5 runs against {} of 5 is {};", [won, lost, exact[2]]
     yield readme, "over the four rules gives {}.", [holm(exact)[2]]
     yield recall, "After Holm's correction, the exact p is {}.", [holm(exact)[2]]

@@ -48,11 +48,11 @@ def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
     assert not [path for path in RESULTS.glob("*.py") if "import diffllm" in path.read_text()]
 
     copy = shutil.copytree(RESULTS, tmp_path / "results")
-    page = copy / "damping_short" / "verdict.md"
-    page.write_text(page.read_text().replace("-0.01667 (", "-0.01668 ("))
+    page = copy / "context_rms_end" / "verdict.md"
+    page.write_text(page.read_text().replace("-0.006513 (-0", "-0.006514 (-0"))
     found = run(copy)
     assert found.returncode == 1
-    assert "-0.01668 on the page, -0.0166705 recomputed" in found.stdout
+    assert "-0.006514 on the page, -0.00651314 recomputed" in found.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,7 +99,7 @@ def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected)
 
 def test_result_figures_have_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
-    numbers = json.loads((RESULTS / "damping_short" / "verdict.json").read_text())
+    numbers = json.loads((RESULTS / "context_rms_end" / "verdict.json").read_text())
     drawn = picture(numbers)
     figures = {path.parent.name: path.read_text() for path in RESULTS.glob("*/*.svg")}
     for name, svg in {**figures, "drawn": drawn}.items():
@@ -107,7 +107,7 @@ def test_result_figures_have_fixed_colours_and_white_background():
         assert "#ffffff" in svg, name
     root = ET.fromstring(drawn)
     labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"v2 − half", "v2 − standard", "half − standard"} <= labels
+    assert {"v2 − standard", "no_lambda − v2", "no_sigmoid − v2"} <= labels
     assert picture(json.loads((RESULTS / "retrieval_mqar_short/verdict.json").read_text())) == ""
 
 
