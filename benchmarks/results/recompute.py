@@ -31,8 +31,8 @@ NUMBER = r"(?<![\w.+\-−])[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?[kMBTP
 ROWS = (
     ("context_rms_start", 0), ("context_rms_start", 2),
     *(("context_rms_end", rule) for rule in range(3)), ("head_norm", 0),
-    ("retrieval_needle_short", 0), ("retrieval_mqar_short", 0), ("retrieval_mqar_short", 2),
-    ("retrieval_mqar_short", 1), *(("large_lr", rule) for rule in range(5)),
+    ("retrieval_needle_short", 0), *(("retrieval_mqar", rule) for rule in range(5)),
+    *(("large_lr", rule) for rule in range(5)),
     *(("damping_2", rule) for rule in range(4)),
 )  # fmt: skip
 """Study and rule of each row of the README's table."""
@@ -62,62 +62,54 @@ def holm(ps: list[float]) -> list[float]:
     return [type(p)(adjusted[i]) for i, p in enumerate(ps)]
 
 
+Times = list[list[float]]
+"""For each seed: tokens until the level, and 1, or all tokens of the run, and 0."""
+
+
+def log_rank(own: Times, base: Times) -> float:
+    """Return the exact one-sided permutation p of the log-rank test that `own` is faster."""
+    tokens, hit = np.array([*own, *base]).T
+    scores = hit.copy()  # events minus the expected number of events
+    for time in np.unique(tokens[hit > 0]):
+        at_risk = tokens >= time
+        scores -= at_risk * (hit[tokens == time].sum() / at_risk.sum())
+    places = itertools.combinations(range(len(tokens)), len(own))
+    sums = np.array([scores[[*each]].sum() for each in places])
+    return float((sums >= sums[0] - 1e-9).mean())
+
+
 class Rule:
     """Rule of a study with recomputed numbers."""
 
-    def __init__(self, given: dict[str, Any], values: dict[str, np.ndarray], log: bool) -> None:
+    def __init__(
+        self, given: dict[str, Any], values: dict[str, np.ndarray], log: bool, raw: Raw | None
+    ) -> None:
         self.given, self.log, self.alpha = given, log, given["alpha"]
         self.own, self.base = values[given["arm"]], values[given["against"]]
         self.level, self.size = given.get("reaches"), len(self.own)
         self.sign = -1 if given["above"] is None else 1
         self.bound = given["below"] if self.sign < 0 else given["above"]
         self.gap = interval(self.own - self.base)
-        if self.level:  # the last measurement decides whether a run reaches the level
-            self.reached = [int((arm >= self.level).sum()) for arm in (self.own, self.base)]
+        if self.level and raw:
+            self.times = [raw.times(given[side], self.level) for side in ("arm", "against")]
 
     @cached_property
     def p(self) -> float:
-        """One-sided p of the t test or, if no run of the base reaches the level, the log-rank test.
-
-        Otherwise the p of a log-rank test is copied.
-        """
-        if not self.level:
-            t = (self.gap[0] - self.bound) / stats.sem(self.own - self.base)
-            return float(stats.t.sf(self.sign * t, self.size - 1))
-        if self.reached[1]:
-            return Copied(self.given["p"])
-        at_risk = np.arange(self.size, self.size - self.reached[0], -1)
-        share = at_risk / (at_risk + len(self.base))  # the arm's share at each of its events
-        return float(stats.norm.sf((1 - share).sum() / np.sqrt((share * (1 - share)).sum())))
-
-    @property
-    def exact_p(self) -> float:
-        """Exact one-sided permutation p for the numbers of runs that reach the level."""
-        table = [[count, self.size - count] for count in self.reached]
-        return float(stats.fisher_exact(table, alternative="greater").pvalue)
-
-    def verdict(self, adjusted: float) -> str:
-        """Return the verdict of the rule."""
+        """One-sided p of the t test or the log-rank test."""
         if self.level:
-            wrong = 1 - self.p < self.alpha / 2
-        else:
-            wrong = self.gap[2] < self.bound if self.sign > 0 else self.gap[1] > self.bound
-        return "shown" if adjusted < self.alpha else "refuted" if wrong else "underpowered"
+            return log_rank(*self.times)
+        t = (self.gap[0] - self.bound) / stats.sem(self.own - self.base)
+        return float(stats.t.sf(self.sign * t, self.size - 1))
 
-    def reason(self, adjusted: float) -> list[float]:
-        """Return the numbers of the sentence that gives the reason of a verdict."""
-        found = self.gap
-        if self.level:
-            medians = re.findall(r"by ([\d.]+)M tokens", self.given["reason"])
-            found, left = [], [Copied(float(each) * 1e6) for each in medians]
-            for count in self.reached:
-                found = [*found, count, self.size, *(left[:1] if 2 * count >= self.size else [])]
-                left = left[2 * count >= self.size :]
-        return [*found, adjusted] if adjusted < self.alpha else found
+    @cached_property
+    def opposite(self) -> float:
+        """One-sided p of the opposite claim."""
+        return log_rank(*reversed(self.times)) if self.level else 1 - self.p
 
     def line(self, adjusted: float) -> list[float]:
         """Return the numbers of the rule's line."""
-        found = [self.level or self.bound, self.alpha, *self.reason(adjusted)]
+        reason = [*self.gap, adjusted] if adjusted < self.alpha else self.gap
+        found = [self.bound, self.alpha, *reason]
         found += [math.exp(x) for x in self.gap] if self.log else []
         found += [self.p] if adjusted < self.alpha else [self.p, adjusted]
         varies = np.ptp(self.own) > 0 and np.ptp(self.base) > 0
@@ -141,12 +133,26 @@ class Page:
     def rules(self) -> list[Rule]:
         """Rules whose numbers can be recomputed."""
         known = [rule for rule in self.json["rules"] if rule["kind"] in ("difference", "log_rank")]
-        return [Rule(rule, self.values, self.json["scale"] == "log") for rule in known]
+        return [Rule(rule, self.values, self.json["scale"] == "log", self.raw) for rule in known]
 
     @cached_property
     def adjusted(self) -> list[float]:
         """One-sided p after Holm's correction."""
         return holm([rule.p for rule in self.rules])
+
+    @cached_property
+    def opposite(self) -> list[float]:
+        """One-sided p of the opposite claims after Holm's correction."""
+        return holm([rule.opposite for rule in self.rules])
+
+    @cached_property
+    def verdicts(self) -> list[str]:
+        """Verdict of each rule."""
+        cases = zip(self.rules, self.adjusted, self.opposite, strict=True)
+        return [
+            "shown" if p < rule.alpha else "refuted" if opposite < rule.alpha else "underpowered"
+            for rule, p, opposite in cases
+        ]
 
     def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
         """Return tokens, parameters, tokens per parameter, and two spreads.
@@ -165,11 +171,12 @@ class Page:
         rule, adjusted = self.rules[i], self.adjusted[i]
         found = [math.exp(x) for x in rule.gap] if rule.log else rule.gap
         if rule.level:
-            found = [rule.level, rule.reached[0], rule.size, rule.reached[1], rule.size]
-        if adjusted < rule.alpha or (rule.level and i):
+            found = [x for of in rule.times for x in (sum(hit for _, hit in of), len(of))]
+            found.insert(0, rule.level)
+        if self.verdicts[i] == "refuted" and rule.level:
+            found = [*found, self.opposite[i]]
+        elif rule.level or adjusted < rule.alpha:
             found = [*found, adjusted]
-        if rule.level and adjusted < rule.alpha:
-            found = [*found, holm([each.exact_p for each in self.rules])[i]]
         tokens, sizes, ratios, apart = self.facts([rule.given["arm"], rule.given["against"]])
         return [*found, *sizes, tokens, *ratios, rule.size, *(x for x in apart if x > 0.5)]
 
@@ -190,17 +197,19 @@ class Page:
             return self.raw.expected(self.json)
         runs, seeds = sum(map(len, self.values.values())), self.rules[0].size
         tokens, sizes, ratios, apart = self.facts([*self.arms])
-        found = [*self.rules[0].reason(self.adjusted[0]), runs, seeds, tokens, *sizes, *ratios]
+        first = self.adjusted[0]
+        found = [*self.rules[0].gap, *([first] if first < self.rules[0].alpha else [])]
+        found += [runs, seeds, tokens, *sizes, *ratios]
         found += [*(x for x in apart if x), *self.power()]
         words = [f"SHA-256 `{hashlib.sha256(self.study.encode()).hexdigest()}`"]
-        for rule, p in zip(self.rules, self.adjusted, strict=True):
+        for rule, p, verdict in zip(self.rules, self.adjusted, self.verdicts, strict=True):
             found += rule.line(p)
-            words.append(f"alpha {rule.alpha:g}): {rule.verdict(p)};")
+            words.append(f"alpha {rule.alpha:g}): {verdict};")
         found.append(95)  # the confidence in the head of the table
         for name, values in self.values.items():
             diverged, rates = self.arms[name]["diverged"], self.arms[name]["rates"]
             found += [*interval(values), len(values), diverged, len(values), *rates]
-        words.append(f"# {self.rules[0].verdict(self.adjusted[0])}\n")
+        words.append(f"# {self.verdicts[0]}\n")
         return Expected(found, [*words, f"Corpus hash `{self.json['facts']['corpus'][0]}`"])
 
 
@@ -233,64 +242,64 @@ def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]
         yield name, [page.values[name].mean(), diverged, len(runs), rate, mean, *events]
 
 
-def judged_again(
-    rule: Rule, rules: list[Rule], adjusted: float, unit: str
-) -> tuple[str, list[float]]:
-    """Return the sentence in which a note judges a rule again, and the numbers of the sentence.
+def judged_again(page: Page, i: int) -> tuple[str, list[float]]:
+    """Return the sentence in which a note judges rule i again, and the numbers of the sentence.
 
     The numbers are the gap, its one-sided bounds, the adjusted p of the t test, and the p of the
     exact sign-flip test.
     """
+    rule, verdict = page.rules[i], page.verdicts[i]
     gaps = rule.own - rule.base
     half = stats.t.ppf(1 - rule.alpha, rule.size - 1) * stats.sem(gaps)
     low, high = gaps.mean() - half, gaps.mean() + half
     sides = {"upper": high} if high < 0 else {"lower": low} if low > 0 else {}
     said = "".join(f"{side} bound {{}}" for side in sides) or "bounds {} and {}"
-    verdict = rule.verdict(adjusted)
+    unit = UNITS.get(page.json["metric"], "")
     sentence = f"{verdict}: {rule.given['arm']} minus {rule.given['against']} is {{}}{unit} ({{}}% "
     sentence += f"{said}, {{}} paired seeds)"
     sentence += ": neither shown nor refuted" if verdict == "underpowered" else ""
     flips = np.array([*itertools.product((1, -1), repeat=rule.size)]) @ gaps * rule.sign
-    opposite = holm([1 - each.p for each in rules])[rules.index(rule)]
     return sentence + ", adjusted p {}, sign-flip test p {}", [
         gaps.mean(), 100 * (1 - rule.alpha), *(sides.values() or (low, high)), rule.size,
-        opposite if verdict == "refuted" else adjusted, float((flips >= flips[0] - 1e-9).mean()),
+        (page.opposite if verdict == "refuted" else page.adjusted)[i],
+        float((flips >= flips[0] - 1e-9).mean()),
     ]  # fmt: skip
 
 
 def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
     """Yield page, sentence and numbers of handwritten text; each number is replaced by {}."""
-    readme, recall = "README.md", "retrieval_mqar_short/verdict.md"
-    mqar, needle = pages["retrieval_mqar_short"], pages["retrieval_needle_short"].values
-    exact, (won, lost) = [rule.exact_p for rule in mqar.rules], mqar.rules[2].reached
-    for name, study in pages.items():
-        for rule, adjusted in zip(study.rules, study.adjusted, strict=True):
-            if not rule.level and study.raw is None:  # newer pages have no note
-                unit = UNITS.get(study.json["metric"], "")
-                yield f"{name}/verdict.md", *judged_again(rule, study.rules, adjusted, unit)
+    for name, page in pages.items():
+        if page.raw is None:  # newer pages have no note
+            for i in range(len(page.rules)):
+                yield f"{name}/verdict.md", *judged_again(page, i)
     rerun = json.loads((root / "head_norm_gradients_rerun.json").read_text())
     logs = {name: {k: np.log(x) for k, x in of.items()} for name, of in rerun["norms"].items()}
     norm, plain, other = (logs[name] for name in ("diff_v2_head_norm", "diff_v2", "standard"))
     own_ratio = norm["wo"] - plain["wo"]
     slopes, at = np.polyfit(np.log(rerun["lengths"]), own_ratio.T, 1)[0], [0, 5]
     ends_of = np.exp(own_ratio.mean(0))[[0, -1]]
-    yield readme, "Over V2 it gives {} times at 128 tokens and {} times at 8,192", [*ends_of]
-    yield readme, "with a slope of {} ({} to {})", interval(slopes)
+    yield "README.md", "Over V2 it gives {} times at 128 tokens and {} times at 8,192", [*ends_of]
+    yield "README.md", "with a slope of {} ({} to {})", interval(slopes)
     ratios = [np.exp((norm[k] - other[k]).mean(0))[at] for k in ("wo", "all")]
-    yield readme, "is {} times as large at 128 tokens and {} times at 4,096", [*ratios[0]]
-    yield readme, "all gradients together {} and {} times", [*ratios[1]]
+    yield "README.md", "is {} times as large at 128 tokens and {} times at 4,096", [*ratios[0]]
+    yield "README.md", "all gradients together {} and {} times", [*ratios[1]]
     ratio = np.exp((plain["wo"] - other["wo"]).mean(0))[at]
-    yield readme, "V2 has {} times the gradient of standard at 128 tokens and {} times at", [*ratio]
-    yield readme, "p of {} of 5 runs against {} of 5 is {};", [won, lost, exact[2]]
-    yield readme, "over the four rules gives {}.", [holm(exact)[2]]
-    yield recall, "After Holm's correction, the exact p is {}.", [holm(exact)[2]]
-    others = [exact[i] for i in (0, 1, 3)]
-    yield readme, "{} against heads, {} against standard, and {} for heads against", others
-    for page in (readme, "retrieval_needle_short/verdict.md"):
+    yield (
+        "README.md",
+        "V2 has {} times the gradient of standard at 128 tokens and {} times at",
+        [*ratio],
+    )
+    recall = pages["retrieval_mqar"].raw
+    assert recall is not None
+    times = [recall.times(arm, 0.9) for arm in ("v2", "half", "standard")]
+    medians = [sorted(tokens for tokens, _ in arm)[(len(arm) - 1) // 2] for arm in times]
+    yield "README.md", "medians are {} and {} tokens, against {} of standard", medians
+    needle = pages["retrieval_needle_short"].values
+    for name in ("README.md", "retrieval_needle_short/verdict.md"):
         at = [interval(needle[arm]) for arm in ("standard", "half", "v2")]
         chance = 0.2 if all(low < 0.2 < high for _, low, high in at) else math.nan
         found = [chance, needle["heads"].mean()]
-        yield page, "at chance, which is {}. Only heads is above it ({}).", found
+        yield name, "at chance, which is {}. Only heads is above it ({}).", found
 
 
 def expectations(root: Path) -> dict[str, Expected]:
@@ -302,11 +311,11 @@ def expectations(root: Path) -> dict[str, Expected]:
         if name == "head_norm":
             row = head_norm(root / "head_norm_gradients.json")
         else:
-            row = pages[name].rules[i].verdict(pages[name].adjusted[i]), pages[name].row(i)
+            row = pages[name].verdicts[i], pages[name].row(i)
         found["README.md"].rows.append(row)
     found["README.md"].tables += learning_rates(pages["large_lr"], root / "large_lr" / "report.csv")
-    for page, sentence, numbers in sentences(pages, root):
-        found[page].sentences.append((sentence, numbers))
+    for name, sentence, numbers in sentences(pages, root):
+        found[name].sentences.append((sentence, numbers))
     return found
 
 

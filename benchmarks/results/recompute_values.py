@@ -67,6 +67,10 @@ class Raw:
         first = next(iter(self.runs[arm].values()))[0]
         return self.json["facts"][first["facts"]][name]
 
+    def times(self, arm: str, level: float) -> list[list[float]]:
+        """Return, for each seed, tokens until the metric reached the level, and whether it did."""
+        return [runs[0]["reached"][f"{level:g}"] for runs in self.runs[arm].values()]
+
     def losses(self, arm: str) -> dict[int, float]:
         """Return the final held-out loss of each seed that did not diverge."""
         found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
@@ -134,13 +138,9 @@ class Raw:
             own, base = (self.values(rule[side]) for side in ("arm", "against"))
             if rule["kind"] == "log_rank":
                 for side in (rule["arm"], rule["against"]):
-                    reached = [
-                        run[0]["reached"][f"{rule['reaches']:g}"]
-                        for run in self.runs[side].values()
-                    ]
-                    count = int(sum(hit for _, hit in reached))
+                    times = self.times(side, rule["reaches"])
                     sentence = f"{{}} of {{}} runs of {side} reach it"
-                    found.sentences.append((sentence, [count, len(reached)]))
+                    found.sentences.append((sentence, [sum(hit for _, hit in times), len(times)]))
             elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
                 sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
                 found.sentences.append((sentence, [self.gap(own, base, rule["alpha"])[0]]))

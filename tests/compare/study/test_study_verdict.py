@@ -499,7 +499,6 @@ def test_study_cost_estimate_depends_on_number_of_visible_keys(tmp_path):
 BEFORE_UNEQUAL = {"context_rms_start", "context_rms_end"}
 """Studies that ran before a study had to declare differences between its arms."""
 EARLIER = {
-    "retrieval_mqar_short": "data.level: pairs=8 is not a setting of the task mqar",
     "retrieval_needle_short": "data.level: asked=2 is not a setting of the task needle",
 }
 """Studies whose runs used settings that their tasks no longer have (docs/studies.md)."""
