@@ -30,7 +30,7 @@ STUDIES = Path(__file__).resolve().parents[2] / "conf" / "study"
 NUMBER = r"(?<![\w.+\-−])[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?[kMBTPE%]?(?!\.?\w)"
 ROWS = (
     ("context_rms_start", 0), ("context_rms_start", 2),
-    *(("context_rms_end", rule) for rule in range(3)), ("head_norm", 0),
+    *(("context_rms_end", rule) for rule in range(3)),
     ("retrieval_needle_short", 0), *(("retrieval_mqar", rule) for rule in range(5)),
     *(("large_lr", rule) for rule in range(5)),
     *(("damping_2", rule) for rule in range(4)),
@@ -213,16 +213,20 @@ class Page:
         return Expected(found, [*words, f"Corpus hash `{self.json['facts']['corpus'][0]}`"])
 
 
-def head_norm(path: Path) -> tuple[str, list[float]]:
-    """Return the verdict on the head norm, and the numbers of its row in the README."""
+def head_norm(path: Path) -> Iterator[tuple[str, list[float]]]:
+    """Yield the verdict on the head norm of V1 and V2 after each number of steps, and its row."""
     found = json.loads(path.read_text())
-    logs, lengths = np.array(found["log_ratios"]), found["lengths"]
-    slopes, ratios = np.polyfit(np.log(lengths), logs.T, 1)[0], np.exp(logs.mean(0))
-    p = stats.ttest_1samp(slopes, 0, alternative="greater").pvalue
-    numbers = [ratios[0], lengths[0], ratios[-1], lengths[-1], *interval(slopes)]
-    return "shown" if p < found["alpha"] else "underpowered", [
-        *numbers, *ends([*found["parameters"].values()]), found["tokens"], len(slopes),
-    ]  # fmt: skip
+    own = found["matrices"].index("wo")
+    logs = {variant: np.log(norms)[..., own] for variant, norms in found["norms"].items()}
+    pairs = ("diff_v1", "diff_v1_no_head_norm"), ("diff_v2_head_norm", "diff_v2")
+    cases = [case for a, b in pairs for case in zip(found["steps"], logs[a] - logs[b], strict=True)]
+    slopes = [np.polyfit(np.log(found["lengths"]), of.T, 1)[0] for _, of in cases]
+    ps = [float(stats.ttest_1samp(each, 0, alternative="greater").pvalue) for each in slopes]
+    judged = zip(cases, slopes, holm(ps), holm([1 - p for p in ps]), strict=True)
+    for (step, of), slope, above, below in judged:
+        shown, refuted = (p < found["alpha"] for p in (above, below))
+        verdict = "shown" if shown else "refuted" if refuted else "underpowered"
+        yield verdict, [step, *np.exp(of.mean(0))[[0, -1]], *interval(slope), above]
 
 
 def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]]:
@@ -266,29 +270,12 @@ def judged_again(page: Page, i: int) -> tuple[str, list[float]]:
     ]  # fmt: skip
 
 
-def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
+def sentences(pages: dict[str, Page]) -> Iterator[tuple[str, str, list[float]]]:
     """Yield page, sentence and numbers of handwritten text; each number is replaced by {}."""
     for name, page in pages.items():
         if page.raw is None:  # newer pages have no note
             for i in range(len(page.rules)):
                 yield f"{name}/verdict.md", *judged_again(page, i)
-    rerun = json.loads((root / "head_norm_gradients_rerun.json").read_text())
-    logs = {name: {k: np.log(x) for k, x in of.items()} for name, of in rerun["norms"].items()}
-    norm, plain, other = (logs[name] for name in ("diff_v2_head_norm", "diff_v2", "standard"))
-    own_ratio = norm["wo"] - plain["wo"]
-    slopes, at = np.polyfit(np.log(rerun["lengths"]), own_ratio.T, 1)[0], [0, 5]
-    ends_of = np.exp(own_ratio.mean(0))[[0, -1]]
-    yield "README.md", "Over V2 it gives {} times at 128 tokens and {} times at 8,192", [*ends_of]
-    yield "README.md", "with a slope of {} ({} to {})", interval(slopes)
-    ratios = [np.exp((norm[k] - other[k]).mean(0))[at] for k in ("wo", "all")]
-    yield "README.md", "is {} times as large at 128 tokens and {} times at 4,096", [*ratios[0]]
-    yield "README.md", "all gradients together {} and {} times", [*ratios[1]]
-    ratio = np.exp((plain["wo"] - other["wo"]).mean(0))[at]
-    yield (
-        "README.md",
-        "V2 has {} times the gradient of standard at 128 tokens and {} times at",
-        [*ratio],
-    )
     recall = pages["retrieval_mqar"].raw
     assert recall is not None
     times = [recall.times(arm, 0.9) for arm in ("v2", "half", "standard")]
@@ -308,13 +295,10 @@ def expectations(root: Path) -> dict[str, Expected]:
     found = {f"{name}/verdict.md": page.expected() for name, page in pages.items()}
     found["README.md"] = Expected()
     for name, i in ROWS:
-        if name == "head_norm":
-            row = head_norm(root / "head_norm_gradients.json")
-        else:
-            row = pages[name].verdicts[i], pages[name].row(i)
-        found["README.md"].rows.append(row)
+        found["README.md"].rows.append((pages[name].verdicts[i], pages[name].row(i)))
+    found["README.md"].rows += head_norm(root / "gradients.json")
     found["README.md"].tables += learning_rates(pages["large_lr"], root / "large_lr" / "report.csv")
-    for name, sentence, numbers in sentences(pages, root):
+    for name, sentence, numbers in sentences(pages):
         found[name].sentences.append((sentence, numbers))
     return found
 
