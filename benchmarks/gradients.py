@@ -89,11 +89,15 @@ def judge(logs: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, apply the rules, and print tables and verdicts."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     first = args.sweep / f"{VARIANTS[0]}-seed0"
+    if not first.is_dir():
+        parser.error(f"{args.sweep} does not contain {first.name}; train the runs first (--help)")
     data = own_data(first, load_run_config(first))
     stream = data.split("heldout")
     norms = {

@@ -6,8 +6,8 @@ The script uses numpy and scipy, but not diffllm. It recomputes each number of e
 each number of the claims in README.md, and compares the printed digits. It prints one line per page
 and exits with status 1 if a number differs. If the values per seed are lost, a number is compared
 with the JSON or CSV file that contains it, and counted as copied. For a study with values.json, the
-tables, the gaps of rules and the counts of log-rank rules are recomputed from values.json; bounds
-and p of the rules are not recomputed.
+tables, the gaps of rules and the counts of log-rank rules on its page are recomputed from
+values.json. Bounds and p of the rules are recomputed only where README.md repeats them.
 """
 
 import csv
@@ -59,7 +59,12 @@ def holm(ps: list[float]) -> list[float]:
     order = np.argsort(ps, kind="stable")
     steps = [min(1.0, ps[i] * (len(ps) - rank)) for rank, i in enumerate(order)]
     adjusted = dict(zip(order, np.maximum.accumulate(steps), strict=True))
-    return [type(p)(adjusted[i]) for i, p in enumerate(ps)]
+    return [float(adjusted[i]) for i in range(len(ps))]
+
+
+def verdict_of(p: float, opposite: float, alpha: float) -> str:
+    """Return the verdict from the adjusted p of a claim and of the opposite claim."""
+    return "shown" if p < alpha else "refuted" if opposite < alpha else "underpowered"
 
 
 Times = list[list[float]]
@@ -148,11 +153,8 @@ class Page:
     @cached_property
     def verdicts(self) -> list[str]:
         """Verdict of each rule."""
-        cases = zip(self.rules, self.adjusted, self.opposite, strict=True)
-        return [
-            "shown" if p < rule.alpha else "refuted" if opposite < rule.alpha else "underpowered"
-            for rule, p, opposite in cases
-        ]
+        alphas = [rule.alpha for rule in self.rules]
+        return [*map(verdict_of, self.adjusted, self.opposite, alphas)]
 
     def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
         """Return tokens, parameters, tokens per parameter, and two spreads.
@@ -224,9 +226,8 @@ def head_norm(path: Path) -> Iterator[tuple[str, list[float]]]:
     ps = [float(stats.ttest_1samp(each, 0, alternative="greater").pvalue) for each in slopes]
     judged = zip(cases, slopes, holm(ps), holm([1 - p for p in ps]), strict=True)
     for (step, of), slope, above, below in judged:
-        shown, refuted = (p < found["alpha"] for p in (above, below))
-        verdict = "shown" if shown else "refuted" if refuted else "underpowered"
-        yield verdict, [step, *np.exp(of.mean(0))[[0, -1]], *interval(slope), above]
+        numbers = [step, *np.exp(of.mean(0))[[0, -1]], *interval(slope), above]
+        yield verdict_of(above, below, found["alpha"]), numbers
 
 
 def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]]:

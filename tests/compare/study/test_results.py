@@ -68,7 +68,8 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
         checked = r"^\| [A-Z].*\*\*.*$"
     elif own.tables:
         rows = "|".join(re.escape(name) for name, _ in own.tables)
-        checked, least = rf"^\| ({rows}) \|.*$", 35
+        checked = rf"^\| ({rows}) \|.*$"
+        least = sum(len(numbers) for _, numbers in own.tables)
     spans = [
         (line.start() + found.start(), line.start() + found.end())
         for line in re.finditer(checked, hidden, re.M)
