@@ -1,4 +1,4 @@
-"""Find the model and the tokenizer at the path in `resume=weights:PATH`.
+"""Find the model and the tokenizer at the path in `resume=weights:PATH` or `resume=stage:PATH`.
 
 PATH is a run directory, a checkpoint of a run, or a model directory of transformers.
 """
@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -18,7 +18,7 @@ from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
 from diffllm.config.compose import compose_config, variant_config, variants, yaml_names
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
-from diffllm.config.schema import OF_WEIGHTS
+from diffllm.config.schema import CARRIED
 from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
@@ -34,6 +34,16 @@ OF_A_RUN = (
 """Keys of the model config that a new run does not take over."""
 
 
+class Named(NamedTuple):
+    """A value of `resume` that names another model: weights:PATH or stage:PATH, each with @STEP."""
+
+    kind: str
+    """A key of CARRIED."""
+    path: Path
+    step: int = 0
+    """Step of the checkpoint; 0 is the newest undamaged checkpoint."""
+
+
 @dataclass
 class Origin:
     """A trained model whose weights a new run loads: a run, or a model directory of transformers.
@@ -43,6 +53,8 @@ class Origin:
 
     path: Path
     model: ModelConfig
+    step: int = 0
+    """Step of the checkpoint in a run; 0 is the newest undamaged checkpoint."""
     chosen: str | None = None
     """Attention YAML of a run; None for a model directory."""
     name: str = ""
@@ -89,17 +101,22 @@ class Origin:
         """
         if self.run is None:
             return None
-        return find_checkpoint(self.run, 0 if self.path == self.run else step_of(self.path))
+        return find_checkpoint(self.run, self.step)
 
 
-def origin_of(path: Path) -> Origin:
-    """Read the model at a path; raises CheckpointError if the path contains no model."""
+def origin_of(path: Path, step: int = 0) -> Origin:
+    """Read the model at a path; raises CheckpointError if the path contains no model.
+
+    If the path is a run, `step` selects a checkpoint; 0 selects the newest undamaged checkpoint.
+    """
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
             chosen = cfg.run.choices
             facts = read_record(run / "run.json") or {}
-            return Origin(path, cfg.model, chosen["attention"], chosen["model"], run, facts=facts)
+            step = step if run is path else step_of(path)
+            names = chosen["attention"], chosen["model"]
+            return Origin(path, cfg.model, step, *names, run, facts=facts)
     if (path / CONFIG).is_file():
         directory, name = ModelDirectory(path), name_from(path)
         return Origin(path, directory.model, name=name, directory=directory)
@@ -120,30 +137,36 @@ def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
     return {key: value for key, (_, value) in changes.items()}
 
 
-def named_in(resume: str) -> Path | None:
-    """Return PATH if the value of `resume` is "weights:PATH"; None for any other value.
+def named_in(resume: str) -> Named | None:
+    """Return the parts of "weights:PATH[@STEP]" or "stage:PATH[@STEP]"; None for other values.
 
-    Raises ConfigError if PATH is empty or invalid.
+    An existing path that ends with @STEP has precedence. Raises ConfigError if PATH is empty or
+    invalid.
     """
-    if not resume.startswith(OF_WEIGHTS):
+    kind, _, text = resume.partition(":")
+    if kind not in CARRIED:
         return None
-    path = resume.removeprefix(OF_WEIGHTS)
-    if not path:
-        raise ConfigError(f"resume={resume} needs a path, such as resume={OF_WEIGHTS}outputs/mine")
-    return user_path(path, f"resume={OF_WEIGHTS}".removesuffix("="))
+    if not text:
+        raise ConfigError(f"resume={resume} needs a path, such as resume={kind}:outputs/mine")
+    key = f"resume={kind}:"
+    path = user_path(text, key)
+    parts = re.fullmatch(r"(.+)@([1-9]\d*)", text, re.DOTALL)
+    if path.exists() or not parts:
+        return Named(kind, path)
+    return Named(kind, user_path(parts[1], key), int(parts[2]))
 
 
 def compose_with_origin(words: list[str]) -> DictConfig:
-    """Compose a config from overrides; use the model and tokenizer at PATH in resume=weights:PATH.
+    """Compose a config from overrides; use the model and tokenizer of another model in `resume`.
 
     Other overrides in `words` take precedence over the values of this model. Raises ConfigError
     for an invalid override, and CheckpointError if PATH contains no model.
     """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
-    path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
-    if path is None:
+    named = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
+    if named is None:
         return compose_config(words)
-    origin = origin_of(path)
+    origin = origin_of(named.path, named.step)
     composed = compose_config([*implied(origin, given), *words])
     if "model" not in given:
         composed.run.choices["model"] = origin.name

@@ -133,10 +133,12 @@ class TrainConfig:
     log_interval: int = bounded(10, least=1)
     """Steps between lines of metrics; the first and the last step always have a line."""
     resume: str = "auto"
-    """Starting point: auto, never, the path of a checkpoint, or weights:PATH. auto resumes from the
-    newest complete checkpoint of the run directory. never starts a new run, in a directory without
-    a run. weights:PATH loads the parameters of a run, an export or an import, and by default the
-    model and the tokenizer; everything else starts as in a new run."""
+    """Starting point: auto, never, the path of a checkpoint, weights:PATH or stage:PATH. auto
+    resumes from the newest complete checkpoint of the run directory. never starts a new run, in a
+    directory without a run. weights:PATH loads the parameters of a run, an export or an import, and
+    by default the model and the tokenizer; everything else starts as in a new run. stage:PATH also
+    loads the optimizer state of a run, and starts the next stage of its training. PATH@STEP chooses
+    a checkpoint."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that are invalid on every machine."""
@@ -279,8 +281,12 @@ PATHS = re.compile(
     r"run\.dir|resume|data\.(sources\.[^.]+\.)?(paths|dataset)|data\.(cache_dir|tokenizer)"
 )
 """Text keys whose values are or may be paths."""
-OF_WEIGHTS = "weights:"
-"""Prefix of a value of `resume` that loads only weights."""
+CARRIED = {"weights": ("model.",), "stage": ("model.", "optim.")}
+"""Tensors that a new run takes from a checkpoint, by the prefix of their names.
+
+The keys are those of resume=weights:PATH and resume=stage:PATH. Schedule, data order, random
+generators, spike windows and the guard of skipped updates always begin anew.
+"""
 
 
 def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -322,7 +328,9 @@ def check_paths(cfg: Any) -> None:
                 if text is not None:
                     # The default of data.cache_dir follows a variable of the environment.
                     cache = key == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
-                    user_path(text.removeprefix(OF_WEIGHTS), "DIFFLLM_CACHE" if cache else key)
+                    kind, _, path = text.partition(":")
+                    place = path if key == "resume" and kind in CARRIED else text
+                    user_path(place, "DIFFLLM_CACHE" if cache else key)
 
 
 def check_number(key: str, value: float) -> None:

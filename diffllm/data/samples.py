@@ -36,11 +36,14 @@ class ShuffledSequences:
 
     The source has n sequences. Sample g is the sequence at position g % n of the random order of
     epoch g // n. `bits` is the factor that converts a loss in nats per token to bits per byte of
-    text; None if the text size is unknown.
+    text; None if the text size is unknown. `stage` is the number of earlier stages.
     """
 
-    def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
+    def __init__(
+        self, sequences: Sequences, seed: int, bits: float | None = None, stage: int = 0
+    ) -> None:
         self.sequences, self.seed, self.bits = sequences, seed, bits
+        self.order_seed = order_seed(seed, stage)
 
     def __getitem__(self, samples: range) -> Batch | DataError:
         """Return the m samples with these numbers as (inputs, targets), (m, T) int64 each.
@@ -48,7 +51,7 @@ class ShuffledSequences:
         If the data is unreadable, return a DataError instead of raising it, because PyTorch adds a
         traceback to the message of a raised error.
         """
-        places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
+        places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.order_seed)
         try:
             return self.sequences.read(places)
         except DataError as error:
@@ -95,6 +98,11 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
         here = epochs == epoch
         places[here] = permute(positions[here], sequences, seed, epoch)
     return places
+
+
+def order_seed(seed: int, stage: int) -> int | str:
+    """Return the seed of the random orders, which differ between stages of training."""
+    return f"{seed}, stage {stage}" if stage else seed
 
 
 def check_seed(state: dict[str, Any], seed: int) -> None:
@@ -144,15 +152,23 @@ class MixedSequences:
 
     A MixtureOrder chooses the source of each sample. The sample is the next unread sequence of this
     source. The sequences of each source are shuffled independently. `total` is the number of
-    samples of the run. The constructor raises DataError if a source is shorter than one sequence,
-    and ConfigError if all sources reach epochs_at_most before the end of the run.
+    samples of the run, and `stage` the number of earlier stages. The constructor raises DataError
+    if a source is shorter than one sequence, and ConfigError if all sources reach epochs_at_most
+    before the end of the run.
     """
 
     def __init__(
-        self, data: MixtureData, cfg: DataConfig, seq_len: int, seed: int, total: int
+        self,
+        data: MixtureData,
+        cfg: DataConfig,
+        seq_len: int,
+        seed: int,
+        total: int,
+        stage: int = 0,
     ) -> None:
         self.data, self.names = data, list(data.sources)
         self.seq_len, self.seed, self.total = seq_len, seed, total
+        self.order_seed = order_seed(seed, stage)
         self.sources = [
             of_source(name)(training_sequences)(each, cfg, seq_len)
             for name, each in data.sources.items()
@@ -170,7 +186,9 @@ class MixedSequences:
         inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
-            places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
+            places = shuffled(
+                numbers[here], self.sequences[k], f"{self.order_seed}/{self.names[k]}"
+            )
             try:
                 with of_source(self.names[k]):
                     read = self.sources[k].read(places)
@@ -258,9 +276,9 @@ Samples = ShuffledSequences | MixedSequences
 
 
 def training_samples(
-    data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
+    data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int, stage: int = 0
 ) -> Samples:
-    """Return the samples of a training run that reads `total` samples.
+    """Return the samples of a training run that reads `total` samples after `stage` earlier stages.
 
     Raises ConfigError if `seq_len` or `total` is below 1, or if all sources of a mixture reach
     epochs_at_most before the end of the run. Raises DataError if tokens are unreadable or a source
@@ -268,6 +286,6 @@ def training_samples(
     """
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):
-        return MixedSequences(data, cfg, seq_len, seed, total)
+        return MixedSequences(data, cfg, seq_len, seed, total, stage)
     bits = data.manifest.splits["train"].bits_per_byte(1.0)
-    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed, bits)
+    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed, bits, stage)

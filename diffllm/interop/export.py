@@ -35,7 +35,7 @@ import math
 
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
-from diffllm.config.schema import OF_WEIGHTS
+from diffllm.config.origin import named_in
 from diffllm.data.config import TextConfig
 from diffllm.metrics.records import read_record, read_summary
 
@@ -294,10 +294,10 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
     if imported:
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
         return {title: imported.get(key) for title, key in keys.items()}
-    weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
+    named = named_in(cfg.resume)
     of_mixture = [f"{name}: {source_text(of)}" for name, of in cfg.data.sources.items()]
     return {
-        "weights from": weights,
+        "weights from": named and str(named.path),
         "step": f"{step:,}",
         "tokens trained on": f"{step * cfg.global_batch_size * cfg.seq_len:,}",
         "data": "; ".join(of_mixture) or source_text(cfg.data),

@@ -1,5 +1,6 @@
 """Checks before a run starts: data, tokenizer and weights must fit the model."""
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
-from diffllm.config.origin import named_in, origin_of
-from diffllm.config.schema import Changes, is_allowed
-from diffllm.core.errors import ConfigError, DataError
+from diffllm.config.origin import OF_A_RUN, Origin, named_in, origin_of
+from diffllm.config.saved import changes_to
+from diffllm.config.schema import Changes, changes_text, is_allowed
+from diffllm.config.yaml_file import printed_override
+from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
 from diffllm.data.heldout import heldout_batches
 from diffllm.data.mixture import Prepared
@@ -104,21 +107,26 @@ def check_named(cfg: TrainConfig) -> None:
         )
 
 
-def weights_of(cfg: TrainConfig) -> Path | None:
-    """Return the directory with the weights (checkpoint or Hugging Face) for `resume=weights:PATH`.
+A_STAGE_CHANGES = re.compile(r"seq_len|rope\..*|moe\.(bias_update_rate|balance_.*|router_z_loss)")
+"""Keys of the model config that a new stage may change."""
 
-    Return None if `cfg.resume` does not have the form `weights:PATH`. Raises ConfigError or
-    CheckpointError if the weights do not match the model.
+
+def starting_point(cfg: TrainConfig) -> Path | None:
+    """Return the checkpoint or model directory for `resume=weights:PATH` or `resume=stage:PATH`.
+
+    Return None for other values of `cfg.resume`. Raises ConfigError or CheckpointError if the
+    tensors do not match the model, or if a stage has another variant or no optimizer state.
     """
-    path = named_in(cfg.resume)
-    if path is None:
+    named = named_in(cfg.resume)
+    if named is None:
         return None
+    path = named.path
     if cfg.model.init_match is not InitMatch.none:
         raise ConfigError(
             f"model.init_match={cfg.model.init_match.name} scales only initial parameters, but "
             f"resume={cfg.resume} loads trained parameters; set model.init_match=none"
         )
-    origin = origin_of(path)
+    origin = origin_of(path, named.step)
     there, here = type(origin.model.attention), type(cfg.model.attention)
     if there is not here:
         own = cfg.run.choices["attention"]
@@ -129,6 +137,8 @@ def weights_of(cfg: TrainConfig) -> Path | None:
             f"{path} has attention={origin.attention}, but the run has attention={own}; {hint}"
         )
     checkpoint = origin.checkpoint()
+    if named.kind == "stage":
+        check_stage(cfg, origin, checkpoint)
     if checkpoint:
         state = read_state(checkpoint)
     else:
@@ -139,16 +149,39 @@ def weights_of(cfg: TrainConfig) -> Path | None:
     return place
 
 
+def check_stage(cfg: TrainConfig, origin: Origin, checkpoint: Path | None) -> None:
+    """Raise an error if the model settings differ, or if the optimizer state is missing."""
+    weights = printed_override("resume", f"weights:{origin.path}")
+    if checkpoint is None or read_state(checkpoint)["loop"] is None:
+        raise CheckpointError(
+            f"{origin.path} has no optimizer state, which a stage needs; to start from the "
+            f"parameters alone, set {weights}"
+        )
+    changes = changes_to(origin.model, cfg.model, OF_A_RUN)
+    if refused := {k: v for k, v in changes.items() if not A_STAGE_CHANGES.fullmatch(k)}:
+        said = changes_text(
+            {f"model.{key}": pair for key, pair in refused.items()}, "the stage before"
+        )
+        raise ConfigError(
+            f"{said}; of the model, a stage can change only seq_len, model.rope and the balance of "
+            f"experts; remove these overrides, or set {weights}"
+        )
+
+
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     """Raise ConfigError if `data` and the weights in `path` have different tokenizers.
 
-    Different tokenizers are allowed if `cfg.run.allow_changes` contains `tokenizer`.
+    Different tokenizers are allowed if `cfg.run.allow_changes` contains `tokenizer`, but not in a
+    new stage.
     """
-    if is_allowed("tokenizer", cfg.run.allow_changes):
+    named = named_in(cfg.resume)
+    stage = named is not None and named.kind == "stage"
+    if is_allowed("tokenizer", cfg.run.allow_changes) and not stage:
         return
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
+        more = f", or set run.allow_changes=[{allowed}]" * (not stage)
         raise ConfigError(
             f"the data has a different tokenizer than {path}; set data.tokenizer to the "
-            f"tokenizer of these weights, or set run.allow_changes=[{allowed}]"
+            f"tokenizer of these weights{more}"
         )

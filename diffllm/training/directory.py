@@ -35,7 +35,7 @@ FILES = (
     "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
 )  # fmt: skip
 DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
-FOR_GOOD = ("init_match", "weights")
+FOR_GOOD = ("init_match", "weights", "previous")
 """Facts in run.json that the first start of a run decides."""
 
 LONGEST_NAME = 230
@@ -144,8 +144,8 @@ class RunDirectory:
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
         """Write the JSON object `facts` to run.json.
 
-        If `continues` is true (the run resumes), keep "init_match" and "weights" of the existing
-        run.json. Only the first start of a run determines these two entries.
+        If `continues` is true (the run resumes), keep the entries FOR_GOOD of the existing
+        run.json. Only the first start of a run determines these entries.
         """
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}

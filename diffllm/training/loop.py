@@ -126,7 +126,7 @@ def exchange(
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
     cfg = t.cfg
     loader = TrainLoader(
-        samples_of(cfg, data),
+        samples_of(cfg, data, state.stage),
         global_batch_size=cfg.global_batch_size,
         micro_batch_size=t.micro_batch_size,
         rank=dist.get_rank(),

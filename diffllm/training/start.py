@@ -14,10 +14,10 @@ import torch
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
-from diffllm.config.origin import OF_A_RUN, origin_of
+from diffllm.config.origin import OF_A_RUN, named_in, origin_of
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.config.schema import Changes, changes_text
+from diffllm.config.schema import CARRIED, Changes, changes_text
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
@@ -36,7 +36,7 @@ from diffllm.training.checks import (
     check_fit,
     check_same_tokens,
     corpus_facts,
-    weights_of,
+    starting_point,
 )
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.process import Process, in_sweep, log_file
@@ -49,7 +49,7 @@ OF_THE_MACHINE = re.compile(
 
 
 class Claimed(NamedTuple):
-    """The locked run directory `path`, and the checkpoint or weights to start from."""
+    """The locked run directory `path`, and the checkpoint or other model to start from."""
 
     path: Path
     ended: dict[str, Any] | None
@@ -57,8 +57,8 @@ class Claimed(NamedTuple):
     checkpoint: Path | None
     ranks: int
     """World size of the checkpoint; 0 without a checkpoint."""
-    weights: Path | None
-    """The PATH of `resume=weights:PATH` if the run starts from these weights, else None."""
+    origin: Path | None
+    """Checkpoint or model directory of resume=weights:PATH or stage:PATH; None in a resumed run."""
     directory: RunDirectory | None
     """Holds the lock on rank 0; None on other ranks."""
     saved: dict[str, Any] | None
@@ -77,10 +77,10 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     check_same(here.world, "config", shared)
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg))
     directory, saved = kept or (None, None)
-    path, checkpoint, weights = (text and Path(text) for text in told["paths"])
+    path, checkpoint, origin = (text and Path(text) for text in told["paths"])
     if told["ended"]:
         here.display.print(f"{path} {ended_text(told['ended'])}")
-    return Claimed(path, told["ended"], checkpoint, told["ranks"], weights, directory, saved)
+    return Claimed(path, told["ended"], checkpoint, told["ranks"], origin, directory, saved)
 
 
 def claim_on_rank_0(
@@ -93,7 +93,7 @@ def claim_on_rank_0(
     checkpoint's state.json. Without a checkpoint, None takes the place of this content.
     """
     directory = claim_directory(cfg)
-    checkpoint = saved = weights = None
+    checkpoint = saved = origin = None
     try:
         directory.check()
         ended = ending(directory.path, cfg)
@@ -106,12 +106,12 @@ def claim_on_rank_0(
                     f"model.vocab_size={most}; choose a tokenizer with at most {most} entries or a "
                     "larger model.vocab_size"
                 )
-            weights = None if checkpoint else weights_of(cfg)
+            origin = None if checkpoint else starting_point(cfg)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise
-    paths = [place and str(place) for place in (directory.path, checkpoint, weights)]
+    paths = [place and str(place) for place in (directory.path, checkpoint, origin)]
     told = {"paths": paths, "ended": ended, "ranks": saved["ranks"] if saved else 0}
     return told, (directory, saved)
 
@@ -156,8 +156,8 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
     Raises CheckpointError if the checkpoint to resume does not match the data or the model.
     """
     assert claimed.directory
-    if claimed.weights:
-        check_same_tokens(cfg, data, claimed.weights)
+    if claimed.origin:
+        check_same_tokens(cfg, data, claimed.origin)
     order = {
         "data.packing": cfg.data.packing.name,
         "seed": cfg.seed,
@@ -166,7 +166,10 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         "global_batch_size": cfg.global_batch_size,
     }
     path, saved = claimed.checkpoint, claimed.saved
-    state, changes = LoopState(order=order), Changes()
+    stage = 0
+    if claimed.origin and carried(cfg) == CARRIED["stage"]:
+        stage = 1 + read_state(claimed.origin)["loop"].get("stage", 0)
+    state, changes = LoopState(order=order, stage=stage), Changes()
     if path and saved:
         state, changes = continued(path, saved, order, cfg.run.allow_changes)
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
@@ -204,17 +207,18 @@ def fill(
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Return a dict with the new entry of run.json. The entry is "weights" after loading weights, and
-    "init_match" after model.init_match. In all other cases, the dict is empty. Every rank must call
-    this function.
+    Return the new entry of run.json as a dict: "weights" after resume=weights:PATH, "previous"
+    after resume=stage:PATH, "init_match" after model.init_match. Without a new entry, the dict is
+    empty. Every rank must call this function.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
         here.watch.reached(f"the loading of {claimed.checkpoint.name}")
         restore(t, state, claimed.checkpoint, claimed.ranks)
-    elif claimed.weights:
-        here.watch.reached(f"the loading of {claimed.weights}")
-        facts["weights"] = start_from(t, claimed.weights)
+    elif claimed.origin:
+        here.watch.reached(f"the loading of {claimed.origin}")
+        key = "previous" if carried(t.cfg) == CARRIED["stage"] else "weights"
+        facts[key] = start_from(t, claimed.origin)
     elif t.cfg.model.init_match is not InitMatch.none:
         facts["init_match"] = match_initial_values(t, data, here.world)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
@@ -245,34 +249,46 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
     return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
 
 
-def start_from(t: Training, path: Path) -> dict[str, Any]:
-    """Load parameters and router state from a checkpoint or Hugging Face directory.
+def carried(cfg: TrainConfig) -> tuple[str, ...]:
+    """Return the prefixes of the tensors that this run takes over from another model."""
+    named = named_in(cfg.resume)
+    return CARRIED[named.kind] if named else ()
 
-    Return the entry "weights" of run.json. Its keys "path", "step" and "corpus" describe the
-    weights. Its key "differs" lists the model settings that differ between the weights and this
-    run. Every rank must call this.
+
+def start_from(t: Training, path: Path) -> dict[str, Any]:
+    """Load the carried tensors from a checkpoint, or parameters from a Hugging Face directory.
+
+    Return an entry of run.json. Its keys "path", "step", "tokens" and "corpus" describe the other
+    model; "tokens" includes all earlier stages. Its key "differs" lists the model settings that
+    differ between the other model and this run. Every rank must call this.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     origin = origin_of(path)
-    tensors = {**t.params, **t.model.router_state()}
-    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    tensors = {name: x for name, x in t.tensors().items() if name.startswith(carried(t.cfg))}
     if origin.directory is None:
-        load_tensors(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
+        load_tensors(path, tensors)
     else:  # Tensors that are not in the directory keep their initial values.
         for name in origin.directory.names:
-            if name not in tensors:
+            if f"model.{name}" not in tensors:
                 raise CheckpointError(
                     f"{path} contains the tensor {name}, but the model does not; "
                     "use the model config of these weights"
                 )
-            block, offset, _ = t.weights.block(tensors[name])
+            block, offset, _ = t.weights.block(tensors[f"model.{name}"])
             part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
             block.copy_(origin.directory.tensor(name)[part])
     t.weights.changed()
     changes = changes_to(origin.model, t.cfg.model, OF_A_RUN)
     named = {f"model.{key}": pair for key, pair in changes.items()}
     differs = changes_text(named, "the weights") or None
-    step = read_state(path)["step"] if origin.run else None
-    corpus = origin.facts.get("corpus")
-    return {"path": str(path), "step": step, "differs": differs, "corpus": corpus}
+    state = read_state(path) if origin.run else {}
+    step, corpus = state.get("step"), origin.facts.get("corpus")
+    tokens = None
+    if loop := state.get("loop"):
+        before = (origin.facts.get("previous") or {}).get("tokens", 0)
+        tokens = before + step * loop["order"]["global_batch_size"] * loop["order"]["seq_len"]
+    return {
+        **{"path": str(path), "step": step, "tokens": tokens},
+        **{"differs": differs, "corpus": corpus},
+    }

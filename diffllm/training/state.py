@@ -18,7 +18,8 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
-from diffllm.config.schema import OF_WEIGHTS, Changes, changes_text, is_allowed
+from diffllm.config.origin import named_in
+from diffllm.config.schema import Changes, changes_text, is_allowed
 from diffllm.config.yaml_file import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
@@ -50,6 +51,8 @@ class LoopState:
     """Training time of the run so far."""
     compiled: bool | None = None
     """Whether torch.compile is used; None if not decided yet."""
+    stage: int = 0
+    """Number of earlier stages, whose tensors `resume=stage:` carried over."""
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
     """Value of the environment variable MKL_CBWR."""
     visible_keys: VisibleKeys = field(default_factory=VisibleKeys)
@@ -62,15 +65,17 @@ class LoopState:
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        # Checkpoints of older versions have no visible keys.
+        # Checkpoints of older versions have no visible keys and no stage.
         visible_keys = VisibleKeys.of(values.get("visible_keys", {}))
-        own = {"spikes": spikes, "visible_keys": visible_keys}
+        stage = values.get("stage", 0)
+        own = {"spikes": spikes, "visible_keys": visible_keys, "stage": stage}
         return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
 
 
-def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
+def samples_of(cfg: TrainConfig, data: Prepared, stage: int = 0) -> Samples:
+    """Return the training samples; each stage reads them in another random order."""
     total = cfg.steps * cfg.global_batch_size
-    return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
+    return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total, stage)
 
 
 def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: bool = False) -> None:
@@ -137,7 +142,7 @@ def continuation(
         return None, None  # The run is new, or was killed before its first checkpoint.
     saved = read_state(checkpoint)
     if saved["loop"] is None:
-        weights = printed_override("resume", f"{OF_WEIGHTS}{checkpoint}")
+        weights = printed_override("resume", f"weights:{checkpoint}")
         raise CheckpointError(
             f"{checkpoint} contains only parameters; to start from these parameters, set {weights}"
         )
@@ -155,14 +160,14 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """
     if cfg.resume == "never":
         return None
-    if own or cfg.resume == "auto" or cfg.resume.startswith(OF_WEIGHTS):
+    if own or cfg.resume == "auto" or named_in(cfg.resume):
         return newest_good(own)
     path = user_path(cfg.resume, "resume")
     if not path.exists():
         near = similar_path(path, os.path.isdir)
         raise CheckpointError(
             f"resume={cfg.resume} does not exist"
-            f"{near or '; choose auto, never, weights:PATH or the path of a checkpoint'}"
+            + (near or "; choose auto, never, weights:PATH, stage:PATH or the path of a checkpoint")
         )
     if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
         return newest_good(inside)

@@ -47,12 +47,15 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     ]
     if cfg.run.matched:
         lines.append(f"matched: {cfg.run.matched.text()}")
-    if weights := facts.get("weights"):
+    if weights := facts.get("weights") or facts.get("previous"):
         of_step = "" if weights["step"] is None else f", step {weights['step']:,}"
         differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
         unknown = "" if weights["corpus"] else ", trained on an unknown corpus"
-        origin = f"weights of {weights['path']}{of_step}{unknown}{differs}"
-        lines.append(f"{origin}; optimizer and data start from the beginning")
+        source = f"{weights['path']}{of_step}{unknown}{differs}"
+        if "previous" in facts:
+            lines.append(f"next stage of {source}; the schedule and data start from the beginning")
+        else:
+            lines.append(f"weights of {source}; optimizer and data start from the beginning")
     lines.append(
         f"{choices['data']}{files}: {train.tokens:,} training tokens{predicted}, "
         f"{heldout.tokens:,} held out{', cut from one text' * manifest.cut}; "
@@ -144,7 +147,7 @@ def summarise(
     cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
     visible_keys = state.visible_keys.mean if t.documents else None
     packing = packing_counts(data, cfg.data, cfg.seq_len)
-    bits = samples_of(cfg, data).bits_per_nat(state.step * cfg.global_batch_size)
+    bits = samples_of(cfg, data, state.stage).bits_per_nat(state.step * cfg.global_batch_size)
     measured = {"": losses}
     measured |= {f"/{name}": losses and losses.of_source(i) for i, name in enumerate(data.sources)}
     if losses:

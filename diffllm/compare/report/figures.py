@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -154,6 +154,7 @@ def draw_curves(
     top: float | None = None,
     mark: tuple[float, str] | None = None,
     floor: Series | None = None,
+    starts: Iterable[float] = (),
 ) -> "Figure":
     """Draw the curves of all report rows over a common horizontal axis.
 
@@ -167,6 +168,7 @@ def draw_curves(
         top: upper end of the vertical axis if it is linear; None shows all values.
         mark: value and label of an additional dotted horizontal line.
         floor: curve of half the width of the noise floor, drawn as an area around zero.
+        starts: horizontal positions of vertical lines, where stages of training start.
     """
     drawn = [(band, style) for band, style in zip(bands, styles, strict=True) if band is not None]
     # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
@@ -186,6 +188,9 @@ def draw_curves(
     if mark is not None:
         how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (2, 2)), "zorder": 1}
         axes.axhline(mark[0], label=mark[1], **how)
+    for number, start in enumerate(starts):
+        how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1}
+        axes.axvline(start, label="start of a stage" if number == 0 else "", **how)
     if log:
         logarithmic(axes)
     elif top is not None:

@@ -25,6 +25,7 @@ from diffllm.compare.report.notes import survives, tested_rows
 from diffllm.compare.report.numbers import plural, short
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
+from diffllm.compare.report.stages import over_stages, stages_of
 from diffllm.compare.report.trends import trend_sentences
 from diffllm.metrics.metric import Curve, Layers, Metric, Plot
 from diffllm.metrics.table import (
@@ -78,6 +79,7 @@ def page_sections(
         first = [*draw.intervals(), *draw.cards([metric_of("eval/loss")]), *draw.gap()]
     else:
         first = draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
+    first = [*draw.stages(), *first]
     shown = {card.title for card in first}
     found = []
     of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
@@ -158,6 +160,24 @@ class Figures:
             (name.removeprefix(f"{metric.quantity}/"), lambda run, name=name: run.series(name))  # type: ignore[misc]
             for name in sorted(names)
         ]
+
+    def stages(self) -> list[Card]:
+        """Draw the training loss over all stages, if a run continues another run."""
+        starts = {before for run in self.runs for _, before in stages_of(run) if before}
+        if not starts:
+            return []
+        bands = [
+            curves.over_seeds(
+                curves.smoothed(over_stages(run, "train/loss"), self.smoothed_over)
+                for run in row.runs
+            )
+            for row in self.rows
+        ]
+        caption = (
+            "Training loss of each run after its earlier stages, over the tokens of all stages."
+        )
+        plot = Curve("Loss over all stages", clip=True)
+        return self.card(plot, caption, "nats per token", bands, starts=sorted(starts))
 
     def intervals(self) -> list[Card]:
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]

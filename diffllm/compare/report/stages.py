@@ -1,0 +1,50 @@
+"""Curves over all stages of a run that started with resume=stage:PATH."""
+
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.compare.report.runs import Run, Series, is_run, load_run
+
+MOST = 100
+"""Largest number of stages; protects from a cycle of run directories."""
+
+
+def stages_of(run: Run) -> list[tuple[Run, int]]:
+    """Return the stages up to `run`, oldest first, with the tokens before each stage.
+
+    The list begins after the newest stage whose directory is missing.
+    """
+    found = [(run, tokens_before(run))]
+    while len(found) < MOST and (earlier := previous_run(found[0][0])):
+        found.insert(0, (earlier, tokens_before(earlier)))
+    return found
+
+
+def tokens_before(run: Run) -> int:
+    return (run.facts.get("previous") or {}).get("tokens") or 0
+
+
+def previous_run(run: Run) -> Run | None:
+    """Read the run whose checkpoint this run continued; None for a first stage or a missing run.
+
+    Relative paths start at the current directory, or at the directory that contains `run`.
+    """
+    if not (previous := run.facts.get("previous")):
+        return None
+    path = Path(previous["path"]).parent.parent
+    places = [path, run.path.parent / path.name]
+    return next((load_run(place) for place in places if is_run(place)), None)
+
+
+def over_stages(run: Run, name: str) -> Series:
+    """Return a logged metric of all stages as a function of the tokens of all stages."""
+    stages = stages_of(run)
+    ends = [*(tokens for _, tokens in stages[1:]), np.inf]
+    parts = []
+    for (stage, before), end in zip(stages, ends, strict=True):
+        tokens, values = stage.series(name)
+        kept = before + tokens <= end
+        parts.append((before + tokens[kept], values[kept]))
+    tokens, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Series(tokens, values)

@@ -1,0 +1,138 @@
+"""Stages: runs that continue training of another run with other settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs.command import (
+    Gate,
+    assert_same_weights,
+    checkpoint_tensors,
+    finish,
+    metric_lines,
+    overrides_of,
+    start,
+    train,
+    trained_on,
+)
+from tiers import slow_but
+
+from diffllm.checkpoint.manifest import read_state
+from diffllm.checkpoint.reader import load_tensors
+from diffllm.cli import main
+
+WORDS = (
+    "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",
+    "log_interval=1", "precision=fp32", "diagnostics.interval=4", "attention=diff_v2",
+)  # fmt: skip
+STILL = (
+    *("optim.lr=1e-20", "optim.weight_decay=0", "steps=1"),
+    *("optim.beta1=0.9999999", "optim.beta2=0.9999999"),
+)
+"""Overrides of one step that changes neither parameters nor moments of AdamW."""
+LONGER = ("seq_len=128", "global_batch_size=4", "model.rope.theta=40000")
+
+
+@pytest.fixture(scope="module")
+def first(corpus, tmp_path_factory):
+    run = tmp_path_factory.mktemp("stages") / "first"
+    finish(corpus, run, *WORDS)
+    return run
+
+
+def moments(run: Path, step: int, name: str = "layers.0.attention.wq.weight"):
+    """Return AdamW's two moments and its step for one parameter."""
+    path = run / "checkpoints" / f"step-{step:08d}"
+    shape = read_state(path)["parameters"][name]
+    tensors = {f"optim.{name}.{key}": torch.zeros(shape) for key in ("exp_avg", "exp_avg_sq")}
+    tensors[f"optim.{name}.step"] = torch.zeros(())
+    load_tensors(path, tensors, no_dist=True)
+    return tensors.values()
+
+
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+def test_stage_carries_parameters_and_optimizer_state_and_weights_only_parameters(
+    corpus, first, tmp_path, ranks
+):
+    for kind in ("stage", "weights"):
+        words = [*WORDS, *STILL, *LONGER, f"resume={kind}:{first}"]
+        finish(corpus, tmp_path / kind, *words, ranks=ranks)
+        assert checkpoint_tensors(first, 4).keys() == checkpoint_tensors(tmp_path / kind, 1).keys()
+        assert_same_values(first, 4, tmp_path / kind, 1)
+    *before, steps = moments(first, 4)
+    *carried, carried_steps = moments(tmp_path / "stage", 1)
+    *new, new_steps = moments(tmp_path / "weights", 1)
+    assert (steps, carried_steps, new_steps) == (4, 5, 1)
+    for was, now, fresh in zip(before, carried, new, strict=True):
+        torch.testing.assert_close(now, was, rtol=1e-3, atol=1e-3 * was.abs().max().item())
+        assert fresh.abs().max() < 1e-3 * was.abs().max()
+
+
+def assert_same_values(one: Path, step: int, other: Path, other_step: int) -> None:
+    mine, theirs = checkpoint_tensors(one, step), checkpoint_tensors(other, other_step)
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+def test_killed_stage_resumes_bit_identically(corpus, first, tmp_path, ranks):
+    words = [*WORDS, *LONGER, f"resume=stage:{first}"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    finish(corpus, straight, *words, ranks=ranks)
+    gate = Gate(broken, 4)
+    killed = start(corpus, broken, *words, ranks=ranks)
+    killed.kill_at(gate, broken / "checkpoints" / "step-00000002")
+    assert "resumes from step 2" in finish(corpus, broken, *words, ranks=ranks)
+    assert metric_lines(broken) == metric_lines(straight)
+    assert_same_weights(straight, broken, 4)
+    assert "previous" in json.loads((broken / "run.json").read_text())
+
+
+def test_each_stage_reads_samples_in_another_order(corpus, first, tmp_path):
+    second, third = tmp_path / "second", tmp_path / "third"
+    finish(corpus, second, *WORDS, f"resume=stage:{first}")
+    finish(corpus, third, *WORDS, f"resume=stage:{second}@4")
+    orders = [
+        [samples[:-1] for _, found in sorted(trained_on(run).items()) for samples in found]
+        for run in (first, second, third)
+    ]
+    assert all(len(order) == 4 for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(corpus, first, tmp_path):
+    second, third = tmp_path / "second", tmp_path / "third"
+    finish(corpus, second, *WORDS, *LONGER, f"resume=stage:{first}@2")
+    said = finish(corpus, third, *WORDS, *LONGER, f"resume=stage:{second}")
+    assert f"next stage of {second}/checkpoints/step-00000004, step 4;" in said
+    tokens = [json.loads((run / "run.json").read_text())["previous"] for run in (second, third)]
+    assert [each["tokens"] for each in tokens] == [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
+    assert main(["report", str(third)]) == 0
+    page = (third / "report.html").read_text()
+    assert "Loss over all stages" in page
+
+
+REFUSED = {
+    "variant": (["attention=standard"], "has attention=diff_v2, but the run has"),
+    "setting": (["attention=diff_v2_no_lambda"], "model.attention.lambda_form: sigmoid in the"),
+    "shape": (["model.ffn_dim=256"], "a stage can change only seq_len, model.rope and"),
+    "tokenizer": (["data.vocab_size=310", "data.tokenizer=null"], "has a different tokenizer than"),
+    "step": (["resume=stage:{run}@3"], "has no checkpoint of step 3; available steps: [2, 4]"),
+    "path": (["resume=stage:"], "resume=stage: needs a path, such as resume=stage:outputs/mine"),
+    "export": (["resume=stage:{run}-hf"], "has no optimizer state, which a stage needs; to start"),
+}
+
+
+@pytest.mark.parametrize("what", slow_but(["setting", "export"], REFUSED))
+def test_stage_of_different_model_is_refused_in_one_line(
+    corpus, environment, first, tmp_path, what
+):
+    words, said = REFUSED[what]
+    if what == "export":
+        assert main(["export", f"run={first}", f"out={first}-hf"]) == 0
+    words = [f"resume=stage:{first}", *(word.format(run=first) for word in words)]
+    ended = train([*overrides_of(corpus, tmp_path / "run"), *WORDS, *words], tmp_path, environment)
+    assert ended.code == 2, ended
+    assert said in ended.err.splitlines()[-1]
+    assert ended.err.count("error: ") == 1, ended
+    assert not (tmp_path / "run").exists()
