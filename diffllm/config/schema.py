@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
 from hydra.core.config_store import ConfigStore
 
 from diffllm.checkpoint.directory import CheckpointConfig
@@ -24,6 +25,7 @@ from diffllm.metrics.sinks import MetricsConfig
 from diffllm.metrics.visible_keys import expected_visible_keys
 from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
+from diffllm.model.attention.ops import Backend
 from diffllm.optim import OptimConfig, ProtectionConfig
 
 MOST_STEPS = LARGEST_DOCUMENT = 10**12
@@ -157,7 +159,31 @@ class TrainConfig:
         self.check_visible_keys()
         self.optim.validate(self.steps)
         self.parallel.validate(self.model.moe.n_experts)
+        self.check_slices()
         self.profile.validate(self.steps)
+
+    def check_slices(self) -> None:
+        """Raise ConfigError if parallel.context does not fit the length or the attention heads."""
+        context = self.parallel.context
+        if context == 1:
+            return
+        if self.seq_len % context:
+            raise ConfigError(f"parallel.context={context} must divide seq_len={self.seq_len}")
+        name = self.run.choices.get("attention", type(self.model.attention).__name__)
+        with torch.device("meta"):
+            module = self.model.attention.build(self.model, 0)
+        backend = self.model.attention.backend
+        if backend is Backend.reference or not module.sliceable:
+            raise ConfigError(
+                f"parallel.context={context} does not support attention={name} with "
+                f"model.attention.backend={backend.name}, because explicit maps need whole "
+                "sequences; set parallel.context=1"
+            )
+        if context not in (allowed := module.context_degrees()):
+            raise ConfigError(
+                f"parallel.context={context} does not fit the heads of attention={name}; "
+                f"choose one of {', '.join(map(str, allowed))}"
+            )
 
     @property
     def visible_keys(self) -> float | None:
@@ -197,8 +223,8 @@ class TrainConfig:
         Also raise ConfigError for data settings that only older versions of diffllm support.
         """
         self.data.check_current()
-        self.micro_batches(world_size)
         _, shard, expert = self.parallel.sizes(world_size)
+        self.micro_batches(world_size)
         if expert > 1:
             moe = self.model.moe
             own = moe.n_experts // expert
@@ -212,19 +238,24 @@ class TrainConfig:
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """Return, for each rank, (sequences per forward pass, forward passes per optimizer step).
 
-        Raises ConfigError if world_size does not divide global_batch_size, or if micro_batch_size
-        does not divide the sequences per rank.
+        With context parallelism, the numbers hold for each group of ranks that shares sequences.
+        Raises ConfigError if the number of groups does not divide global_batch_size, or if
+        micro_batch_size does not divide the sequences per group.
         """
-        batch = self.global_batch_size
-        if batch % world_size:
+        batch, context = self.global_batch_size, self.parallel.context
+        groups, who = world_size // context, "ranks"
+        if context > 1:
+            who = f"groups of parallel.context={context} ranks"
+        if batch % groups:
             raise ConfigError(
-                f"global_batch_size={batch} must be a multiple of {world_size}, the number of ranks"
+                f"global_batch_size={batch} must be a multiple of {groups}, the number of {who}"
             )
-        share = batch // world_size
+        share = batch // groups
         micro = self.micro_batch_size or share
         if share % micro:
+            of = "rank" if context == 1 else "group"
             raise ConfigError(
-                f"micro_batch_size={micro} must divide {share}, the number of sequences per rank"
+                f"micro_batch_size={micro} must divide {share}, the number of sequences per {of}"
             )
         return micro, share // micro
 

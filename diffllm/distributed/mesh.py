@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.model.attention.slices import Slices
 
 
 class Reduce(Enum):
@@ -35,6 +36,8 @@ class ParallelConfig:
     """Shards of each copy (FSDP), apart from `expert`; -1: world size / (replicate * expert)."""
     expert: int = bounded(1, least=1)
     """Number of neighbouring ranks that share the experts of every layer and exchange tokens."""
+    context: int = bounded(1, least=1)
+    """Number of neighbouring ranks that share each sequence (context parallelism)."""
     reduce: Reduce | None = None
     """When gradients are reduced; null: `last` if the gradients are small, else `every`."""
 
@@ -79,7 +82,14 @@ class ParallelConfig:
                 f"parallel.replicate={replicate} x parallel.shard={shard}{experts} needs "
                 f"{multiple}{fixed} processes, not {world_size}; {start}"
             )
-        return rest if replicate == -1 else replicate, rest if shard == -1 else shard, expert
+        found = rest if replicate == -1 else replicate, rest if shard == -1 else shard, expert
+        if found[1] * expert % self.context:
+            raise ConfigError(
+                f"parallel.context={self.context} must divide the ranks of one copy of the "
+                f"parameters, parallel.shard x parallel.expert = {found[1] * expert}; change one "
+                "of these keys"
+            )
+        return found
 
 
 class Meshes(NamedTuple):
@@ -89,6 +99,8 @@ class Meshes(NamedTuple):
     """Dimensions "replicate" and "fsdp" (shard x expert)."""
     experts: DeviceMesh | None
     """Dimensions "replicate", "shard" and "expert"; None without expert parallelism."""
+    slices: Slices | None = None
+    """The ranks that share each sequence; None without context parallelism."""
 
     @property
     def one_rank(self) -> bool:
@@ -111,4 +123,13 @@ def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Mesh
     if expert > 1:
         sizes = (replicate, shard, expert)
         experts = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    return Meshes(dense, experts)
+    return Meshes(dense, experts, build_slices(cfg.context, device_type, world_size))
+
+
+def build_slices(context: int, device_type: str, world_size: int) -> Slices | None:
+    """Create the process groups of `context` neighbouring ranks; return the group of this rank."""
+    if context == 1:
+        return None
+    sizes, names = (world_size // context, context), ("sequence", "context")
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
+    return Slices(mesh.get_group().group_name, mesh.get_local_rank(), context)

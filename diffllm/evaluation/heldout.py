@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
 from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.slices import Slices
 
 DIRECTORY = "heldout"
 LARGEST = 2**34
@@ -35,6 +36,7 @@ def heldout_loss(
     rounds: int,
     device: torch.device,
     documents: Callable[[Tensor], Documents] | None = None,
+    slices: Slices | None = None,
 ) -> tuple[float, DataError | None]:
     """Return the mean held-out loss over all ranks in nats per token, and the error of this rank.
 
@@ -48,6 +50,7 @@ def heldout_loss(
         rounds: number of forward passes per rank, at least the number of batches.
         documents: function that returns the document boundaries of inputs (B, T) on the CPU. They
             mask attention between documents. None disables this mask.
+        slices: the ranks that share each sequence, which read equal batches; None: one rank.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -58,9 +61,12 @@ def heldout_loss(
         failure = failure or error
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
-        targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
+        targets = F.pad(targets, (0, 0, 0, missing), value=-1)
         masked = documents(inputs).to(device) if documents else None
-        sums[0] += model(inputs.to(device), targets, documents=masked).loss.nll
+        if slices:
+            inputs, targets = slices.cut(inputs), slices.cut(targets)
+        targets = targets.to(device)
+        sums[0] += model(inputs.to(device), targets, documents=masked, slices=slices).loss.nll
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)
     model.train()
@@ -82,13 +88,14 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 class DocumentSums:
     """Adds up the token losses of each of `count` documents, batch by batch.
 
-    `documents` has the same meaning as in `heldout_loss`.
+    `documents` and `slices` have the same meaning as in `heldout_loss`.
     """
 
     model: nn.Module
     count: int
     device: torch.device
     documents: Callable[[Tensor], Documents] | None = None
+    slices: Slices | None = None
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(self.count, dtype=torch.float64, device=self.device)
@@ -103,10 +110,13 @@ class DocumentSums:
             batch: inputs, targets, and the document index of each target. All three are (B, T)
                 int64 on the CPU. Negative targets are ignored.
         """
-        inputs, targets, owners = batch
         device = self.device
-        masked = self.documents(inputs).to(device) if self.documents else None
-        losses = self.model(inputs.to(device), targets.to(device), documents=masked, by_token=True)
+        masked = self.documents(batch[0]).to(device) if self.documents else None
+        inputs, targets, owners = map(self.slices.cut, batch) if self.slices else batch
+        losses = self.model(
+            inputs.to(device), targets.to(device), documents=masked, by_token=True,
+            slices=self.slices,
+        )  # fmt: skip
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 
     def total(self) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diffllm.model.attention.base import Attention, Aux
 from diffllm.model.attention.ops import Documents, attention_scores
+from diffllm.model.attention.slices import Slices
 
 BlockStats = dict[str, Tensor]
 ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
@@ -21,9 +22,10 @@ OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
 GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
-def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
+def block_stats(x: Tensor, aux: Aux | None, slices: Slices | None = None) -> BlockStats:
     """Compute scalar statistics, such as "context_rms", of a decoder block with output x (B, T, D).
 
+    If `slices` is given, the tensors are this rank's slice of each sequence.
     Returns float32 scalars by name, or {} if `aux` is None. `aux` may contain these tensors:
 
     - "context" (B, T, h, width): input of `wo`; always present.
@@ -40,7 +42,7 @@ def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
         rms = over_channels(aux["context"])
         stats |= {"context_rms": rms.mean(), **extremes("context_rms", rms)}
         if "v" in aux:
-            ratio = rms / values_rms(aux["v"])
+            ratio = rms / values_rms(aux["v"], slices)
             stats |= {"context_over_value_rms": ratio.mean()}
             stats |= extremes("context_over_value_rms", ratio)
         if "lambda" in aux:
@@ -60,9 +62,11 @@ def over_channels(x: Tensor) -> Tensor:
     return x.float().square().mean(-1).sqrt()
 
 
-def values_rms(v: Tensor) -> Tensor:
+def values_rms(v: Tensor, slices: Slices | None = None) -> Tensor:
     """Compute one RMS per sequence of the attention values v (B, T, K, width): (B, 1, 1)."""
-    return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
+    squares = v.float().square().mean((1, 2, 3))
+    squares = slices.mean(squares) if slices else squares
+    return squares.sqrt().clamp_min(1e-30)[:, None, None]
 
 
 def extremes(name: str, values: Tensor) -> BlockStats:
@@ -108,12 +112,15 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
 
 
 @torch.no_grad()
-def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> BlockStats:
+def probe_stats(
+    attention: Attention, x: Tensor, aux: Aux, probe: Probe, slices: Slices | None = None
+) -> BlockStats:
     """Measure the attention maps of one layer at the query positions of `probe`.
 
     `x` (B, T, D) is the input of attention. `aux` contains the queries "q" and keys "k". The
     effective map is the last map of `attention.maps`: the difference map in differential attention,
-    and otherwise the only map, a softmax map.
+    and otherwise the only map, a softmax map. If `slices` is given, the tensors are this rank's
+    slice of each sequence; all ranks that share the sequences return the same values.
     Returns float32 tensors by name:
 
     - attn_logit_top1: largest logit q k / sqrt(d) over all visible keys, heads and sequences.
@@ -124,7 +131,11 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 
     Means are over sequences, heads and query positions, if not stated otherwise.
     """
-    x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
+    if slices:
+        x, q = (slices.pick(each, probe.positions) for each in (x, aux["q"]))
+        k = slices.gather(aux["k"])
+    else:
+        x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
     *parts, effective = attention.maps(x, q, k, probe.visible).values()
     first = probe.visible.int().argmax(-1, keepdim=True).expand(*effective.shape[:3], 1)

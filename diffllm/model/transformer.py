@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache
-from diffllm.model.attention.ops import Backend, Documents, Mask, sdpa_for_any_length
+from diffllm.model.attention.ops import Backend, Documents, Mask, Sliced, sdpa_for_any_length
+from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
@@ -72,19 +73,20 @@ class Block(nn.Module):
         normed = self.attention_norm(x)
         attended = self.attention(normed, rope, mask, cache, aux)
         between = x + attended
+        slices = mask.slices if isinstance(mask, Sliced) else None
         if self.routes:
-            fed, routed = self.ffn(self.ffn_norm(between), aux)
+            fed, routed = self.ffn(self.ffn_norm(between), aux, slices)
         else:
             fed, routed = self.ffn(self.ffn_norm(between)), None
         if aux is not None:
             aux |= {"residual": x, "attn_write": attended, "ffn_write": fed}
         x = between + fed
-        stats = block_stats(x, aux)
+        stats = block_stats(x, aux, slices)
         if aux is not None:
             with torch.no_grad():
                 stats |= self.attention.statistics(aux)
         if aux is not None and probe is not None:
-            stats |= probe_stats(self.attention, normed, aux, probe)
+            stats |= probe_stats(self.attention, normed, aux, probe, slices)
         return x, stats, routed
 
 
@@ -126,6 +128,7 @@ class Transformer(nn.Module):
         last: Tensor | None = None,
         probe: Tensor | None = None,
         by_token: bool = False,
+        slices: Slices | None = None,
     ) -> Any:
         """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput if `targets` is given.
 
@@ -138,13 +141,16 @@ class Transformer(nn.Module):
                 positions, (B, V) or (B, n, V).
             probe: (N,) int64; query positions at which `diagnose` also measures attention maps.
             by_token: with targets, return only the loss of each token, (B, T) float32.
+            slices: if given, `tokens` and `targets` are this rank's slice of each sequence, and
+                `documents` and `probe` refer to whole sequences.
         """
         x = self.tok_embeddings(tokens)
         if caches:
             rope, mask = self.continued(caches[0], tokens)
         else:
-            rope, mask = self.whole_sequences(tokens, documents, x.dtype)
-        looked = None if probe is None else probe_at(probe, tokens.shape[1], documents)
+            rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
+        length = tokens.shape[1] * (slices.size if slices else 1)
+        looked = None if probe is None else probe_at(probe, length, documents)
         stats: list[BlockStats] = []
         routed: list[Routed] = []
         with sdpa_for_any_length(x.device) if caches else nullcontext():
@@ -196,13 +202,21 @@ class Transformer(nn.Module):
         return total - sum(mixture.idle_parameters() for mixture in self.mixtures)
 
     def whole_sequences(
-        self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
+        self,
+        tokens: Tensor,
+        documents: Documents | None,
+        dtype: torch.dtype,
+        slices: Slices | None = None,
     ) -> tuple[Rope, Mask]:
-        self.check_length(tokens.shape[1])
-        mask = self.layers[0].attention.training_mask(documents, tokens, dtype)
-        if documents is None:
-            return self.rope(0, tokens.shape[1]), mask
-        return self.rope.at(documents.positions), mask
+        """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences."""
+        batch, length = tokens.shape
+        start = slices.rank * length if slices else 0
+        whole = tokens.new_empty(batch, length * slices.size) if slices else tokens
+        self.check_length(whole.shape[1])
+        mask = self.layers[0].attention.training_mask(documents, whole, dtype)
+        positions = documents and documents.positions[:, start : start + length]
+        rope = self.rope(start, length) if positions is None else self.rope.at(positions)
+        return rope, Sliced(mask, slices) if slices else mask
 
     def continued(self, cache: KVCache, tokens: Tensor) -> tuple[Rope, Mask]:
         self.check_length(cache.length + tokens.shape[1])

@@ -52,6 +52,21 @@ class Training:
     def compute_dtype(self) -> torch.dtype:
         return self.choices["precision"].value
 
+    @property
+    def group(self) -> tuple[int, int]:
+        """Index of this rank's group of ranks that share sequences, and the number of groups."""
+        context = self.cfg.parallel.context
+        return dist.get_rank() // context, dist.get_world_size() // context
+
+    @property
+    def first_slice(self) -> bool:
+        """Whether this rank has the first slice of its sequences, or whole sequences."""
+        return self.meshes.slices is None or self.meshes.slices.rank == 0
+
+    def slice_of(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sequences x (b, T); without slices, return x."""
+        return x if self.meshes.slices is None else self.meshes.slices.cut(x)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save in a checkpoint, with names `model.*` and `optim.*`."""
         model = {**self.params, **self.model.router_state()}

@@ -6,8 +6,6 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
-
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data.loader import TrainLoader
 from diffllm.data.mixture import Prepared
@@ -124,13 +122,13 @@ def exchange(
 
 
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
-    cfg = t.cfg
+    cfg, (group, groups) = t.cfg, t.group
     loader = TrainLoader(
         samples_of(cfg, data, state.stage),
         global_batch_size=cfg.global_batch_size,
         micro_batch_size=t.micro_batch_size,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        rank=group,
+        world_size=groups,
         num_workers=cfg.data.num_workers,
         prefetch_factor=cfg.data.prefetch_factor,
         pin_memory=t.device.type == "cuda",

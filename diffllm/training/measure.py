@@ -67,9 +67,11 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
     cfg = t.cfg
     tokens = data.manifest.splits["heldout"].tokens
     sequences = min(sequences, (tokens - 1) // cfg.seq_len)
-    rounds = -(-sequences // (t.micro_batch_size * dist.get_world_size()))
+    rounds = -(-sequences // (t.micro_batch_size * t.group[1]))
     batches, shape = sample_batches(t, data, sequences), (t.micro_batch_size, cfg.seq_len)
-    loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents)
+    loss, failure = heldout_loss(
+        t.model, batches, shape, rounds, t.device, t.documents, t.meshes.slices
+    )
     t.weights.reshard()
     raise_together(failure)
     return loss
@@ -86,8 +88,7 @@ def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batc
         t.cfg.seq_len,
         t.micro_batch_size,
         sequences,
-        dist.get_rank(),
-        dist.get_world_size(),
+        *t.group,
         eos_id=data.manifest.eos_id if t.cfg.data.whole_documents else None,
     )
 
@@ -110,11 +111,11 @@ def measure_documents(
         lambda: heldout_documents(data.split("heldout"), eos_id, cfg.eval.tokens, whole=whole)
     )
     shape = cfg.seq_len, t.micro_batch_size
-    rounds, tokens = chosen.rounds(*shape, world_size), int(chosen.lengths.sum())
-    batches = chosen.batches(*shape, rank, world_size)
+    rounds, tokens = chosen.rounds(*shape, t.group[1]), int(chosen.lengths.sum())
+    batches = chosen.batches(*shape, *t.group)
     zeros = torch.zeros(shape[::-1], dtype=torch.int64)
     empty, failure = (zeros, zeros - 1, zeros), None
-    sums = DocumentSums(t.model, len(chosen), t.device, t.documents)
+    sums = DocumentSums(t.model, len(chosen), t.device, t.documents, t.meshes.slices)
     agreement = Agreement(here.stop, cfg.distributed.timeout)
     t.model.eval()
     for done in range(rounds):

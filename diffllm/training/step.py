@@ -120,7 +120,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     if t.ignores_targets:
         own = list(islice(batches, t.micro_batches))
         batches = iter(own)
-        targets = torch.stack([(targets >= 0).sum() for _, targets in own]).sum()
+        targets = torch.stack([(t.slice_of(targets) >= 0).sum() for _, targets in own]).sum()
         counted = moved(targets, t.device)
         dist.all_reduce(counted)
         counted = counted.clamp_min(1)  # Without targets the losses are 0: avoid 0 / 0 = NaN.
@@ -191,11 +191,16 @@ def forward_backward(
         batch = next(batches)
         documents = t.documents(batch[0]) if t.documents else None
         if documents is not None:  # Count on the CPU: reading the device would make the host wait.
-            keys.append(documents.visible_keys())
+            seen = documents.visible_keys()
+            # One rank of each group counts the keys of its sequences.
+            keys.append(seen if t.first_slice else torch.zeros_like(seen))
             documents = documents.to(t.device)
-        inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
+        inputs, targets = (t.slice_of(part).to(t.device, non_blocking=True) for part in batch)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
-        out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
+        out = t.model(
+            inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe,
+            slices=t.meshes.slices,
+        )  # fmt: skip
         scaled(t, out, counted).backward()
         parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
         if out.routed:
@@ -204,8 +209,8 @@ def forward_backward(
         losses = losses + torch.stack(list(parts.values())).detach()
         routed = routed + out.routed.counts if out.routed else routed
         stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
-    seen = torch.stack(keys).sum() if keys else None
-    return Passed(tuple(parts), losses, routed if out.routed else None, stats, seen)
+    keys_seen = torch.stack(keys).sum() if keys else None
+    return Passed(tuple(parts), losses, routed if out.routed else None, stats, keys_seen)
 
 
 def probe(t: Training, step: int, due: Due) -> Tensor | None:

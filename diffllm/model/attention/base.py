@@ -23,10 +23,12 @@ from diffllm.model.attention.ops import (
     Backend,
     Documents,
     Mask,
+    WholeMask,
     attend,
     attention_scores,
     attention_weights,
 )
+from diffllm.model.attention.slices import degrees
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope, apply_rope
@@ -185,10 +187,12 @@ class Attention(nn.Module):
 
     fp32_parameters: names of the parameters that stay in float32 under mixed precision.
     maps_note: remark that figures of the attention maps show; "" for no remark.
+    sliceable: whether all kernel calls go through `attend`, as context parallelism requires.
     """
 
     fp32_parameters: tuple[str, ...] = ()
     maps_note: str = ""
+    sliceable: bool = True
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
@@ -295,7 +299,7 @@ class Attention(nn.Module):
 
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
-    ) -> Mask:
+    ) -> WholeMask:
         """Build the attention mask that all layers use for a batch of tokens (B, T).
 
         `dtype` is the dtype of queries and keys. If `documents` is given, queries see only keys of
@@ -319,6 +323,11 @@ class Attention(nn.Module):
         width = self.head_dim + self.value_dim
         keys = (seq_len + 1) / 2 if visible_keys is None else visible_keys
         return 6 * (matrices + self.n_query_heads * width * keys)
+
+    def context_degrees(self) -> list[int]:
+        """Return the numbers of ranks that can share a sequence (parallel.context)."""
+        cache = self.new_cache(1, 1, torch.float32, "meta")
+        return degrees(self.n_query_heads, cache.k.shape[1], cache.v.shape[1])
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str

@@ -144,6 +144,7 @@ class DiffV1Attention(Attention):
         if cfg.head_norm:
             self.head_norm = nn.RMSNorm(self.value_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
+        self.sliceable = not cfg.clamp
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, because different floats would compile one graph per layer.
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)

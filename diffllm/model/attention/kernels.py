@@ -19,8 +19,8 @@ from diffllm.model.attention.ops import (
     WIDEST,
     Backend,
     Documents,
-    Mask,
     Packed,
+    WholeMask,
     flash,
     flash_takes,
     in_float32,
@@ -164,7 +164,7 @@ def prepare_backend(
         ) from error
 
 
-def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
+def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> WholeMask:
     """Build the causal attention mask for tokens (B, T), as the `Mask` type that `kernel` needs.
 
     If `documents` is given, queries see only keys of the same document. Only the shape and device

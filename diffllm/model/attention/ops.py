@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from diffllm.core.torch_versions import CPU, VARLEN_GQA
+from diffllm.model.attention.slices import Slices
 
 NARROW = 32
 """Largest head width at which float32 is faster than bf16 in the fused kernel, on CPUs with fast
@@ -106,9 +107,19 @@ class Packed(NamedTuple):
     """Upper bound on the length of a document, in tokens."""
 
 
-Mask = Tensor | Packed | BlockMask | None
+WholeMask = Tensor | Packed | BlockMask | None
 """The keys that a query sees. None: causal. A boolean tensor, broadcastable to (B, H, T, S): True
 for visible keys. `Packed` and `BlockMask`: causal within documents."""
+
+
+class Sliced(NamedTuple):
+    """The mask of whole sequences of which this rank has a slice."""
+
+    mask: WholeMask
+    slices: Slices
+
+
+Mask = WholeMask | Sliced
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -134,6 +145,9 @@ def attend(
             mask is a tensor, or if T = 1 and there is no mask.
         scale: factor on q k; None means 1 / sqrt(d).
     """
+    if isinstance(mask, Sliced):
+        kernel = functools.partial(attend, mask=mask.mask, backend=backend, scale=scale)
+        return mask.slices.around(kernel, q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend is Backend.reference:
         assert not isinstance(mask, (Packed, BlockMask))

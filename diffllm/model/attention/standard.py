@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
-from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
+from diffllm.model.attention.ops import Backend, Mask, Sliced, WholeMask, attend, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 
@@ -84,9 +85,21 @@ class StandardAttention(Attention):
     ) -> Tensor:
         if self.sink_kind is Sink.none:
             return self.attend(q, k, v, mask)
+        if isinstance(mask, Sliced):
+            heads = mask.slices.heads(q.shape[2], k.shape[2], v.shape[2])
+            sink = None if self.sink is None else self.sink[heads]
+            kernel = partial(self.with_sink, mask=mask.mask, sink=sink)
+            return mask.slices.around(kernel, q, k, v)
+        return self.with_sink(q, k, v, mask, self.sink)
+
+    def with_sink(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask, sink: Tensor | None
+    ) -> Tensor:
+        """Compute attention with a sink; `sink` contains the logits of a learned sink, (H,)."""
         assert mask is None or isinstance(mask, Tensor)
-        q, k, v, mask, scale = with_sink(q, k, v, mask, self.sink)
-        return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
+        queries = q.shape[1]
+        q, k, v, mask, scale = with_sink(q, k, v, mask, sink)
+        return attend(q, k, v, mask, self.backend, scale)[:, -queries:]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         """Return {"map": attention map (B, H, T, S)}; with a sink, each row sums to less than 1."""

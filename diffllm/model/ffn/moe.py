@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.ffn.experts import Experts, grouped_product, rows_to_join
 from diffllm.model.ffn.router import (
@@ -64,9 +65,12 @@ class MoE(nn.Module):
         self.experts = Experts(cfg.n_experts, dim, cfg.expert_dim)
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
-    def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
+    def forward(
+        self, x: Tensor, aux: dict[str, Tensor] | None = None, slices: Slices | None = None
+    ) -> tuple[Tensor, Routed]:
         """Apply the layer to x (B, T, D); return the output (B, T, D) and the layer's `Routed`.
 
+        If `slices` is given, x is this rank's slice of each sequence.
         If `aux` is given, set aux["router"] to the scores of all experts, (N, E), which are scaled
         so that they sum to 1 for each token.
         """
@@ -89,16 +93,19 @@ class MoE(nn.Module):
         out = _Return.apply(received, order, inverse, len(rows))
         if shared is not None:
             out = out + shared
-        return out.view_as(x), self.routed(routing, counts, x.shape[1])
+        return out.view_as(x), self.routed(routing, counts, x.shape[1], slices)
 
-    def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
+    def routed(
+        self, routing: Routing, counts: Tensor, length: int, slices: Slices | None = None
+    ) -> Routed:
         """Compute the router losses of this layer; return the losses and `counts`.
 
-        `counts` (E,) holds the tokens per expert; `length` is the number of tokens per sequence.
+        `counts` (E,) holds the tokens per expert; `length` is the number of tokens per sequence, or
+        per slice of a sequence if `slices` is given.
         """
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
-            balance = sequence_balance(routing.shares, routing.experts, length)
+            balance = sequence_balance(routing.shares, routing.experts, length, slices)
         elif self.cfg.balance_loss:
             balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:

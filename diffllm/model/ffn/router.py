@@ -15,6 +15,7 @@ from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
 from diffllm.core.torch_versions import IS_ROCM
 from diffllm.model.attention.ops import at_least_float32
+from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting, dtype_name
 
 
@@ -179,7 +180,9 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
     return AutoSetting(SPLIT, "as exact as float32, on faster units")
 
 
-def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
+def sequence_balance(
+    shares: Tensor, experts: Tensor, length: int, slices: Slices | None = None
+) -> Tensor:
     """Sum the load-balancing losses of all sequences, and multiply the sum by `length`.
 
     The loss of a sequence is the sum over experts of f * P (DeepSeek-V3, arXiv 2412.19437,
@@ -191,10 +194,13 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
         shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
         experts: indices of the chosen experts, (N, k) int64.
         length: tokens per sequence; N is a multiple of `length`.
+        slices: if given, the tokens are this rank's slice of each sequence, `length` is the length
+            of a slice, and the result is this rank's part of the sum.
     """
     n_experts, top_k = shares.shape[1], experts.shape[1]
     chosen = torch.zeros_like(shares).scatter(1, experts, 1.0).view(-1, length, n_experts)
-    load = chosen.mean(1) * (n_experts / top_k)
+    load = chosen.mean(1)
+    load = (slices.mean(load) if slices else load) * (n_experts / top_k)
     return length * (load * shares.view(-1, length, n_experts).mean(1)).sum()
 
 

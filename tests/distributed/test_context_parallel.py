@@ -1,0 +1,140 @@
+"""Training with slices of sequences equals training with whole sequences in one process."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from runs.ranks import run_ranks
+from test_training_ranks import BASE, END, global_batch
+from tiers import slow_but
+
+from diffllm.config import load_config
+from diffllm.core.errors import ConfigError
+from diffllm.metrics.diagnostics import named_values
+from diffllm.training.build import build
+from diffllm.training.step import Due, train_step
+
+SHAPE = ["model.dim=48", "model.n_heads=8", "model.n_kv_heads=4", "model.head_dim=12"]
+MIXTURE = [
+    *("model=moe_tiny", "model.moe.balance_loss=0.1", "model.moe.balance_over=sequence"),
+    "model.moe.router_z_loss=0.01",
+]
+ALL = Due(statistics=True, probes=True, update=True)
+
+
+def micro_batches(cfg, step, group, groups, end, ignored):
+    """Yield the micro-batches of a group of ranks that share sequences, in the loader's order."""
+    micro, count = cfg.micro_batches(dist.get_world_size())
+    tokens = global_batch(cfg, step)
+    drawn = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(step))
+    tokens = torch.where(drawn < 0.15, END, tokens) if end else tokens
+    for k in range(count):
+        first = (k * groups + group) * micro
+        part = tokens[first : first + micro]
+        targets = part[:, 1:].clone()
+        if ignored:
+            targets[drawn[first : first + micro, 1:] > 0.7] = -1
+        yield part[:, :-1].contiguous(), targets
+
+
+def trained(overrides, end, ignored):
+    """Return losses, statistics and gradients (from AdamW's first moments) of two steps."""
+    cfg = load_config([*BASE, *SHAPE, "model.init_std=0.2", "optim.clip_norm=1e9", *overrides])
+    t = build(cfg, torch.device("cpu"), END if end else None, ignores_targets=ignored)
+    values, gradients = [], {}
+    for step in range(2):
+        out = train_step(t, micro_batches(cfg, step, *t.group, end, ignored), step, ALL)
+        values.append({
+            "loss": out.nll.item(), "norm": out.grad_norms.total.item(),
+            **{name: value.item() for name, value in out.losses.items()},
+            **named_values(out.stats),
+        })  # fmt: skip
+        gradients |= {
+            (step, name): (x.full_tensor() if hasattr(x, "full_tensor") else x).numpy().copy()
+            for name, x in t.tensors().items()
+            if name.endswith("exp_avg")
+        }
+        keys = out.visible_keys
+    if keys is not None:
+        dist.all_reduce(keys)
+        values[-1]["visible keys"] = keys.item()
+    return values, gradients
+
+
+MAIN = [f"attention={name}" for name in ("standard", "gated", "diff_v1", "diff_v2")]
+MORE = [
+    "attention=standard_sink", "attention=standard_off_by_one", "attention=standard_1p5x_heads",
+    "attention=gated_headwise", "attention=diff_v1 model.attention.values=split",
+    "attention=diff_v1_no_head_norm", "attention=diff_v2_unshared_kv",
+    "attention=diff_v2_head_norm", "attention=diff_v2_no_sigmoid",
+]  # fmt: skip
+
+
+def compare(tmp_path, ranks, words, end=False, ignored=False, context=2):
+    one = run_ranks(trained, 1, tmp_path, words, end, ignored)[0]
+    words = [*words, f"parallel.context={context}"]
+    check(one, run_ranks(trained, ranks, tmp_path, words, end, ignored))
+
+
+def check(one, several):
+    values, gradients = one
+    for found, own in several:
+        for step, expected in enumerate(values):
+            assert found[step].keys() == expected.keys()
+            for name, value in expected.items():
+                close = 1e-5 if name in ("loss", "norm") else 1e-4
+                assert found[step][name] == pytest.approx(value, rel=close, abs=1e-6), name
+        for name, value in gradients.items():
+            near = 1e-5 * np.abs(value).max() + 1e-9
+            np.testing.assert_allclose(own[name], value, atol=near, rtol=1e-5, err_msg=str(name))
+
+
+@pytest.mark.parametrize("words", slow_but(MAIN, [*MAIN, *MORE]))
+def test_training_on_slices_matches_training_on_whole_sequences(words, tmp_path):
+    compare(tmp_path, 2, words.split())
+
+
+CASES = {
+    "documents": (2, [], {"end": True}),
+    "documents and ignored targets": (2, ["attention=diff_v1"], {"end": True, "ignored": True}),
+    "sink and documents": (2, ["attention=standard_sink"], {"end": True}),
+    "accumulation": (2, ["micro_batch_size=2"], {}),
+    "recomputation": (2, ["activation_checkpointing=true"], {}),
+    "four slices": (4, [], {"context": 4}),
+    "fewer value heads than slices": (4, ["attention=diff_v1"], {"context": 4}),
+    "two groups": (4, [], {"end": True, "ignored": True}),
+    "replicas": (4, ["parallel.replicate=2", "parallel.shard=-1"], {}),
+    "mixture": (2, MIXTURE, {}),
+    "experts on the same ranks": (2, [*MIXTURE, "parallel.expert=2"], {}),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["documents", "mixture"], CASES))
+def test_training_on_slices_matches_whole_sequences_with_other_features(case, tmp_path):
+    ranks, words, options = CASES[case]
+    of_one = [word for word in words if not word.startswith("parallel.")]
+    options = {"end": False, "ignored": False, "context": 2, **options}
+    context = options.pop("context")
+    one = run_ranks(trained, 1, tmp_path, ["attention=diff_v2", *of_one], *options.values())[0]
+    words = ["attention=diff_v2", *words, f"parallel.context={context}"]
+    check(one, run_ranks(trained, ranks, tmp_path, words, *options.values()))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["parallel.context=3"],
+            "fit the heads of attention=diff_v2; choose one of 1, 2, 4, 8, 16",
+        ),
+        (["parallel.context=2", "seq_len=25"], "parallel.context=2 must divide seq_len=25"),
+        (
+            ["parallel.context=2", "attention=diff_v1_clamped"],
+            "does not support attention=diff_v1_clamped with model.attention.backend=sdpa",
+        ),
+        (["parallel.context=2", "model.attention.backend=reference"], "explicit maps need whole"),
+    ],
+)
+def test_impossible_number_of_slices_is_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config([*BASE, *SHAPE, "attention=diff_v2", "seq_len=24", *words])
