@@ -48,7 +48,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "ignored": (2, ("data=synthetic", "data.task=mqar", "precision=fp32",
                     "data.examples=400", "data.vocab_size=400")),
     "packed": (1, ("data.packing=best_fit", "data.mask_documents=true", "precision=fp32")),
-    "compiled": (1, ("compile=true", "activation_checkpointing=true", *SUITES)),
+    "compiled": (1, ("compile=true", "activation_checkpointing=full", *SUITES)),
     "nan": (2, NAN),
     "diverged": (2, (*NAN, "train.max_consecutive_skips=1")),
     "stopped": (2, (*FAULTY, "model.attention.stop_at=5")),

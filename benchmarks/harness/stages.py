@@ -86,7 +86,7 @@ def stage_b(s: Sizes, out: Path) -> list[Measurement]:
     }
     settings = {
         "4 micro-batches": f"global_batch_size={4 * BATCH}",
-        "activation checkpointing": "activation_checkpointing=true",
+        "activation checkpointing": "activation_checkpointing=full",
         **{f"loss_chunk {n}": f"model.loss_chunk={n}" for n in s.loss_chunks},
     }
     changed = {name: {"words": [*standard, word]} for name, word in settings.items()}
@@ -123,7 +123,7 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement]:
     training = {"words": run, "folder": str(out / "run"), "limit": 230}
     diagnosed = {"words": v2, "rounds": s.diagnostics_rounds}
     memory = ours(at_short, *TWO)
-    memory["diff_v2, checkpointing"] = {"words": [*v2, "activation_checkpointing=true"]}
+    memory["diff_v2, checkpointing"] = {"words": [*v2, "activation_checkpointing=full"]}
     return [
         *each("mixture", "steps.measure", experts, **s.repeats),
         *each("breakdown of a mixture in ms", "kernels.step_breakdown", ours(mixture, "standard")),

@@ -14,6 +14,7 @@ from typing import Any
 from diffllm.cli.arguments import argument, flag, parse
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.data.progress import stages
+from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, nearest_change, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
@@ -33,11 +34,16 @@ def plan_command(argv: list[str]) -> None:
     if not args.json:
         echo(head_text(made), flush=True)
     chosen, change = made.cfg.activation_checkpointing, None
-    for policy, text in ((chosen, speed_text), (not chosen, memory_text)):
-        with stages() as say:
-            made = made.simulated(policy, say)
-        if not args.json:
-            echo(text(made), flush=True)
+    with stages() as say:
+        made = made.simulated(chosen, say)
+    if not args.json:
+        echo(speed_text(made), flush=True)
+    with stages() as say:
+        for policy in ActivationCheckpointing:
+            if policy is not chosen:
+                made = made.simulated(policy, say)
+    if not args.json:
+        echo(memory_text(made), flush=True)
     if not made.fits:
         with stages() as say:
             change = nearest_change(made, say)
@@ -68,10 +74,10 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
         "micro_batches": count,
         "memory": {
             **values(step, *STATE),
-            "activation_checkpointing": cfg.activation_checkpointing,
+            "activation_checkpointing": cfg.activation_checkpointing.name,
             "policies": {
-                str(policy).lower(): policy_numbers(made, made.steps[policy])
-                for policy in (False, True)
+                policy.name: policy_numbers(made, made.steps[policy])
+                for policy in ActivationCheckpointing
             },
             "reserve": made.reserve,
             "device": made.memory,
@@ -151,11 +157,10 @@ def gib(size: float) -> str:
 
 
 def memory_text(made: RunPlan) -> str:
-    policies = (False, True)
     chosen = made.cfg.activation_checkpointing
-    names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
-    steps = [made.steps[policy] for policy in policies]
-    blank = ("",) * 3
+    names = [f"{p.name}{' (chosen)' if p is chosen else ''}" for p in ActivationCheckpointing]
+    steps = [made.steps[policy] for policy in ActivationCheckpointing]
+    blank = ("",) * (1 + len(steps))
     rows: list[Sequence[str]] = [
         *([name, *(gib(getattr(step, name)) for step in steps)] for name in STATE),
         ["activations of a forward pass", *(gib(step.activations) for step in steps)],
@@ -165,7 +170,7 @@ def memory_text(made: RunPlan) -> str:
         *([f"  {kind.value}", *(gib(step.peak.by_kind[kind]) for step in steps)] for kind in Kind),
         blank,
         ["peak and reserve", *(gib(step.peak.total + made.reserve) for step in steps)],
-        [f"of {made.cluster.device.name}", *[gib(made.memory)] * 2],
+        [f"of {made.cluster.device.name}", *[gib(made.memory)] * len(steps)],
     ]
     table = Table.of(["GiB per rank, activation_checkpointing=", *names], rows)
     return f"\nmemory\n{table}"

@@ -230,19 +230,25 @@ REMOVED = {
 """Removed keys by dotted name; an entry may be a section, with a mapping as default."""
 
 
+RENAMED = {"activation_checkpointing": {True: "full", False: "none"}}
+"""Values in configs of older versions, with the present values, by dotted key."""
+
+
 def removal(key: str, detail: str = "") -> str:
     return f"{key}{detail} was removed; {REMOVED[key].instead}"
 
 
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a saved config without removed keys.
+    """Return a saved config without removed keys, and with the present names of values.
 
     Raises ConfigError if a removed key has another value than its former default.
     """
     kept = {}
     for name, value in saved.items():
         key = f"{prefix}{name}"
-        if key not in REMOVED:
+        if key in RENAMED and isinstance(value, bool):
+            kept[name] = RENAMED[key][value]
+        elif key not in REMOVED:
             kept[name] = without_removed(value, f"{key}.") if isinstance(value, dict) else value
         elif value != REMOVED[key].default:
             raise ConfigError(removal(key, f"={value}"))

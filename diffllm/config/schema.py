@@ -18,6 +18,7 @@ from diffllm.core.files import user_path
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.distributed.mesh import ParallelConfig
+from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.distributed.world import DistributedConfig
 from diffllm.metrics.diagnostics import DiagnosticsConfig
 from diffllm.metrics.profiling import ProfileConfig
@@ -130,8 +131,9 @@ class TrainConfig:
     """Dtype of the computation; auto: bf16 on devices with bf16 units, else fp32."""
     compile: bool | None = None
     """Whether torch.compile compiles blocks and loss; null: on GPUs and in long runs on CPUs."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass, to save the memory of activations."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
+    """Activations that the backward pass recomputes, to save memory: none, selective (all but the
+    results of attention kernels) or full (all)."""
     log_interval: int = bounded(10, least=1)
     """Steps between lines of metrics; the first and the last step always have a line."""
     resume: str = "auto"

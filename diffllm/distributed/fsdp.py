@@ -7,18 +7,18 @@ experts are first divided between ranks; torch.compile then precedes activation 
 and copy all parameters twice per micro-batch; `OneRank` keeps copies in the compute dtype instead.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from diffllm.distributed.experts import Splits, exchanged_splits, expert_ranks, share_out
 from diffllm.distributed.gradients import is_dtensor, local
 from diffllm.distributed.mesh import Meshes, Reduce
+from diffllm.distributed.recompute import ActivationCheckpointing, checkpointed
 from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.init import LocalBlock, unsharded
 
@@ -28,12 +28,12 @@ def parallelize(
     meshes: Meshes,
     param_dtype: torch.dtype,
     compile: bool,
-    activation_checkpointing: bool,
+    recompute: ActivationCheckpointing,
     splits: Splits = exchanged_splits,
 ) -> None:
     """Prepare a decoder for training; `model` is changed in place.
 
-    Apply activation checkpointing and torch.compile, each if its argument is true, to each of
+    Apply activation checkpointing, and torch.compile if `compile` is true, to each of
     `model.layers`. On several ranks, FSDP2 shards the parameters and averages gradients in float32.
     After the last backward pass of each step, `finish_gradients` must average the gradients that
     FSDP2 does not average.
@@ -48,7 +48,7 @@ def parallelize(
         model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
     if meshes.one_rank:
         for layer in layers:
-            wrap_forward(layer, compile, activation_checkpointing, one_graph=True)
+            wrap_forward(layer, compile, recompute, one_graph=True)
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -63,7 +63,7 @@ def parallelize(
             assert meshes.experts is not None
             share_out(experts, meshes.experts["expert"], splits)
             shard(experts, **over(meshes.experts, "shard"), reshard_after_forward=True)
-        wrap_forward(layer, compile, activation_checkpointing, one_graph=experts is None)
+        wrap_forward(layer, compile, recompute, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
     if meshes.experts:  # By default FSDP prefetches only up to the next exchange of row counts.
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
@@ -100,16 +100,16 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
 
 
 def wrap_forward(
-    layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
+    layer: nn.Module, compile: bool, recompute: ActivationCheckpointing, one_graph: bool
 ) -> None:
-    """Add checkpointing and torch.compile to `layer.forward`, each if its argument is true.
+    """Add checkpointing to `layer.forward`, and torch.compile if `compile` is true.
 
     If `one_graph` is true, torch.compile is added last and must produce a single graph. Otherwise,
     torch.compile is added first and may produce several graphs. `one_graph` must be false if the
     layer exchanges tokens between ranks.
     """
-    if activation_checkpointing and one_graph:
-        layer.forward = checkpointed(layer.forward)
+    if one_graph:
+        layer.forward = checkpointed(layer.forward, recompute, one_graph)
     if compile and not one_graph:
         ffn: Any = layer.ffn
         # The number of rows differs from step to step.
@@ -120,15 +120,8 @@ def wrap_forward(
             ffn.shared.forward = torch.compiler.disable(shared)
     if compile:
         layer.forward = torch.compile(layer.forward, fullgraph=one_graph)
-    if activation_checkpointing and not one_graph:
-        layer.forward = checkpointed(layer.forward)
-
-
-def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-
-    return run
+    if not one_graph:
+        layer.forward = checkpointed(layer.forward, recompute, one_graph)
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:

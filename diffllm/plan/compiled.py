@@ -22,6 +22,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_map
 
 from diffllm.model import loss
+from diffllm.plan.memory import NAMESPACES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -70,7 +71,7 @@ def compiling() -> Iterator[None]:
 class AllocatingInterpreter(fx.Interpreter):
     """Interpreter of an fx graph that allocates memory for results but computes nothing.
 
-    Only the nodes in the set `in_memory` get memory for their results. All other nodes count as
+    Collectives are called, so that an observer sees them. Only the nodes in the set `in_memory` get memory for their results. All other nodes count as
     fused into the kernels that read their results.
     """
 
@@ -82,7 +83,7 @@ class AllocatingInterpreter(fx.Interpreter):
         whole = viewed_node(n)
         if whole.op == "call_function" and whole not in self.in_memory:
             return [self.env[read] for read in n.all_input_nodes]
-        if n.op != "call_function" or is_view(n):
+        if n.op != "call_function" or is_view(n) or getattr(n.target, "namespace", 0) in NAMESPACES:
             return super().run_node(n)
         if fuses(n):  # a fused kernel reuses the memory of its inputs
             self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))

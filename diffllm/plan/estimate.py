@@ -12,6 +12,7 @@ from diffllm.config import Precision, TrainConfig, load_config
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.mesh import Reduce
+from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.metrics.profiling import DEVICES, Device, device_named
 from diffllm.model import Transformer, without_storage
 from diffllm.plan.memory import Call, Collective
@@ -93,6 +94,7 @@ class Cluster:
 
 OWN_KEYS = {f.name: f for f in fields(Cluster)}
 GIB = 2**30
+RECOMPUTE = "activation_checkpointing"
 DAY = 86400
 
 
@@ -130,16 +132,15 @@ class RunPlan:
     assumptions: list[Assumption]
     words: tuple[str, ...] = ()
     """Overrides that `nearest_change` added; empty in the original plan."""
-    steps: dict[bool, Step] = field(default_factory=dict)
-    """Simulated step without (False) and with (True) activation checkpointing."""
+    steps: dict[ActivationCheckpointing, Step] = field(default_factory=dict)
+    """Simulated steps."""
 
-    def simulated(self, policy: bool, say: Say) -> "RunPlan":
+    def simulated(self, policy: ActivationCheckpointing, say: Say) -> "RunPlan":
         """Return a copy of this plan with a newly simulated training step.
 
-        `policy` is whether the step uses activation checkpointing. `say` receives a message before
-        the simulation.
+        The step uses `policy`. `say` receives a message before the simulation.
         """
-        what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
+        what = self.words or [f"{RECOMPUTE}={policy.name}"]
         say(f"simulating a step with {' '.join(what)}")
         cfg = replace(self.cfg, activation_checkpointing=policy)
         step = simulate(cfg, self.cluster.gpus, self.cluster.rank)
@@ -360,11 +361,17 @@ def options(plan: RunPlan) -> list[list[Words]]:
     kinds: list[list[Words]] = [
         [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
         [("parallel.reduce=every",)] if waits else [],
-        [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
+        [(f"{RECOMPUTE}={policy.name}",) for policy in stronger(cfg.activation_checkpointing)],
         [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
         [(f"gpus={times * gpus}", *shards(times)) for times in MORE_GPUS],
     ]
     return [kind for kind in kinds if kind]
+
+
+def stronger(policy: ActivationCheckpointing) -> list[ActivationCheckpointing]:
+    """Return the policies that recompute more than `policy`, the weakest first."""
+    every = list(ActivationCheckpointing)
+    return every[every.index(policy) + 1 :]
 
 
 def merged(values: Iterable[Words]) -> Words:
@@ -396,7 +403,7 @@ def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
     try:
         cfg, assumed = planned_config(cluster, overrides)
         changed = RunPlan(cfg, overrides, cluster, assumed, words)
-        if words == ("activation_checkpointing=true",):
+        if len(words) == 1 and key_of_word(words[0]) == RECOMPUTE:
             return replace(changed, steps=plan.steps)
         return changed.simulated(cfg.activation_checkpointing, say)
     except ConfigError:

@@ -104,7 +104,7 @@ def test_document_losses_ignore_tokens_excluded_by_loss_mask(tmp_path):
     [
         (2, [*MOE, "parallel.expert=2", "micro_batch_size=4"]),
         (2, ["parallel.replicate=2", "attention=diff_v1"]),
-        (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=true"]),
+        (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=full"]),
     ],
 )
 def test_document_losses_do_not_depend_on_the_mesh(ranks, overrides, tmp_path):

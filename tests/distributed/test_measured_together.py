@@ -24,7 +24,7 @@ from diffllm.training.record import grad_norm_by_group
 from diffllm.training.step import Due, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]
+LAYOUT = ["micro_batch_size=2", "activation_checkpointing=full"]
 ALL = Due(statistics=True, probes=True, update=True)
 
 

@@ -74,7 +74,7 @@ class Watcher(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
 @pytest.mark.parametrize("micro", slow_but([4], [8, 4, 1]))
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 0)])
 def test_training_step_on_one_rank_copies_each_parameter_at_most_once(

@@ -113,7 +113,7 @@ def test_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path)
         ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=every"],
         ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=last"],
         ["parallel.replicate=4"],
-        ["activation_checkpointing=true", "model.tie_embeddings=true", "model.qk_norm=true"],
+        ["activation_checkpointing=full", "model.tie_embeddings=true", "model.qk_norm=true"],
     ],
 )
 def test_training_on_four_ranks_matches_training_on_single_rank(layout, tmp_path):
@@ -131,7 +131,7 @@ def test_masked_training_on_two_ranks_equals_training_on_single_rank(variant, tm
     """Micro-batches and activation checkpointing use the mask more than once per step."""
     overrides = [f"attention={variant}", "compile=false"]
     (one,) = run_ranks(train_losses, 1, tmp_path, overrides, END, True)
-    more = ["micro_batch_size=2", "activation_checkpointing=true"]
+    more = ["micro_batch_size=2", "activation_checkpointing=full"]
     two = run_ranks(train_losses, 2, tmp_path, [*overrides, *more], END, True)
     (free,) = run_ranks(train_losses, 1, tmp_path, overrides, END, False)
     assert_same_training(one, two[0])
@@ -235,7 +235,7 @@ def test_bf16_training_computes_lambda_and_router_in_float32(tmp_path):
 
 def graph_breaks(overrides):
     """Train with compilation; `fullgraph=True` raises at a graph break."""
-    return train_losses([*overrides, "compile=true", "activation_checkpointing=true"])
+    return train_losses([*overrides, "compile=true", "activation_checkpointing=full"])
 
 
 @pytest.mark.slow

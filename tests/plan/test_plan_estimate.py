@@ -3,6 +3,7 @@
 import pytest
 from tiers import slow_but
 
+from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.estimate import GIB, Cluster, nearest_change, outcome, plan
 from diffllm.plan.memory import Call, Collective
 
@@ -11,7 +12,7 @@ SMALL = [
     "data.vocab_size=512",
     "seq_len=16",
     "compile=false",
-    "activation_checkpointing=true",
+    "activation_checkpointing=full",
 ]
 ONE = "micro_batch_size=1"
 
@@ -23,12 +24,14 @@ def limited(gib, overrides, words=(), gpus=2):
     kept = [word for word in overrides if word.partition("=")[0] not in changed]
     cluster = Cluster(gpus=gpus, memory_gib=gib, peak_flops=1e12, reserve_gib=0)
     made = plan(cluster, set(), [*kept, *(f"{key}={value}" for key, value in changed.items())])
-    return made.simulated(True, print).simulated(False, print)
+    for policy in ActivationCheckpointing:
+        made = made.simulated(policy, print)
+    return made
 
 
-EAGER = ["seq_len=512", "activation_checkpointing=false"]
+EAGER = ["seq_len=512", "activation_checkpointing=none"]
 CHANGES = [
-    (2, EAGER, ("activation_checkpointing=true",)),
+    (2, EAGER, ("activation_checkpointing=full",)),
     (2, [*EAGER, "micro_batch_size=8"], ("micro_batch_size=4", "global_batch_size=16")),
     (2, [], ("gpus=8",)),
     (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),

@@ -36,7 +36,7 @@ def measured_peak(cfg):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("model", [DENSE, MOE])
 def test_planned_peak_memory_matches_peak_measured_on_gpu(model, checkpointing, compiled, tmp_path):
     words = [f"activation_checkpointing={checkpointing}", f"compile={compiled}"]

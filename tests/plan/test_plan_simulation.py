@@ -107,7 +107,8 @@ def activations_and_calls(overrides):
 
 REAL_STEPS = [  # one and two micro-batches
     [*SMALL, "attention=diff_v2", "global_batch_size=4"],
-    [*SMALL, "activation_checkpointing=true", "global_batch_size=2"],
+    [*SMALL, "activation_checkpointing=full", "global_batch_size=2"],
+    [*SMALL, "activation_checkpointing=selective", "global_batch_size=2"],
     [*MOE, "parallel.replicate=2", "global_batch_size=4"],
     [*MOE, "parallel.expert=2", "global_batch_size=4"],
 ]

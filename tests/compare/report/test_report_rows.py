@@ -249,7 +249,7 @@ def test_runs_that_differ_in_swept_key_are_comparable(tmp_path, override):
 
 
 OF_NO_EFFECT = [
-    "micro_batch_size=2", "compile=true", "activation_checkpointing=true", "log_interval=5",
+    "micro_batch_size=2", "compile=true", "activation_checkpointing=full", "log_interval=5",
     "eval.interval=7", "checkpoint.interval=3", "diagnostics.interval=5", "wandb.project=x",
     "model.attention.backend=reference", "data.num_workers=0", "data.cache_dir=/elsewhere",
     "data.paths=[same-text.txt]", "data.tokenizer=same.model", "data.sample_prompt=x",
