@@ -72,7 +72,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 ROPE_KEYS = (
     "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "truncate",
 )  # fmt: skip
 
 
@@ -105,7 +105,11 @@ def check_rope(rope: dict[str, Any]) -> None:
     for key, value in rope.items():
         if key not in ROPE_KEYS:
             raise ValueError(f"rope_parameters.{key}={value!r} is unknown")
-        if key not in ("rope_type", "type") and not (type(value) in (int, float) and value > 0):
+        if key == "truncate" and type(value) is not bool:
+            raise ValueError(f"rope_parameters.truncate={value!r} must be true or false")
+        if key not in ("rope_type", "type", "truncate") and not (
+            type(value) in (int, float) and value > 0
+        ):
             raise ValueError(f"rope_parameters.{key}={value!r} must be a number above 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} must be 1.0")
@@ -236,7 +240,9 @@ def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> t
                 head_dim * math.log(length / (n * 2 * math.pi)) / (2 * math.log(theta))
                 for n in turns
             )
-            first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            if rope.get("truncate", True):
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
             kept = 1 - (index - first) / max(last - first, 1e-3)
             scaling = rope.get("attention_factor") or 0.1 * math.log(rope["factor"]) + 1
         kept = kept.clamp(0, 1)

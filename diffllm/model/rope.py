@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, H heads, d head_dim.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -33,6 +33,22 @@ class RopeScaling(Enum):
     yarn = "yarn"
 
 
+class YarnRamp(Enum):
+    """Convention for the pairs of channels between which YaRN blends frequencies.
+
+    The blend begins at the pair that makes `beta_fast` turns, and ends at the pair that makes
+    `beta_slow` turns, over the original context.
+
+    transformers: indices are rounded outwards, and the last is at most d - 1.
+    exact: as transformers, without rounding (truncate=false in transformers).
+    olmo_core: as transformers, but the last index is at most d/2 - 1, the index of the last pair.
+    """
+
+    transformers = "transformers"
+    exact = "exact"
+    olmo_core = "olmo_core"
+
+
 @dataclass
 class RopeConfig:
     """Settings of RoPE. Before scaling, channel pair c has the frequency theta^(-2c/d)."""
@@ -53,6 +69,9 @@ class RopeConfig:
     """For yarn: the counterpart of low_freq_factor."""
     beta_fast: float = 32.0
     """For yarn: the counterpart of high_freq_factor."""
+    yarn_ramp: YarnRamp = YarnRamp.transformers
+    """For yarn: convention for the ends of the blend: transformers, exact or olmo_core. olmo_core
+    differs only if the slowest pair makes more than beta_slow turns in the original context."""
     attention_factor: float | None = bounded(None, above=0)
     """For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1."""
 
@@ -94,6 +113,7 @@ USED_BY = {
     "high_freq_factor": (RopeScaling.llama3,),
     "beta_slow": (RopeScaling.yarn,),
     "beta_fast": (RopeScaling.yarn,),
+    "yarn_ramp": (RopeScaling.yarn,),
     "attention_factor": (RopeScaling.yarn,),
 }
 
@@ -128,18 +148,39 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
     Weight 1 keeps the frequency, and weight 0 divides the frequency by `factor`. The weight falls
     linearly with the index of the channel pair (section 3.2 of the YaRN paper). The weight is 1 at
-    the pair that makes `beta_fast` turns over `length` positions (index rounded down), and 0 at the
-    pair that makes `beta_slow` turns (index rounded up). The caller clamps the weights to [0, 1].
+    the pair that makes `beta_fast` turns over `length` positions, and 0 at the pair that makes
+    `beta_slow` turns; see `YarnRamp` for rounding. The caller clamps the weights to [0, 1].
     """
     head_dim = 2 * len(original)
-
-    def pair(turns: float) -> float:
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(cfg.theta))
-
-    first = max(math.floor(pair(cfg.beta_fast)), 0)
-    last = min(math.ceil(pair(cfg.beta_slow)), head_dim - 1)
+    first, last = (yarn_pair(cfg, head_dim, turns) for turns in (cfg.beta_fast, cfg.beta_slow))
+    if cfg.yarn_ramp is not YarnRamp.exact:
+        first, last = math.floor(first), math.ceil(last)
+    first = max(first, 0)
+    last = min(last, (len(original) if cfg.yarn_ramp is YarnRamp.olmo_core else head_dim) - 1)
     index = torch.arange(len(original), dtype=torch.float64, device="cpu")
     return 1 - (index - first) / max(last - first, 1e-3)
+
+
+def yarn_pair(cfg: RopeConfig, head_dim: int, turns: float) -> float:
+    """Return the index of the channel pair that makes `turns` turns over the original context."""
+    assert cfg.original_seq_len is not None
+    longest = math.log(cfg.original_seq_len / (turns * 2 * math.pi))
+    return head_dim * longest / (2 * math.log(cfg.theta))
+
+
+def with_rounded_ramp(cfg: RopeConfig, head_dim: int) -> RopeConfig:
+    """Return a config with equal frequencies and the convention of transformers, not OLMo-core."""
+    last = head_dim // 2 - 1
+    if cfg.yarn_ramp is not YarnRamp.olmo_core:
+        return cfg
+    cfg = replace(cfg, yarn_ramp=YarnRamp.transformers)
+    first, end = (yarn_pair(cfg, head_dim, turns) for turns in (cfg.beta_fast, cfg.beta_slow))
+    if math.ceil(end) <= last or first >= last:  # the conventions are equal
+        return cfg
+    assert cfg.original_seq_len is not None
+    # The index last - 1/2 is rounded up to `last`.
+    slow = cfg.original_seq_len / (2 * math.pi) * cfg.theta ** (-(2 * last - 1) / head_dim)
+    return replace(cfg, beta_slow=slow)
 
 
 def attention_factor(cfg: RopeConfig) -> float:

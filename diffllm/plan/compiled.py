@@ -71,8 +71,8 @@ def compiling() -> Iterator[None]:
 class AllocatingInterpreter(fx.Interpreter):
     """Interpreter of an fx graph that allocates memory for results but computes nothing.
 
-    Collectives are called, so that an observer sees them. Only the nodes in the set `in_memory` get memory for their results. All other nodes count as
-    fused into the kernels that read their results.
+    Collectives are called, so that an observer sees them. Only the nodes in the set `in_memory` get
+    memory for their results. All other nodes count as fused into the kernels that read them.
     """
 
     def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):

@@ -30,6 +30,16 @@ CASES = {
         ("attention=diff_v2", "model.rope.scaling=yarn", "model.rope.factor=4",
          "model.rope.original_seq_len=72"),
     ),
+    "yarn_olmo_core": (
+        "DiffLlamaForCausalLM",
+        ("attention=diff_v1", "model.rope.scaling=yarn", "model.rope.factor=4",
+         "model.rope.original_seq_len=72", "model.rope.theta=4", "model.rope.yarn_ramp=olmo_core"),
+    ),
+    "yarn_exact": (
+        "DiffLLMForCausalLM",
+        ("attention=diff_v2", "model.rope.scaling=yarn", "model.rope.factor=4",
+         "model.rope.original_seq_len=72", "model.rope.yarn_ramp=exact"),
+    ),
     "yarn_qwen": (
         "Qwen3ForCausalLM",
         ("attention=standard", "model.qk_norm=true", "model.rope.scaling=yarn",

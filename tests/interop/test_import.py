@@ -38,6 +38,12 @@ FOREIGN = {
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
                              "original_max_position_embeddings": 32}},
     ),
+    "qwen3_exact_yarn": (
+        "Qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                             "original_max_position_embeddings": 300, "truncate": False,
+                             "mscale": 2.0, "mscale_all_dim": 0.5}},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

@@ -18,7 +18,7 @@ from diffllm.checkpoint.hf.model_directory import Config as ForeignConfig
 from diffllm.checkpoint.hf.model_directory import rope_of
 from diffllm.cli import main
 from diffllm.model.ffn.router import MoEConfig
-from diffllm.model.rope import RopeConfig, RopeScaling
+from diffllm.model.rope import RopeConfig, RopeScaling, YarnRamp
 from diffllm.model.rope import RotaryEmbedding as RunRotaryEmbedding
 
 transformers = pytest.importorskip("transformers", "5.4")
@@ -188,6 +188,16 @@ ROPES = {
     "warmer yarn": RopeConfig(
         scaling=RopeScaling.yarn, factor=2, original_seq_len=7, attention_factor=1.3
     ),
+    "exact yarn": RopeConfig(
+        scaling=RopeScaling.yarn, factor=4, original_seq_len=2048, yarn_ramp=YarnRamp.exact
+    ),
+    "yarn of OLMo-core": RopeConfig(
+        theta=1e3,
+        scaling=RopeScaling.yarn,
+        factor=4,
+        original_seq_len=8192,
+        yarn_ramp=YarnRamp.olmo_core,
+    ),
 }
 
 
@@ -195,7 +205,7 @@ ROPES = {
 def test_modeling_file_computes_same_rope_tables_as_training(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
-    config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
+    config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind], 64))
     theirs = RotaryEmbedding(config)
     for moved in (theirs, theirs.half(), theirs.to(torch.bfloat16)):
         cos, sin = moved(torch.arange(70_000)[None])

@@ -19,7 +19,8 @@ def said(capsys, *words):
 def as_json(capsys, *words):
     assert tools.main(["plan", "--json", *words]) == 0
     out, progress = capsys.readouterr()
-    assert [line.rpartition("=")[2] for line in progress.splitlines()] == ["none", "selective", "full"]
+    simulated = [line.rpartition("=")[2] for line in progress.splitlines()]
+    assert simulated == ["none", "selective", "full"]
     return json.loads(out)
 
 
@@ -33,7 +34,7 @@ def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
         assert sum(numbers["at_peak"].values()) == numbers["peak"]
         assert numbers["free"] == memory["device"] - memory["reserve"] - numbers["peak"]
     kept = [policy["activations"] for policy in memory["policies"].values()]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 3
+    assert kept[0] > kept[1] > kept[2]
     assert {flow["kind"] for flow in out["communication"]} == {
         "all-gather",
         "reduce-scatter",

@@ -23,7 +23,13 @@ from diffllm.model.attention.gated import GatedConfig
 from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.router import Score
-from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
+from diffllm.model.rope import (
+    RopeConfig,
+    RopeScaling,
+    YarnRamp,
+    attention_factor,
+    with_rounded_ramp,
+)
 
 
 @dataclass(frozen=True)
@@ -114,20 +120,21 @@ def shape_config(model: ModelConfig) -> dict[str, Any]:
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "rope_parameters": rope_parameters(model.rope),
+        "rope_parameters": rope_parameters(model.rope, model.head_dim),
     }
 
 
-def older_rope(rope: RopeConfig) -> dict[str, Any]:
+def older_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the config.json entries rope_theta and rope_scaling, which transformers 4 reads."""
-    scaling = rope_parameters(rope)
+    scaling = rope_parameters(model.rope, model.head_dim)
     theta = scaling.pop("rope_theta")
     plain = scaling["rope_type"] == "default"
     return {"rope_theta": theta, "rope_scaling": None if plain else scaling}
 
 
-def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+def rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
     """Return the config.json entry rope_parameters, which transformers 5 reads."""
+    rope = with_rounded_ramp(rope, head_dim)
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
         return found
@@ -143,6 +150,8 @@ def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
             "beta_slow": rope.beta_slow, "beta_fast": rope.beta_fast,
             "attention_factor": attention_factor(rope),
         }  # fmt: skip
+        if rope.yarn_ramp is YarnRamp.exact:
+            found["truncate"] = False
     return found
 
 
@@ -199,7 +208,7 @@ def llama_layout(model: ModelConfig) -> Layout | None:
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
     exported, imported = renamed(parameter_names(model))
-    config = {**shape_config(model), **older_rope(model.rope), **softmax_config(model)}
+    config = {**shape_config(model), **older_rope(model), **softmax_config(model)}
     if model.qk_norm:
         return Layout("Qwen3ForCausalLM", {"model_type": "qwen3", **config}, exported, imported)
     llama = {"model_type": "llama", **config, "mlp_bias": False}
@@ -232,7 +241,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     config = {
         "model_type": "qwen3_moe",
         **shape_config(model),
-        **older_rope(model.rope),
+        **older_rope(model),
         **softmax_config(model),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(moe.n_dense_layers)),
@@ -281,7 +290,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     config = {
         "model_type": "diffllama",
         **shape_config(model),
-        **older_rope(model.rope),
+        **older_rope(model),
         "num_attention_heads": model.n_heads,
         "hidden_act": "silu",
         "attention_bias": False,

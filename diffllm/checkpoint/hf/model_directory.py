@@ -31,7 +31,7 @@ from diffllm.model.attention.diff_v2 import DiffV2Config
 from diffllm.model.attention.standard import StandardConfig
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.router import MoEConfig, Score
-from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
+from diffllm.model.rope import RopeConfig, RopeScaling, YarnRamp, attention_factor
 
 T = TypeVar("T")
 COMPUTED = {
@@ -43,7 +43,7 @@ ROPES = {"default": RopeScaling.none, **{s.name: s for s in RopeScaling if s.nam
 ROPE_KEYS = (
     "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "truncate", "mscale", "mscale_all_dim",
 )  # fmt: skip
 KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a whole number above 0": (lambda value: type(value) is int and value > 0, (
@@ -55,8 +55,11 @@ KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a finite number": (lambda value: type(value) in (int, float) and math.isfinite(value), (
         "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
         "initializer_range", "low_freq_factor", "rms_norm_eps", "rope_theta")),
+    "a number above 0": (
+        lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
+        ("mscale", "mscale_all_dim")),
     "true or false": (lambda value: type(value) is bool, (
-        "norm_topk_prob", "qk_norm", "tie_word_embeddings")),
+        "norm_topk_prob", "qk_norm", "tie_word_embeddings", "truncate")),
     "text": (lambda value: type(value) is str, ("rope_type", "type", "variant")),
     "an object": (lambda value: type(value) is dict, (
         "attention", "moe", "rope_parameters", "rope_scaling")),
@@ -229,7 +232,14 @@ def rope_of(config: Config) -> RopeConfig:
     if kind == "yarn":
         rope.beta_slow = said.get("beta_slow", 1.0)
         rope.beta_fast = said.get("beta_fast", 32.0)
-        if (factor := said.get("attention_factor")) != attention_factor(rope):
+        if not said.get("truncate", True):
+            rope.yarn_ramp = YarnRamp.exact
+        factor = said.get("attention_factor")
+        if factor is None and {"mscale", "mscale_all_dim"} <= said.keys() and rope.factor > 1:
+            weights = (said["mscale"], said["mscale_all_dim"])
+            above, below = (0.1 * weight * math.log(rope.factor) + 1 for weight in weights)
+            factor = above / below
+        if factor != attention_factor(rope):
             rope.attention_factor = factor
     return rope
 
