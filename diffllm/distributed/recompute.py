@@ -16,9 +16,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-KERNELS = ("aten::_scaled_dot_product", "torch_attn::", "flash_attn::", "flex_attention")
+KERNELS = (
+    "aten::_scaled_dot_product", "torch_attn::", "flash_attn::", "flex_attention",
+    "diffllm::document_attention",
+)  # fmt: skip
 """Starts of the names of all attention kernels as torch dispatches them: SDPA's kernels, those for
-variable lengths, the flash-attn package, and FlexAttention."""
+variable lengths, the flash-attn package, FlexAttention, and ours for documents on CPUs."""
 # torch warns once of in-place operations inside checkpointed regions; blocks have none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed" not in record.getMessage()

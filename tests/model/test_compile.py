@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from variants import LOSSES, MIXTURE, VARIANTS, small_config
 
 from diffllm import build_model
+from diffllm.model.attention import ops
 from diffllm.model.attention.kernels import Kernel, document_blocks, training_mask
 from diffllm.model.attention.ops import Backend, Documents
 
@@ -155,8 +156,13 @@ def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
-def test_varlen_attention_uses_same_compiled_graph_for_all_document_counts(monkeypatch, variant):
+@pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.cpu_documents])
+def test_varlen_attention_uses_same_compiled_graph_for_all_document_counts(
+    monkeypatch, kernel, variant
+):
     """Forward and backward results equal those with a boolean mask."""
+    if kernel is Kernel.varlen:
+        monkeypatch.setattr(ops, "varlen_on_cpu", ops.varlen)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
@@ -165,9 +171,9 @@ def test_varlen_attention_uses_same_compiled_graph_for_all_document_counts(monke
     x = torch.randn(2, LENGTH, 24)
     for number in NUMBERS:
         documents = documents_of(number)
-        rope, mask = model.whole_sequences(documents.ids, documents, x.dtype)
-        expected = forward_and_backward(block, x, rope, mask)
-        mask = training_mask(Kernel.varlen, documents, documents.ids)
+        rope, _ = model.whole_sequences(documents.ids, documents, x.dtype)
+        expected = forward_and_backward(block, x, rope, documents.mask())
+        mask = training_mask(kernel, documents, documents.ids)
         found = forward_and_backward(compiled, x, rope, mask)
         assert_same(found, expected)
     assert counter.frame_count == 1
@@ -183,9 +189,9 @@ def test_flex_attention_uses_same_compiled_graph_for_all_document_counts():
     x = torch.randn(2, LENGTH, 24)
     for number in NUMBERS:
         documents = documents_of(number)
-        rope, mask = model.whole_sequences(documents.ids, documents, x.dtype)
+        rope, _ = model.whole_sequences(documents.ids, documents, x.dtype)
         block.attention.backend = Backend.sdpa
-        expected = block(x, rope, mask)[0]
+        expected = block(x, rope, documents.mask())[0]
         block.attention.backend = Backend.flex
         found = compiled(x, rope, document_blocks(documents.ids))[0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -56,7 +56,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("sdpa", CPU, BF16, 32, False, Kernel.cpu_float32),
         ("sdpa", CPU, BF16, 64, False, Kernel.cpu),
         ("sdpa", CPU, FLOAT32, 32, False, Kernel.cpu),
-        ("sdpa", CPU, BF16, 64, True, Kernel.masked),
+        ("sdpa", CPU, BF16, 64, True, Kernel.cpu_documents),
         ("sdpa", CUDA, BF16, 128, False, Kernel.sdpa),
         ("sdpa", CUDA, FLOAT32, 64, False, Kernel.efficient),
         ("sdpa", CUDA, BF16, 264, False, Kernel.efficient),
@@ -135,7 +135,7 @@ class Blocks:
 @pytest.mark.parametrize(
     ("backend", "device", "dtype", "explicit", "kind"),
     [
-        ("sdpa", CPU, BF16, False, torch.Tensor),
+        ("sdpa", CPU, BF16, False, Packed),
         ("sdpa", CUDA, BF16, False, Packed),
         ("sdpa", CUDA, FLOAT32, False, torch.Tensor),
         ("sdpa", CUDA, BF16, True, torch.Tensor),

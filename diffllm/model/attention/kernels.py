@@ -35,6 +35,7 @@ class Kernel(StrEnum):
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
+    cpu_documents = "torch's fused CPU kernel for each document"
     sdpa = "torch's cuDNN, FlashAttention or memory-efficient kernel"
     efficient = "torch's memory-efficient kernel"
     masked = "torch's SDPA with a boolean mask"
@@ -49,7 +50,7 @@ class Kernel(StrEnum):
 
 HOPPER_OR_BLACKWELL = (9, 10)
 """Major compute capabilities of the data-centre GPUs on which flash-attn-4 runs under torch."""
-PACKED = (Kernel.varlen, Kernel.varlen_2, Kernel.varlen_4)
+PACKED = (Kernel.cpu_documents, Kernel.varlen, Kernel.varlen_2, Kernel.varlen_4)
 FLEX_WIDTHS = range(64, 129)
 """Head widths with tuned FlexAttention tiles for Hopper in torch, forward and backward
 (torch/_inductor/template_heuristics/triton.py)."""
@@ -87,7 +88,8 @@ def training_kernel(
         why = f"head width {width}" if dtype in HALF else f"in {dtype_name(dtype)}"
         return AutoSetting(Kernel.masked if documents else Kernel.efficient, why)
     if device.type != "cuda" and documents:
-        return AutoSetting(Kernel.masked, f"documents on the {device.type}")
+        kernel = Kernel.cpu_documents if device.type == "cpu" else Kernel.masked
+        return AutoSetting(kernel, f"documents on the {device.type}")
     if backend is Backend.flash:  # `prepare_backend` has activated the package
         version = "4" if sdpa_is_flash_4() else "2"
         return AutoSetting(Kernel[("varlen_" if documents else "flash_") + version], ASKED)

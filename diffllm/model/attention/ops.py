@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from diffllm.core.torch_versions import CPU, VARLEN_GQA
+from diffllm.model.attention.cpu_documents import document_attention
 from diffllm.model.attention.slices import Slices
 
 NARROW = 32
@@ -158,7 +159,8 @@ def attend(
     if isinstance(mask, BlockMask):
         return flex(q, k, v, mask, scale)
     if isinstance(mask, Packed):
-        return varlen(q, k, v, mask, scale, backend)
+        kernel = varlen_on_cpu if q.device.type == "cpu" else varlen
+        return kernel(q, k, v, mask, scale, backend)
     if backend is Backend.flash and mask is None:
         return flash(q, k, v, scale)
     return sdpa(q, k, v, mask, scale)
@@ -268,7 +270,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
 ) -> Tensor:
-    """Compute causal attention within each document with a variable-length kernel.
+    """Compute causal attention within each document with a kernel for variable lengths.
 
     `documents` contains the document boundaries. For q, k, v, scale and backend, see `attend`.
     """
@@ -289,6 +291,19 @@ def varlen(
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     return out.view(*shape, -1)[..., :dv]
+
+
+def varlen_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
+) -> Tensor:
+    """Compute causal attention within each document on a CPU; for the arguments, see `varlen`."""
+    dtype, dv, shape = q.dtype, v.shape[-1], q.shape[:3]
+    q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v))
+    if in_float32(dtype, v.shape[-1]):
+        q, k, v = q.float(), k.float(), v.float()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = document_attention(q, k, v, documents.boundaries, scale)[0]
+    return out.view(*shape, -1)[..., :dv].to(dtype)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
