@@ -10,6 +10,7 @@ means over seeds and gaps to the baseline. Tasks that are too long for a run are
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
 diffllm evaluate run=outputs/mine suite=checkpoint every=true
+diffllm evaluate run=outputs/mine tasks=[position] seq_len=4096
 diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 512, needles: 6, queries: 2}'
 diffllm evaluate run=outputs/mine tasks=[mqar] level='{filler: [0, 64, 256]}'
 """
@@ -33,6 +34,7 @@ from diffllm.data.tasks.task import levels_of
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation.evaluation import Subject
 from diffllm.evaluation.load import decoder
+from diffllm.evaluation.position import Position
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
 from diffllm.metrics.records import read_record
 
@@ -46,6 +48,9 @@ class EvaluateArguments:
     tasks: str = argument("[a,b]: only these tasks; or .jsonl or .ndjson files of examples", "")
     level: str = argument("{key: value or list}: difficulty of the single task in tasks", "")
     limit: int | None = argument("maximum examples or documents", None, least=1)
+    seq_len: int | None = argument(
+        "maximum tokens of a document for position; default: length of the run", None, least=1
+    )
     seed: int = argument("seed of the examples", 0)
     json: bool = flag("JSON instead of tables")
     plugins: str = plugins_argument()
@@ -71,7 +76,9 @@ def evaluate_command(argv: list[str]) -> None:
     except ValueError as error:
         raise ConfigError(f"level={args.level} {error}") from None
     evaluations, asked = chosen(args.suite, names, levels)
-    asked = replace(asked, seed=args.seed, limit=args.limit)
+    asked = replace(asked, seed=args.seed, limit=args.limit, seq_len=args.seq_len)
+    if args.seq_len and Position.name not in [each.name for each in evaluations]:
+        raise ConfigError(f"seq_len={args.seq_len} needs the task position: set tasks=[position]")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, dict[str, Result]] = {}
     skipped: dict[str, list[str]] = {}

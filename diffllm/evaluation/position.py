@@ -4,7 +4,9 @@ Shapes: n tokens of a document.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +18,9 @@ from diffllm.data.progress import track
 from diffllm.evaluation.answers import TOKENS, by_length, padded
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
 from diffllm.evaluation.load import own_corpus, own_data
+from diffllm.model import Transformer
 from diffllm.model.attention.ops import Documents
+from diffllm.model.rope import RotaryEmbedding
 from diffllm.statistics.bootstrap import of_documents
 
 VERSION = 1
@@ -31,7 +35,8 @@ Sums = dict[str, list[float]]
 class Position(Evaluation):
     """Evaluation of whole held-out documents: loss by position, distance and span of a token.
 
-    The model reads each document from its start, after an EOS, up to the model's maximum length.
+    The model reads each document from its start, after an EOS, up to the model's maximum length, or
+    up to `Asked.seq_len` tokens. RoPE tables are computed for that length.
     The EOS at the end of a document is also predicted. The properties of a predicted token are:
 
     - position: the index of the token in its document, from 0.
@@ -52,17 +57,19 @@ class Position(Evaluation):
             "version": VERSION,
             "documents": asked.limit or DOCUMENTS,
             "corpus": own_corpus(subject.run, subject.cfg),
+            **({"seq_len": asked.seq_len} if asked.seq_len else {}),
         }
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        data, longest = own_data(subject.run, subject.cfg), subject.model.cfg.seq_len
+        data = own_data(subject.run, subject.cfg)
+        longest = settings.get("seq_len", subject.model.cfg.seq_len)
         stream, eos_id = data.split("heldout"), data.manifest.eos_id
         chosen = heldout_documents(stream, eos_id, most=settings["documents"])
         starts = chosen.starts.tolist()
         ends = (chosen.starts + np.minimum(chosen.lengths, longest)).tolist()
         texts = [stream.tokens(*place).tolist() for place in zip(starts, ends, strict=True)]
         nats: dict[int, list[float]] = {}
-        with track(self.name, len(texts)) as advance:
+        with track(self.name, len(texts)) as advance, positions_up_to(longest, subject.model):
             for places in by_length(range(len(texts)), lambda i: len(texts[i]), TOKENS):
                 losses = token_nats(subject, [texts[i] for i in places], eos_id)
                 nats |= zip(places, losses, strict=True)
@@ -96,6 +103,19 @@ class Position(Evaluation):
                     )
                 )
         return found
+
+
+@contextmanager
+def positions_up_to(seq_len: int, model: Transformer) -> Iterator[None]:
+    """In this context, `model` has RoPE tables for `seq_len` positions."""
+    cfg, tables = model.cfg, model.rope
+    longer = RotaryEmbedding(cfg.head_dim, seq_len, cfg.rope).to(tables.cos.device)
+    longer.reset_parameters()
+    model.cfg, model.rope = replace(cfg, seq_len=seq_len), longer
+    try:
+        yield
+    finally:
+        model.cfg, model.rope = cfg, tables
 
 
 @torch.no_grad()

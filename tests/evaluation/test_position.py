@@ -1,6 +1,6 @@
 """The evaluation `position` against loops over its definition, in float64."""
 
-import copy
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -15,6 +15,7 @@ from diffllm.data.token_data import TokenData
 from diffllm.evaluation.evaluation import Asked, Line, Subject
 from diffllm.evaluation.position import octave, sums
 from diffllm.evaluation.suite import EVALUATIONS
+from diffllm.model.transformer import build_model
 from diffllm.statistics.bootstrap import of_documents
 
 POSITION = EVALUATIONS["position"]
@@ -83,26 +84,32 @@ def measured(
     return subject_of(directory / "run"), data
 
 
-def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
-    return POSITION.lines(subject, POSITION.settings(subject, Asked(limit=limit)))
+def lines_of(subject: Subject, limit: int | None = None, seq_len: int | None = None) -> list[Line]:
+    return POSITION.lines(subject, POSITION.settings(subject, Asked(limit=limit, seq_len=seq_len)))
 
 
+@pytest.mark.parametrize("seq_len", [None, 16, 100])
 @torch.no_grad()
 def test_batched_position_evaluation_matches_float64_reference(
-    measured: tuple[Subject, TokenData],
+    measured: tuple[Subject, TokenData], seq_len: int | None
 ) -> None:
     subject, data = measured
     stream, eos_id = data.split("heldout"), data.manifest.eos_id
     every = heldout_documents(stream, eos_id)
     assert max(every.lengths) > 48 > 20 > min(every.lengths), "some are cut"
-    lines = lines_of(subject)
+    lines = lines_of(subject, seq_len=seq_len)
+    assert subject.model.cfg.seq_len == subject.model.rope.seq_len == 48
     assert [line["start"] for line in lines] == every.starts.tolist()
-    for line in lines_of(subject, limit=5):  # A batch with different documents and padding.
+    for line in lines_of(
+        subject, limit=5, seq_len=seq_len
+    ):  # A batch with different documents and padding.
         (same,) = (each for each in lines if each["start"] == line["start"])
         assert line["all"][""] == pytest.approx(same["all"][""], rel=1e-5)
-    exact = copy.deepcopy(subject.model).double()
+    exact = build_model(dataclasses.replace(subject.cfg.model, seq_len=100))
+    exact.load_state_dict(subject.model.state_dict())
+    exact = exact.double()
     for line, length in zip(lines, every.lengths.tolist(), strict=True):
-        text = stream.tokens(line["start"], line["start"] + min(length, 48)).tolist()
+        text = stream.tokens(line["start"], line["start"] + min(length, seq_len or 48)).tolist()
         logits = exact(torch.tensor([[eos_id, *text[:-1]]]))[0]
         if subject.cfg.data.mask_documents:  # The EOS belongs to the previous document.
             logits = torch.cat((exact(torch.tensor([[eos_id]]))[0], exact(torch.tensor([text]))[0]))

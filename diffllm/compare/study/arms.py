@@ -195,7 +195,16 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
         raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
-    if value is not None and not sweep:
+    positions = None
+    if value is not None and needs_positions(study, planned.arm):
+        positions = position_losses(run)
+    if value is not None and positions and study.octave:
+        if (value := positions.at(study.octave)) is None:
+            raise ConfigError(
+                f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
+                "another metric, or evaluate with a larger seq_len= or limit="
+            )
+    elif value is not None and not sweep:
         if (number := number_of(run, study.metric)) is None:
             file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
             raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
@@ -204,9 +213,6 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     if is_loss and value is not None:
         with suppress(CheckpointError):
             documents = rounded(document_losses(run.path))
-    positions = None
-    if value is not None and needs_positions(study, planned.arm):
-        positions = position_losses(run)
     own, problem = config_digest(run.cfg, study), change_during_run(run.path)
     if own != digest or planned.lr not in (None, run.cfg.optim.lr):
         problem = strayed(run.path, run.cfg, config_of_planned(planned), UNHASHED)

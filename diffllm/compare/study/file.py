@@ -32,9 +32,14 @@ OF_THE_SUMMARY = {
 }  # fmt: skip
 """Numbers of summary.json, and their units."""
 LR_SENSITIVITY, TASKS = "lr_sensitivity", "tasks/"
-LOWER_IS_BETTER = ("heldout_", "train_loss", "train/loss", "eval/loss", "seconds", LR_SENSITIVITY)
+AT_POSITION = f"{POSITION}/"
+"""Prefix of the metrics position/N: held-out loss at the positions N to 2N - 1 of documents."""
+LOWER_IS_BETTER = (
+    "heldout_", "train_loss", "train/loss", "eval/loss", "seconds", LR_SENSITIVITY, AT_POSITION,
+)  # fmt: skip
 HIGHER_IS_BETTER = (TASKS, "tokens_per_s", "perf/tokens_per_s", "perf/mfu")
 """Prefixes of metrics; for other metrics neither direction is better."""
+OCTAVES = tuple(str(2**n) for n in range(27))
 MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 
@@ -120,7 +125,7 @@ class Study:
     rule: Rule
     source: str = ""
     metric: str = "heldout_loss"
-    """A number of summary.json, a logged metric, or lr_sensitivity."""
+    """A number of summary.json, a logged metric, position/N, or lr_sensitivity."""
     scale: str = "linear"
     """linear, or log: gaps and bounds are of the logarithm."""
     also: list[Rule] = field(default_factory=list)
@@ -151,9 +156,20 @@ class Study:
         """Unit of gaps; "" if the scale is "log" or the metric has no unit."""
         if self.scale == "log":
             return ""
-        if self.metric == LR_SENSITIVITY:
+        if self.metric == LR_SENSITIVITY or self.octave:
             return OF_THE_SUMMARY["heldout_loss"]
         return OF_THE_SUMMARY.get(self.metric) or metric_of(self.metric).unit
+
+    @property
+    def octave(self) -> int | None:
+        """First position of the octave of the metric position/N; None for other metrics."""
+        prefix, _, name = self.metric.rpartition("/")
+        return int(name) if prefix == POSITION and name in OCTAVES else None
+
+    @property
+    def logged(self) -> bool:
+        """Whether runs log the metric during training."""
+        return not (self.metric in (*OF_THE_SUMMARY, LR_SENSITIVITY) or self.octave)
 
     @property
     def rules(self) -> list[Rule]:
@@ -203,7 +219,7 @@ def check_study(study: Study) -> None:
             )
     check_seeds("seeds", study.seeds, least=2)
     if any(rule.kind == "log_rank" for rule in study.rules) and (
-        study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
+        not study.logged or study.lr_sweep is not None
     ):
         raise ConfigError(
             f"kind=log_rank is not supported with metric={study.metric}"
@@ -238,7 +254,7 @@ def check_study(study: Study) -> None:
 
 
 def check_metric_at_flops(study: Study) -> None:
-    logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
+    logged = study.metric == "heldout_loss" or study.logged
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
         raise ConfigError(
             f"at=flops is not supported with metric={study.metric}"
@@ -301,7 +317,7 @@ def check_trend_metric(study: Study, rule: Rule) -> None:
     of_loss = study.metric == "heldout_loss"
     if rule.over == POSITION and not of_loss:
         raise ConfigError(f"metric={study.metric} must be heldout_loss for over={POSITION}")
-    if rule.over == TOKENS and not of_loss and study.metric in (*OF_THE_SUMMARY, LR_SENSITIVITY):
+    if rule.over == TOKENS and not of_loss and not study.logged:
         raise ConfigError(
             f"over={TOKENS} is not supported with metric={study.metric}; use heldout_loss or a "
             "metric that is logged during training, such as eval/loss"
@@ -342,8 +358,19 @@ def check_metric(name: str) -> None:
             f"metric={name} needs the key lr_sweep; add learning rates, such as "
             "lr_sweep: [0.001, 0.002]"
         )
+    if name.startswith(AT_POSITION):
+        octave = name.removeprefix(AT_POSITION)
+        if octave not in OCTAVES:
+            raise ConfigError(
+                f"metric={name} must be {AT_POSITION}N, with N a power of 2 up to 2^26"
+            )
+        return
     try:
         name in OF_THE_SUMMARY or metric_of(name)
     except ConfigError:
-        known = [*OF_THE_SUMMARY, *(metric.quantity for metric in METRICS if metric.column)]
+        known = [
+            *OF_THE_SUMMARY,
+            f"{AT_POSITION}1024",
+            *(metric.quantity for metric in METRICS if metric.column),
+        ]
         raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None

@@ -10,7 +10,7 @@ from diffllm.compare.report.numbers import ascii_minus
 from diffllm.compare.report.trends import trend_sentence
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.file import PARAMETERS, POSITION, TOKENS, Rule, Study
-from diffllm.compare.study.trend_data import PositionLosses, check_sizes
+from diffllm.compare.study.trend_data import PositionLosses, check_same_documents, check_sizes
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import finite
 from diffllm.statistics.gap_tests import paired, welch
@@ -125,11 +125,7 @@ def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
 
 
 def at_positions(losses: list[PositionLosses]) -> tuple[np.ndarray, list[np.ndarray]]:
-    if len({each.settings for each in losses}) > 1:
-        raise ConfigError(
-            f"trend over {POSITION}: runs were evaluated on different documents; repeat `diffllm "
-            f"evaluate tasks=[{POSITION}]` with the same limit=N for all runs"
-        )
+    check_same_documents(losses)
     return common_points([(each.positions, each.losses) for each in losses])
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +31,16 @@ class PositionLosses(NamedTuple):
     settings: str
     """JSON that identifies the documents, corpus and tokenizer. It must be equal for all runs."""
 
+    def at(self, octave: int) -> float | None:
+        """Return the loss of the octave that begins at position `octave`; None if not measured."""
+        found = self.losses[self.positions == octave]
+        return float(found[0]) if len(found) else None
+
 
 def needs_positions(study: Study, arm: str) -> bool:
-    return any(rule.over == POSITION and arm in rule.pairs[0] for rule in study.rules)
+    return study.octave is not None or any(
+        rule.over == POSITION and arm in rule.pairs[0] for rule in study.rules
+    )
 
 
 def position_losses(run: Run) -> PositionLosses:
@@ -59,6 +66,15 @@ def position_losses(run: Run) -> PositionLosses:
     positions = np.array(sorted(octaves), dtype=np.float64)
     losses = np.array([octaves[at] for at in positions], dtype=np.float64)
     return PositionLosses(positions, losses, json.dumps(question_asked(found)))
+
+
+def check_same_documents(losses: Iterable[PositionLosses | None]) -> None:
+    """Raise ConfigError if losses by position were measured on different documents."""
+    if len({each.settings for each in losses if each}) > 1:
+        raise ConfigError(
+            f"losses by {POSITION}: runs were evaluated on different documents; repeat `diffllm "
+            f"evaluate tasks=[{POSITION}]` with the same limit=N and seq_len=N for all runs"
+        )
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:

@@ -159,8 +159,8 @@ def attend(
     if isinstance(mask, BlockMask):
         return flex(q, k, v, mask, scale)
     if isinstance(mask, Packed):
-        kernel = varlen_on_cpu if q.device.type == "cpu" else varlen
-        return kernel(q, k, v, mask, scale, backend)
+        packed = varlen_on_cpu if q.device.type == "cpu" else varlen
+        return packed(q, k, v, mask, scale, backend)
     if backend is Backend.flash and mask is None:
         return flash(q, k, v, scale)
     return sdpa(q, k, v, mask, scale)

@@ -23,6 +23,7 @@ from diffllm.evaluation.position import Position
 
 TOKENS = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
 POSITION = TOKENS.replace("tokens", "position")
+BELOW = "{kind: difference, arm: v2, against: half, below: 0.0}"
 SIZES = (
     "{kind: trend, over: parameters, arm: v2_l, against: std_l, "
     "smaller: {v2_s: std_s, v2_m: std_m}, below: 0.0}"
@@ -279,9 +280,13 @@ def test_trend_rule_over_tokens_uses_losses_logged_during_training(tmp_path):
     )
 
 
-def test_trend_rule_over_position_reads_position_losses_of_last_step(tmp_path):
-    study, out = written(tmp_path, POSITION), tmp_path / "out"
-    for name in ("half", "v2"):
+@pytest.mark.parametrize(
+    ("rule", "more", "gap"),
+    [(POSITION, {}, -0.01), (BELOW, {"metric": "position/4"}, -0.02)],
+)
+def test_rules_on_position_read_position_losses_of_last_step(tmp_path, rule, more, gap):
+    study, out = written(tmp_path, rule, **more), tmp_path / "out"
+    for name in ("standard", "half", "v2"):
         for seed, noise in enumerate(NOISE):
             slope = (name == "v2") * (-0.01 + noise)
             bins = {"0": [9.0, 1]} | {
@@ -303,4 +308,32 @@ def test_trend_rule_over_position_reads_position_losses_of_last_step(tmp_path):
             store_result(file, {**first, "scores": scores}, lines)
     found = judge(study, out)
     assert found.verdict == "shown", found.reasons
-    assert found.tested[0].gap.mean == pytest.approx(-0.01)
+    assert found.tested[0].gap.mean == pytest.approx(gap)
+    assert study.unit == "nats per token"
+    first["key"]["seq_len"] = 64
+    store_result(file, {**first, "scores": scores}, lines)
+    with pytest.raises(ConfigError, match=r"different documents; .* same limit=N and seq_len=N"):
+        judge(study, out)
+
+
+def test_metric_by_position_needs_documents_of_this_length(tmp_path):
+    study, out = written(tmp_path, BELOW, metric="position/64"), tmp_path / "out"
+    for name in ("standard", "half", "v2"):
+        for seed in range(5):
+            file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
+            score = {"of": "position 1", "value": 4.0, "level": {"position": 1}}
+            store_result(file, {"key": {}, "unit": "nats per token", "scores": [score]}, [])
+    with pytest.raises(ConfigError, match="has no held-out document with more than 64 tokens"):
+        judge(study, out)
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("position/3000", "metric=position/3000 must be position/N, with N a power of 2"),
+        ("position/x", "metric=position/x must be position/N"),
+    ],
+)
+def test_metric_by_position_must_name_an_octave(tmp_path, metric, said):
+    with pytest.raises(ConfigError, match=said):
+        study_file(tmp_path / "study.yaml", BELOW, metric=metric)
