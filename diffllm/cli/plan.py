@@ -15,8 +15,9 @@ from diffllm.cli.arguments import argument, flag, parse
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.data.progress import stages
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, nearest_change, plan
+from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, plan
 from diffllm.plan.memory import Kind
+from diffllm.plan.search import LENGTH_UNIT, longest_sequence, nearest_change
 from diffllm.plan.simulate import Step
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -44,13 +45,15 @@ def plan_command(argv: list[str]) -> None:
                 made = made.simulated(policy, say)
     if not args.json:
         echo(memory_text(made), flush=True)
-    if not made.fits:
-        with stages() as say:
-            change = nearest_change(made, say)
+    with stages() as say:
+        change = None if made.fits else nearest_change(made, say)
+        longest = longest_sequence(made, say)
     if args.json:
-        echo_json(plan_numbers(made, change))
+        echo_json({**plan_numbers(made, change), "longest_sequence": longest})
     else:
         echo(fit_text(made, change))
+        found = f"{longest:,} tokens" if longest else f"shorter than {LENGTH_UNIT:,} tokens"
+        echo(f"longest sequence that fits, with one per forward pass: {found}")
         print_assumptions(made)
 
 
@@ -122,12 +125,15 @@ def head_text(made: RunPlan) -> str:
     cfg, cluster = made.cfg, made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in made.mesh.items())
     micro, count = cfg.micro_batches(cluster.gpus)
+    context = cfg.parallel.context
+    layout += f", context {context}" * (context > 1)
+    of = "rank" if context == 1 else f"{context} ranks"
     return (
         f"{cfg.run.choices['attention']} / {cfg.run.choices['model']}: "
         f"{made.n_params / 1e9:,.2f}B parameters, "
         f"{cluster.gpus:,} x {cluster.device.name}, {layout}\n"
         f"{cfg.global_batch_size:,} x {cfg.seq_len:,} tokens per step, "
-        f"{count} x {micro} sequences per rank; numbers of rank {cluster.rank}"
+        f"{count} x {micro} sequences per {of}; numbers of rank {cluster.rank}"
     )
 
 

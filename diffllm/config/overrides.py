@@ -243,7 +243,7 @@ def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Raises ConfigError if a removed key has another value than its former default.
     """
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in saved.items():
         key = f"{prefix}{name}"
         if key in RENAMED and isinstance(value, bool):

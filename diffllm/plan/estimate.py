@@ -1,17 +1,15 @@
-"""Planned memory, time and traffic of a run on a cluster, and config changes that save memory."""
+"""Planned memory, time and traffic of a run on a cluster."""
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
-from itertools import chain, combinations, product
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from diffllm.config import Precision, TrainConfig, load_config
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, did_you_mean
-from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.metrics.profiling import DEVICES, Device, device_named
 from diffllm.model import Transformer, without_storage
@@ -263,11 +261,14 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
     assumed = []
     if not keys & {"global_batch_size", "experiment"}:
         micro = cfg.micro_batch_size or 1
-        batch = micro * cluster.gpus
+        groups = max(1, cluster.gpus // cfg.parallel.context)
+        batch = micro * groups
         cfg = replace(cfg, micro_batch_size=micro, global_batch_size=batch)
+        of = "rank" if groups == cluster.gpus else "group of context ranks"
         if "micro_batch_size" not in keys:
-            assumed.append(Assumption("micro_batch_size", micro, "sequences per rank"))
-        assumed.append(Assumption("global_batch_size", batch, "one micro-batch per rank and step"))
+            assumed.append(Assumption("micro_batch_size", micro, f"sequences per {of}"))
+        why = f"one micro-batch per {of} and step"
+        assumed.append(Assumption("global_batch_size", batch, why))
     cfg.check_world(cluster.gpus)
     return cfg, assumed
 
@@ -311,100 +312,3 @@ def idealised(cfg: TrainConfig) -> dict[str, str]:
     if cfg.model.moe.n_experts:
         found["routing"] = "assumed balanced: all experts get the same number of tokens"
     return found
-
-
-MORE_GPUS = (2, 4, 8, 16)
-"""Factors on the number of GPUs to try."""
-
-Words = tuple[str, ...]
-"""Overrides of a change; they replace overrides of the same keys on the command line."""
-
-
-def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
-    """Return a changed plan that fits into GPU memory, or None if no tried change fits.
-
-    The function `options` lists the kinds of change. First try each kind alone, then two kinds
-    together, and so on. Within a kind, prefer the smallest change that fits. `say` receives a
-    message before each simulated step.
-    """
-    outcome_of = cache(partial(outcome, plan, say))
-    kinds = options(plan)
-    for count in range(1, len(kinds) + 1):
-        for chosen in combinations(kinds, count):
-            tried = [merged(values) for values in product(*chosen)]
-            # Try the largest valid change first: if it does not fit, smaller changes do not either.
-            farthest = next(filter(None, map(outcome_of, reversed(tried))), None)
-            if farthest and farthest.fits:
-                return next(made for made in map(outcome_of, tried) if made and made.fits)
-    return None
-
-
-def options(plan: RunPlan) -> list[list[Words]]:
-    """List changes of settings that may reduce the memory of a run, in one list per kind of change.
-
-    Preferred kinds come first. Each list starts with the smallest change. A change is a tuple of
-    overrides.
-    """
-    cfg, gpus = plan.cfg, plan.cluster.gpus
-    micro, count = cfg.micro_batches(gpus)
-    waits = count > 1 and cfg.parallel.reduce is not Reduce.every
-    batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
-    # Without a given batch size, a smaller micro-batch would reduce the batch.
-    same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
-    shard, replicas = cfg.parallel.shard, cfg.parallel.replicate
-
-    def shards(times: int) -> Words:  # more replicas save no memory
-        if shard == -1:
-            return ()
-        return (f"parallel.shard={times * shard if replicas == -1 else -1}",)
-
-    kinds: list[list[Words]] = [
-        [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
-        [("parallel.reduce=every",)] if waits else [],
-        [(f"{RECOMPUTE}={policy.name}",) for policy in stronger(cfg.activation_checkpointing)],
-        [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
-        [(f"gpus={times * gpus}", *shards(times)) for times in MORE_GPUS],
-    ]
-    return [kind for kind in kinds if kind]
-
-
-def stronger(policy: ActivationCheckpointing) -> list[ActivationCheckpointing]:
-    """Return the policies that recompute more than `policy`, the weakest first."""
-    every = list(ActivationCheckpointing)
-    return every[every.index(policy) + 1 :]
-
-
-def merged(values: Iterable[Words]) -> Words:
-    """Join tuples of overrides; keep only the first override of each key."""
-    by_key: dict[str, str] = {}
-    for word in chain.from_iterable(values):
-        by_key.setdefault(key_of_word(word), word)
-    return tuple(by_key.values())
-
-
-def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
-    """Return a copy of `plan` with the additional overrides `words` and a simulated step.
-
-    If the changed config is invalid for the number of GPUs, return None. If parameters, gradients
-    and optimizer state alone exceed the GPU memory, only changes of `gpus` or of a key of
-    `parallel` can help; for other `words`, return `plan` itself. `say` receives a message before
-    the simulation.
-    """
-    step = plan.step
-    state = step.parameters + step.gradients + step.optimizer
-    spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
-    if not spreads and state > plan.memory - plan.reserve:
-        return plan
-    gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
-    cluster = replace(plan.cluster, gpus=gpus[0]) if gpus else plan.cluster
-    added = [word for word in words if not word.startswith("gpus=")]
-    keys = set(map(key_of_word, added))
-    overrides = [*(word for word in plan.overrides if key_of_word(word) not in keys), *added]
-    try:
-        cfg, assumed = planned_config(cluster, overrides)
-        changed = RunPlan(cfg, overrides, cluster, assumed, words)
-        if len(words) == 1 and key_of_word(words[0]) == RECOMPUTE:
-            return replace(changed, steps=plan.steps)
-        return changed.simulated(cfg.activation_checkpointing, say)
-    except ConfigError:
-        return None

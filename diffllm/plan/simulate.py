@@ -84,7 +84,8 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     """
     cfg.check_world(world_size)
     micro, count = cfg.micro_batches(world_size)
-    shortened = micro * world_size * min(count, SIMULATED)
+    groups = world_size // cfg.parallel.context
+    shortened = micro * groups * min(count, SIMULATED)
     cfg = replace(as_on_gpu(cfg), global_batch_size=shortened)
     observer = Observer()
     gc.collect()

@@ -20,7 +20,8 @@ def as_json(capsys, *words):
     assert tools.main(["plan", "--json", *words]) == 0
     out, progress = capsys.readouterr()
     simulated = [line.rpartition("=")[2] for line in progress.splitlines()]
-    assert simulated == ["none", "selective", "full"]
+    assert simulated[:3] == ["none", "selective", "full"]
+    assert all("seq_len=" in line for line in progress.splitlines()[3:])
     return json.loads(out)
 
 

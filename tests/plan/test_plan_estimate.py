@@ -4,8 +4,9 @@ import pytest
 from tiers import slow_but
 
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import GIB, Cluster, nearest_change, outcome, plan
+from diffllm.plan.estimate import GIB, Cluster, plan
 from diffllm.plan.memory import Call, Collective
+from diffllm.plan.search import longest_sequence, nearest_change, outcome
 
 SMALL = [
     "model=tiny",
@@ -66,6 +67,18 @@ def test_plan_suggests_smallest_config_change_that_fits_memory(gpus, overrides, 
     assert again.fits
     assert again.step.peak.by_kind == change.step.peak.by_kind
     assert change.words == words
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_longest_sequence_fits_and_a_slightly_longer_one_does_not(context):
+    words = [*SMALL, "attention=diff_v2", "seq_len=512", f"parallel.context={context}", ONE]
+    room = limited(1, [*words, "seq_len=6144"]).step.peak.total / GIB + 1e-3
+    longest = longest_sequence(limited(room, words), print)
+    assert longest is not None
+    assert longest % 1024 == 0
+    assert limited(room, [*words, f"seq_len={longest}"]).fits
+    assert not limited(room, [*words, f"seq_len={longest + 4096}"]).fits
+    assert longest_sequence(limited(1e-3, words), print) is None
 
 
 def test_outcome_function_returns_none_only_for_invalid_change():
