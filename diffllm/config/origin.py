@@ -177,9 +177,11 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
     """Return overrides that set the model, attention and tokenizer of `origin`.
 
     `given` contains the user's overrides as {key: value}. If they already choose the model, the
-    attention or the tokenizer, the result does not set it.
+    attention or the tokenizer, the result does not set it. The result does not set RoPE settings
+    that the YAML of an experiment sets.
     """
     words = []
+    other = rope_of_experiment(given["experiment"]) if "experiment" in given else set()
     if "model" not in given:
         # The YAML also sets the learning rate. Imported models have no YAML.
         if not origin.architecture and origin.name in yaml_names("model"):
@@ -187,7 +189,7 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
         words += [
             f"model.{key}={as_text(value)}"
             for key, value in flatten(yaml_dict(origin.model)).items()
-            if key not in OF_A_RUN and not key.startswith("attention.")
+            if key not in OF_A_RUN and not key.startswith("attention.") and key not in other
         ]
     if "attention" not in given:
         words.append(f"attention={origin.attention}")
@@ -198,3 +200,12 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
         words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
     check_shared(words, str(origin.path))
     return words
+
+
+def rope_of_experiment(name: str) -> set[str]:
+    """Return the keys in `model` of the RoPE settings that the YAML of an experiment sets."""
+    without, own = (
+        dict(compose_config(["model=tiny", f"experiment={each}"]).model.rope)
+        for each in ("none", name)
+    )
+    return {f"rope.{key}" for key in own if own[key] != without[key]}

@@ -1,6 +1,7 @@
 """Stages: runs that continue training of another run with other settings."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from tiers import slow_but
 from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
+from diffllm.config import load_config
+from diffllm.config.saved import load_run_config
 
 WORDS = (
     "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",
@@ -110,6 +113,14 @@ def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(corpus, firs
     assert main(["report", str(third)]) == 0
     page = (third / "report.html").read_text()
     assert "Loss over all stages" in page
+
+
+def test_experiment_of_next_stage_sets_rope_and_keeps_the_model_of_the_previous(corpus, first):
+    words = ["experiment=long_context_4k", f"resume=stage:{first}"]
+    cfg, before = load_config(words), load_run_config(first)
+    assert cfg.model.rope == replace(before.model.rope, theta=160_000.0)
+    assert (cfg.model.dim, cfg.model.n_layers) == (before.model.dim, before.model.n_layers)
+    assert load_config([*words, "model.rope.theta=5"]).model.rope.theta == 5
 
 
 REFUSED = {
