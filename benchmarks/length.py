@@ -4,11 +4,11 @@
 
 Speed: one step of 16,384 tokens, in sequences of 1,024 to 16,384 tokens, with whole sequences and
 with masked documents of 500 tokens on average. All steps are repeated in a new random order in each
-round. Results are ratios to the step with 1,024 tokens of the same round, beside the ratios of
-FLOPs per token.
+round. Results are ratios to the step with 1,024 tokens of the same round. The ratios of FLOPs per
+token are listed next to them.
 
 Memory: bytes that the forward pass keeps per token, from the events of torch's allocator, with each
-policy of activation checkpointing, beside the figure of `diffllm plan`; and the time of a step.
+policy of activation checkpointing, next to the figure of `diffllm plan`; and the time of a step.
 """
 
 import argparse

@@ -53,7 +53,7 @@ def plan_command(argv: list[str]) -> None:
     else:
         echo(fit_text(made, change))
         found = f"{longest:,} tokens" if longest else f"shorter than {LENGTH_UNIT:,} tokens"
-        echo(f"longest sequence that fits, with one per forward pass: {found}")
+        echo(f"longest sequence that fits, at 1 sequence per forward pass: {found}")
         print_assumptions(made)
 
 

@@ -1,5 +1,6 @@
 """Load the typed config of a command line; compute the training steps and feed-forward width."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,7 +15,7 @@ from diffllm.config.matching import match, widened
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.overrides import check_choice
 from diffllm.config.plugins import load_plugins, plugins_in
-from diffllm.config.schema import MOST_STEPS, TrainConfig, check_paths
+from diffllm.config.schema import MOST_STEPS, ContextError, TrainConfig, check_paths
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 
@@ -40,6 +41,26 @@ def load_config(
     named_here = [user_path(config_dir, "config_dir").resolve()] if config_dir is not None else []
     load_plugins(words, named_here)
     return without_imports(words)
+
+
+def configs_of(comparison: list[Callable[[], TrainConfig]]) -> list[TrainConfig]:
+    """Call the functions that load the configs of a comparison; return the configs.
+
+    Raises ConfigError if a config is invalid. If parallel.context does not fit the attention of a
+    config, the message names the values that fit all configs.
+    """
+    configs, refused = [], []
+    for load in comparison:
+        try:
+            configs.append(load())
+        except ContextError as error:
+            refused.append(error)
+    if refused:
+        allowed = [error.allowed for error in refused]
+        allowed += [cfg.context_degrees() for cfg in configs]
+        common = sorted(set(allowed[0]).intersection(*allowed[1:]))
+        raise ConfigError(f"{refused[0]}; all runs allow {', '.join(map(str, common))}")
+    return configs
 
 
 def without_imports(words: list[str]) -> TrainConfig:

@@ -35,7 +35,7 @@ OF_A_RUN = (
 
 
 class Named(NamedTuple):
-    """A value of `resume` that names another model: weights:PATH or stage:PATH, each with @STEP."""
+    """A value of `resume` that names another model: weights:PATH[@STEP] or stage:PATH[@STEP]."""
 
     kind: str
     """A key of CARRIED."""
@@ -114,10 +114,14 @@ def origin_of(path: Path, step: int = 0) -> Origin:
             cfg = load_run_config(run)
             chosen = cfg.run.choices
             facts = read_record(run / "run.json") or {}
+            if step and run is not path:
+                raise CheckpointError(f"{path} is a checkpoint, so remove @{step} from resume")
             step = step if run is path else step_of(path)
             names = chosen["attention"], chosen["model"]
             return Origin(path, cfg.model, step, *names, run, facts=facts)
     if (path / CONFIG).is_file():
+        if step:
+            raise CheckpointError(f"{path} is a model directory, so remove @{step} from resume")
         directory, name = ModelDirectory(path), name_from(path)
         return Origin(path, directory.model, name=name, directory=directory)
     missing = ": it does not exist" * (not path.exists()) + similar_path(path, os.path.isdir)
@@ -204,8 +208,11 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
 
 def rope_of_experiment(name: str) -> set[str]:
     """Return the keys in `model` of the RoPE settings that the YAML of an experiment sets."""
-    without, own = (
-        dict(compose_config(["model=tiny", f"experiment={each}"]).model.rope)
-        for each in ("none", name)
-    )
-    return {f"rope.{key}" for key in own if own[key] != without[key]}
+    found = set()
+    for model in ("tiny", "dense_7b"):  # with different values, so that every value is found
+        without, own = (
+            dict(compose_config([f"model={model}", f"experiment={each}"]).model.rope)
+            for each in ("none", name)
+        )
+        found |= {f"rope.{key}" for key in own if own[key] != without[key]}
+    return found

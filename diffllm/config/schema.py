@@ -32,6 +32,14 @@ from diffllm.optim import OptimConfig, ProtectionConfig
 MOST_STEPS = LARGEST_DOCUMENT = 10**12
 
 
+class ContextError(ConfigError):
+    """parallel.context does not fit the attention; `allowed` contains the possible values."""
+
+    def __init__(self, message: str, allowed: list[int]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
 class Precision(Enum):
     """Dtype of matrix products; master weights, gradient sums and the loss are always float32."""
 
@@ -172,20 +180,26 @@ class TrainConfig:
         if self.seq_len % context:
             raise ConfigError(f"parallel.context={context} must divide seq_len={self.seq_len}")
         name = self.run.choices.get("attention", type(self.model.attention).__name__)
+        if (allowed := self.context_degrees()) == [1]:
+            raise ContextError(
+                f"parallel.context={context} is not supported with attention={name} and "
+                f"model.attention.backend={self.model.attention.backend.name}, which need whole "
+                "sequences; set parallel.context=1",
+                allowed,
+            )
+        if context not in allowed:
+            raise ContextError(
+                f"parallel.context={context} does not fit the heads of attention={name}; "
+                f"choose one of {', '.join(map(str, allowed))}",
+                allowed,
+            )
+
+    def context_degrees(self) -> list[int]:
+        """Return the values of parallel.context that the attention variant supports."""
         with torch.device("meta"):
             module = self.model.attention.build(self.model, 0)
-        backend = self.model.attention.backend
-        if backend is Backend.reference or not module.sliceable:
-            raise ConfigError(
-                f"parallel.context={context} does not support attention={name} with "
-                f"model.attention.backend={backend.name}, because explicit maps need whole "
-                "sequences; set parallel.context=1"
-            )
-        if context not in (allowed := module.context_degrees()):
-            raise ConfigError(
-                f"parallel.context={context} does not fit the heads of attention={name}; "
-                f"choose one of {', '.join(map(str, allowed))}"
-            )
+        whole = self.model.attention.backend is Backend.reference or not module.sliceable
+        return [1] if whole else module.context_degrees()
 
     @property
     def visible_keys(self) -> float | None:

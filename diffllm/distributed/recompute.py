@@ -20,9 +20,9 @@ KERNELS = (
     "aten::_scaled_dot_product", "torch_attn::", "flash_attn::", "flex_attention",
     "diffllm::document_attention",
 )  # fmt: skip
-"""Starts of the names of all attention kernels as torch dispatches them: SDPA's kernels, those for
-variable lengths, the flash-attn package, FlexAttention, and ours for documents on CPUs."""
-# torch warns once of in-place operations inside checkpointed regions; blocks have none.
+"""Prefixes of the operator names of attention kernels: SDPA, torch's kernels for variable lengths,
+flash-attn, FlexAttention, and `document_attention`."""
+# torch warns once about in-place operations inside checkpointed regions; blocks have none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed" not in record.getMessage()
 )

@@ -64,7 +64,7 @@ class Asked:
     levels: Mapping[str, Sequence[Level]] = field(default_factory=dict)
     """Levels of difficulty by name of the task; other tasks use all levels that fit."""
     seq_len: int | None = None
-    """Maximum length of the evaluation `position` in tokens; None: that of the model."""
+    """Maximum length of the evaluation `position` in tokens; None: the length of the model."""
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def write_card(
     rows = {
         "architecture": layout.architecture,
         "attention": variant,
-        **origin_rows(facts.get("imported"), state["step"], cfg),
+        **origin_rows(facts, state["step"], cfg),
         "hash of the data": facts.get("corpus"),
     }
     if summary is not None and summary.get("steps") == state["step"]:
@@ -284,22 +284,22 @@ def write_card(
     (directory / "README.md").write_text(card)
 
 
-def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
+def origin_rows(facts: dict[str, Any], step: int, cfg: TrainConfig) -> dict[str, Any]:
     """Return the rows of the model card that describe the origin of the model, by row title.
 
-    `imported` is the entry "imported" of run.json; it is None for a trained model. The rows of a
-    trained model contain the training step `step` and the training data. The rows of an imported
-    model contain the original model and the conversion.
+    `facts` is the content of run.json. The rows of a trained model contain the training step
+    `step`, the tokens of all stages, and the training data. The rows of an imported model contain
+    the original model and the conversion.
     """
-    if imported:
+    if imported := facts.get("imported"):
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
         return {title: imported.get(key) for title, key in keys.items()}
-    named = named_in(cfg.resume)
+    named, before = named_in(cfg.resume), (facts.get("previous") or {}).get("tokens") or 0
     of_mixture = [f"{name}: {source_text(of)}" for name, of in cfg.data.sources.items()]
     return {
         "weights from": named and str(named.path),
         "step": f"{step:,}",
-        "tokens trained on": f"{step * cfg.global_batch_size * cfg.seq_len:,}",
+        "tokens trained on": f"{before + step * cfg.global_batch_size * cfg.seq_len:,}",
         "data": "; ".join(of_mixture) or source_text(cfg.data),
     }
 

@@ -1,7 +1,7 @@
 """Search for the longest sequence that fits in memory, and for config changes that save memory."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, combinations, product
@@ -12,46 +12,53 @@ from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.estimate import RECOMPUTE, RunPlan, Say, key_of_word, planned_config
 from diffllm.plan.simulate import simulate
 
-LENGTH_UNIT = 1024
-"""Lengths of `longest_sequence` are multiples of this number and of parallel.context."""
-MOST_TOKENS = 2**24
-TRIED_LENGTHS = 4
+LENGTH_UNIT, MOST_TOKENS = 1024, 2**20
+"""Lengths of `longest_sequence` are multiples of the first number, and at most the second."""
+GROWTH = 8
 
 
 def longest_sequence(plan: RunPlan, say: Say) -> int | None:
     """Return the longest sequence that fits into memory, with one sequence per forward pass.
 
-    Memory grows nearly linearly with the length, so two simulated lengths predict the longest. The
-    returned length was simulated and fits. Return None if no tried length fits. `say` receives a
-    message before each simulation.
+    Return None if no length fits. `say` receives a message before each simulation.
     """
-    cfg, cluster, step = plan.cfg, plan.cluster, plan.step
-    micro, count = cfg.micro_batches(cluster.gpus)
-    batch = cluster.gpus // cfg.parallel.context * count
-    unit, room = math.lcm(LENGTH_UNIT, cfg.parallel.context), plan.memory - plan.reserve
-    points = [
-        (0, step.parameters + step.gradients + step.optimizer),
-        (micro * cfg.seq_len, step.peak.total),
-    ]
-    fits: int | None = None
-    for _ in range(TRIED_LENGTHS):
-        (low, less), (high, more) = sorted(points, key=lambda point: abs(point[1] - room))[:2]
-        slope = (more - less) / (high - low)
-        length = int(low + (room - less) / slope) // unit * unit
-        if not 0 < length <= MOST_TOKENS or length == fits:
-            break
+    cfg, cluster = plan.cfg, plan.cluster
+    batch = cluster.gpus // cfg.parallel.context * cfg.micro_batches(cluster.gpus)[1]
+
+    def peak(length: int) -> int:
         say(f"simulating a step with seq_len={length}")
         model = replace(cfg.model, seq_len=length)
         longer = replace(
             cfg, seq_len=length, model=model, micro_batch_size=1, global_batch_size=batch
         )
-        peak = simulate(longer, cluster.gpus, cluster.rank).peak.total
-        points.append((length, peak))
-        if peak <= room:
-            fits = max(fits or 0, length)
-            if room - peak < slope * 2 * unit:
-                break
-    return fits
+        return simulate(longer, cluster.gpus, cluster.rank).peak.total
+
+    return longest(peak, plan.memory - plan.reserve, math.lcm(LENGTH_UNIT, cfg.parallel.context))
+
+
+def longest(peak: Callable[[int], int], room: float, unit: int) -> int | None:
+    """Return the largest multiple of `unit`, up to MOST_TOKENS, whose peak is at most `room`.
+
+    A peak is the larger of a constant, such as that of the update, and a linear function. Between a
+    length that fits and one that does not, a chord therefore gives a length that fits. The result
+    can be up to 2% too short. Return None if `unit` does not fit.
+    """
+    low, least = unit, peak(unit)
+    if least > room:
+        return None
+    most = MOST_TOKENS // unit * unit
+    while low < most:
+        high = min(GROWTH * low, most)
+        if (large := peak(high)) > room:
+            break
+        low, least = high, large
+    else:
+        return low
+    while True:
+        length = int(low + (room - least) * (high - low) / (large - least)) // unit * unit
+        if length - low <= low // 50 or (longer := peak(length)) > room:
+            return low
+        low, least = length, longer
 
 
 MORE_GPUS = (2, 4, 8, 16)

@@ -87,6 +87,8 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     groups = world_size // cfg.parallel.context
     shortened = micro * groups * min(count, SIMULATED)
     cfg = replace(as_on_gpu(cfg), global_batch_size=shortened)
+    if cfg.parallel.context > 1:  # Probes gather all keys, but only in few steps.
+        cfg = replace(cfg, diagnostics=replace(cfg.diagnostics, probe_interval=0))
     observer = Observer()
     gc.collect()
     with fake_world(rank, world_size), compiling(), gpu_kernels():

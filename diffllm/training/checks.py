@@ -160,7 +160,7 @@ def check_stage(cfg: TrainConfig, origin: Origin, checkpoint: Path | None) -> No
     changes = changes_to(origin.model, cfg.model, OF_A_RUN)
     if refused := {k: v for k, v in changes.items() if not A_STAGE_CHANGES.fullmatch(k)}:
         said = changes_text(
-            {f"model.{key}": pair for key, pair in refused.items()}, "the stage before"
+            {f"model.{key}": pair for key, pair in refused.items()}, "the previous stage"
         )
         raise ConfigError(
             f"{said}; of the model, a stage can change only seq_len, model.rope and the balance of "

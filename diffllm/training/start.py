@@ -199,7 +199,8 @@ def ended_text(summary: dict[str, Any]) -> str:
 
 
 BASELINE = "standard"
-SEQUENCES = 8
+SEQUENCES, MOST_TOKENS = 8, 32_768
+"""Sequences that `match_initial_values` reads: as many as these tokens hold, at least one."""
 
 
 def fill(
@@ -241,7 +242,8 @@ def match_initial_values(t: Training, data: Prepared, world: World) -> list[floa
 
 
 def measured_factors(t: Training, data: Prepared) -> list[float]:
-    first = samples_of(t.cfg, data)[range(SEQUENCES)]
+    count = max(1, min(SEQUENCES, MOST_TOKENS // t.cfg.seq_len))
+    first = samples_of(t.cfg, data)[range(count)]
     if isinstance(first, DataError):
         raise first
     documents = t.documents(first[0]).to(t.device) if t.documents else None
@@ -289,6 +291,5 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
         before = (origin.facts.get("previous") or {}).get("tokens", 0)
         tokens = before + step * loop["order"]["global_batch_size"] * loop["order"]["seq_len"]
     return {
-        **{"path": str(path), "step": step, "tokens": tokens},
-        **{"differs": differs, "corpus": corpus},
-    }
+        "path": str(path), "step": step, "tokens": tokens, "differs": differs, "corpus": corpus,
+    }  # fmt: skip

@@ -53,6 +53,12 @@ def test_removed_config_key_with_default_value_is_refused_as_override(key):
     assert load_run_config(run) == load_config(["model=tiny"])
 
 
+@pytest.mark.parametrize(("before", "now"), [(True, "full"), (False, "none")])
+def test_saved_config_with_former_value_of_checkpointing_loads(before, now):
+    run = saved(activation_checkpointing=before)
+    assert load_run_config(run).activation_checkpointing.name == now
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

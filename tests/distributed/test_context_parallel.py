@@ -8,9 +8,11 @@ from runs.ranks import run_ranks
 from test_training_ranks import BASE, END, global_batch
 from tiers import slow_but
 
+from diffllm.compare.sweep.plan import plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.diagnostics import named_values
+from diffllm.model.attention.slices import degrees
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
 
@@ -19,6 +21,7 @@ MIXTURE = [
     *("model=moe_tiny", "model.moe.balance_loss=0.1", "model.moe.balance_over=sequence"),
     "model.moe.router_z_loss=0.01",
 ]
+LOSSES = ("loss", "norm", "train/balance_loss", "train/z_loss", "train/router_z_loss")
 ALL = Due(statistics=True, probes=True, update=True)
 
 
@@ -70,8 +73,10 @@ MORE = [
 ]  # fmt: skip
 
 
-def compare(tmp_path, ranks, words, end=False, ignored=False, context=2):
-    one = run_ranks(trained, 1, tmp_path, words, end, ignored)[0]
+def compare(tmp_path, ranks, words, context=2, end=False, ignored=False):
+    """Compare training on `ranks` ranks with training of the same config in one process."""
+    of_one = [word for word in words if not word.startswith("parallel.")]
+    one = run_ranks(trained, 1, tmp_path, of_one, end, ignored)[0]
     words = [*words, f"parallel.context={context}"]
     check(one, run_ranks(trained, ranks, tmp_path, words, end, ignored))
 
@@ -82,7 +87,7 @@ def check(one, several):
         for step, expected in enumerate(values):
             assert found[step].keys() == expected.keys()
             for name, value in expected.items():
-                close = 1e-5 if name in ("loss", "norm") else 1e-4
+                close = 1e-5 if name in LOSSES else 1e-4
                 assert found[step][name] == pytest.approx(value, rel=close, abs=1e-6), name
         for name, value in gradients.items():
             near = 1e-5 * np.abs(value).max() + 1e-9
@@ -106,19 +111,29 @@ CASES = {
     "two groups": (4, [], {"end": True, "ignored": True}),
     "replicas": (4, ["parallel.replicate=2", "parallel.shard=-1"], {}),
     "mixture": (2, MIXTURE, {}),
+    "four slices, gated": (4, ["attention=gated"], {"context": 4}),
+    "four slices, mixture": (4, [*MIXTURE, "parallel.expert=2"], {"context": 4}),
     "experts on the same ranks": (2, [*MIXTURE, "parallel.expert=2"], {}),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(["documents", "mixture"], CASES))
+@pytest.mark.parametrize("case", slow_but(["documents and ignored targets", "mixture"], CASES))
 def test_training_on_slices_matches_whole_sequences_with_other_features(case, tmp_path):
     ranks, words, options = CASES[case]
-    of_one = [word for word in words if not word.startswith("parallel.")]
-    options = {"end": False, "ignored": False, "context": 2, **options}
-    context = options.pop("context")
-    one = run_ranks(trained, 1, tmp_path, ["attention=diff_v2", *of_one], *options.values())[0]
-    words = ["attention=diff_v2", *words, f"parallel.context={context}"]
-    check(one, run_ranks(trained, ranks, tmp_path, words, *options.values()))
+    compare(tmp_path, ranks, ["attention=diff_v2", *words], **options)
+
+
+DEGREES = {  # heads of queries, keys and values of 1.3B models: standard, V1, V2, 1.5x heads
+    (16, 8, 8): [1, 2, 4, 8, 16],
+    (16, 8, 4): [1, 2, 4, 8],
+    (32, 8, 8): [1, 2, 4, 8, 16, 32],
+    (24, 8, 8): [1, 2, 4, 8, 24],
+}
+
+
+@pytest.mark.parametrize("heads", DEGREES)
+def test_degrees_divide_value_heads_or_repeat_them_for_whole_groups_of_queries(heads):
+    assert degrees(*heads) == DEGREES[heads]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +146,32 @@ def test_training_on_slices_matches_whole_sequences_with_other_features(case, tm
         (["parallel.context=2", "seq_len=25"], "parallel.context=2 must divide seq_len=25"),
         (
             ["parallel.context=2", "attention=diff_v1_clamped"],
-            "does not support attention=diff_v1_clamped with model.attention.backend=sdpa",
+            "is not supported with attention=diff_v1_clamped and model.attention.backend=sdpa",
         ),
-        (["parallel.context=2", "model.attention.backend=reference"], "explicit maps need whole"),
+        (["parallel.context=2", "model.attention.backend=reference"], "which need whole sequences"),
     ],
 )
 def test_impossible_number_of_slices_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         load_config([*BASE, *SHAPE, "attention=diff_v2", "seq_len=24", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "said"),
+    [
+        (["parallel.replicate=2", "parallel.context=4"], 4, "must divide the ranks of one copy"),
+        (["parallel.context=2", "global_batch_size=3"], 4, "groups of parallel.context=2 ranks"),
+    ],
+)
+def test_slices_that_do_not_fit_the_ranks_are_refused(words, world, said):
+    cfg = load_config([*BASE, *SHAPE, "attention=diff_v2", "seq_len=24", *words])
+    with pytest.raises(ConfigError, match=said):
+        cfg.check_world(world)
+
+
+def test_comparison_names_the_numbers_of_slices_that_fit_every_arm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    variants = "attention=standard,diff_v2,standard_1p5x_heads"
+    words = [*BASE, *SHAPE, variants, "seq_len=48", "parallel.context=16", "run.sweep=own"]
+    with pytest.raises(ConfigError, match=r"choose one of .*; all runs allow 1, 2, 4$"):
+        plan_sweep(split_overrides(words)[0], 16)

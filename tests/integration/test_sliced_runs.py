@@ -1,8 +1,11 @@
 """Runs with parallel.context=2: metrics of one process, resume after a kill, and other ranks."""
 
+import numpy as np
 import pytest
-from runs.command import Gate, assert_same_weights, finish, metric_lines, start
+from runs.command import Gate, assert_same_weights, finish, metric_lines, start, trained_on
 from tiers import slow_but
+
+from diffllm.evaluation.heldout import document_losses
 
 STEPS, HALF = 8, 4
 WORDS = (
@@ -22,6 +25,14 @@ def whole(request, corpus, tmp_path_factory):
     return words, run
 
 
+def order(run):
+    """Return the samples of each step."""
+    steps = {}
+    for (_, step), executions in trained_on(run).items():
+        steps.setdefault(step, set()).update(executions[0][:-1])
+    return steps
+
+
 def assert_close_metrics(run, other):
     lines, others = metric_lines(run), metric_lines(other)
     assert len(lines) == len(others)
@@ -33,8 +44,13 @@ def assert_close_metrics(run, other):
 
 def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, whole, tmp_path):
     words, expected = whole
-    finish(corpus, tmp_path / "run", *words, "parallel.context=2", ranks=2)
-    assert_close_metrics(tmp_path / "run", expected)
+    run = tmp_path / "run"
+    finish(corpus, run, *words, "parallel.context=2", ranks=2)
+    assert_close_metrics(run, expected)
+    assert order(run) == order(expected)
+    losses = [document_losses(path) for path in (run, expected)]
+    assert (losses[0].tokens == losses[1].tokens).all()
+    np.testing.assert_allclose(losses[0].nats, losses[1].nats, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from tiers import slow_but
 from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
+from diffllm.compare.report.runs import load_run
+from diffllm.compare.report.stages import over_stages, stages_of
 from diffllm.config import load_config
 from diffllm.config.saved import load_run_config
 
@@ -91,31 +94,60 @@ def test_killed_stage_resumes_bit_identically(corpus, first, tmp_path, ranks):
     assert "previous" in json.loads((broken / "run.json").read_text())
 
 
-def test_each_stage_reads_samples_in_another_order(corpus, first, tmp_path):
-    second, third = tmp_path / "second", tmp_path / "third"
-    finish(corpus, second, *WORDS, f"resume=stage:{first}")
-    finish(corpus, third, *WORDS, f"resume=stage:{second}@4")
+@pytest.fixture(scope="module")
+def stages(corpus, first, tmp_path_factory):
+    """Return a run of 2 of 4 steps and two longer stages after it, and the output of the last."""
+    place = tmp_path_factory.mktemp("later")
+    finish(corpus, place / "second", *WORDS, *LONGER, f"resume=stage:{first}@2")
+    said = finish(corpus, place / "third", *WORDS, *LONGER, f"resume=stage:{place}/second@4")
+    return [first, place / "second", place / "third"], said
+
+
+def test_each_stage_reads_samples_in_another_order(stages):
     orders = [
         [samples[:-1] for _, found in sorted(trained_on(run).items()) for samples in found]
-        for run in (first, second, third)
+        for run in stages[0][1:]
     ]
     assert all(len(order) == 4 for order in orders)
-    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders[0] != orders[1]
 
 
-def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(corpus, first, tmp_path):
-    second, third = tmp_path / "second", tmp_path / "third"
-    finish(corpus, second, *WORDS, *LONGER, f"resume=stage:{first}@2")
-    said = finish(corpus, third, *WORDS, *LONGER, f"resume=stage:{second}")
+def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
+    (first, second, third), said = stages
     assert f"next stage of {second}/checkpoints/step-00000004, step 4;" in said
     tokens = [json.loads((run / "run.json").read_text())["previous"] for run in (second, third)]
-    assert [each["tokens"] for each in tokens] == [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
+    before = [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
+    assert [each["tokens"] for each in tokens] == before
+    curve = over_stages(load_run(third), "train/loss")
+    steps = [64 * 8 * step for step in (1, 2)]
+    steps += [start + 128 * 4 * step for start in before for step in (1, 2, 3, 4)]
+    assert curve.tokens.tolist() == steps
+    losses = [
+        [line["train/loss"] for line in metric_lines(run) if "train/loss" in line][:kept]
+        for run, kept in ((first, 2), (second, 4), (third, 4))
+    ]
+    assert curve.values.tolist() == pytest.approx([*chain(*losses)])
+    assert [start for _, start in stages_of(load_run(third))] == [0, *before]
     assert main(["report", str(third)]) == 0
-    page = (third / "report.html").read_text()
-    assert "Loss over all stages" in page
+    assert "Loss over all stages" in (third / "report.html").read_text()
 
 
-def test_experiment_of_next_stage_sets_rope_and_keeps_the_model_of_the_previous(corpus, first):
+@pytest.mark.slow
+def test_stage_of_mixture_carries_router_state_and_begins_schedule_anew(corpus, tmp_path):
+    words = [*WORDS, "model=moe_tiny", "model.moe.bias_update_rate=0.1"]
+    finish(corpus, tmp_path / "first", *words)
+    for kind in ("stage", "weights"):
+        finish(corpus, tmp_path / kind, *words, f"resume={kind}:{tmp_path}/first")
+    one, (stage, weights) = tmp_path / "first", (tmp_path / "stage", tmp_path / "weights")
+    rates = [[line["train/lr"] for line in metric_lines(run)] for run in (one, stage, weights)]
+    assert rates[0] == rates[1] == rates[2]
+    finish(corpus, tmp_path / "still", *words, *STILL, "model.moe.bias_update_rate=0",
+           f"resume=stage:{one}")  # fmt: skip
+    assert_same_values(one, 4, tmp_path / "still", 1)
+    assert any("bias" in name for name in checkpoint_tensors(one, 4))
+
+
+def test_experiment_of_next_stage_sets_rope_and_keeps_model_of_previous_stage(corpus, first):
     words = ["experiment=long_context_4k", f"resume=stage:{first}"]
     cfg, before = load_config(words), load_run_config(first)
     assert cfg.model.rope == replace(before.model.rope, theta=160_000.0)

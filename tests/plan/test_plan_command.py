@@ -29,6 +29,7 @@ def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
     out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast)
     memory, time = out["memory"], out["time"]
+    assert out["longest_sequence"] == 2**20  # the largest that is tried
     assert memory["optimizer"] > 2 * memory["parameters"] > 0
     for policy in ("none", "selective", "full"):
         numbers = memory["policies"][policy]

@@ -1,12 +1,20 @@
 """Plans on a cluster: nearest changes that fit, and times of collectives across nodes."""
 
+from dataclasses import replace
+
 import pytest
 from tiers import slow_but
 
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.estimate import GIB, Cluster, plan
 from diffllm.plan.memory import Call, Collective
-from diffllm.plan.search import longest_sequence, nearest_change, outcome
+from diffllm.plan.search import (
+    MOST_TOKENS,
+    longest,
+    longest_sequence,
+    nearest_change,
+    outcome,
+)
 
 SMALL = [
     "model=tiny",
@@ -69,16 +77,41 @@ def test_plan_suggests_smallest_config_change_that_fits_memory(gpus, overrides, 
     assert change.words == words
 
 
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("context", slow_but([2], [1, 2]))
 def test_longest_sequence_fits_and_a_slightly_longer_one_does_not(context):
-    words = [*SMALL, "attention=diff_v2", "seq_len=512", f"parallel.context={context}", ONE]
-    room = limited(1, [*words, "seq_len=6144"]).step.peak.total / GIB + 1e-3
-    longest = longest_sequence(limited(room, words), print)
-    assert longest is not None
-    assert longest % 1024 == 0
-    assert limited(room, [*words, f"seq_len={longest}"]).fits
-    assert not limited(room, [*words, f"seq_len={longest + 4096}"]).fits
-    assert longest_sequence(limited(1e-3, words), print) is None
+    def fits(gib, length=512):
+        words = [*SMALL, "attention=diff_v2", f"parallel.context={context}", ONE]
+        made = plan(replace(TWO, memory_gib=gib), set(), [*words, f"seq_len={length}"])
+        return made.simulated(made.cfg.activation_checkpointing, print)
+
+    room = fits(1, 6144).step.peak.total / GIB + 1e-3
+    made = fits(room)
+    found = longest_sequence(made, print)
+    assert found % 1024 == 0
+    assert fits(room, found).fits
+    assert not fits(room, found + 4096).fits
+
+
+TWO = Cluster(gpus=2, peak_flops=1e12, reserve_gib=0)
+
+
+@pytest.mark.parametrize("constant", [0, 5e6, 9e6, 2e7])
+@pytest.mark.parametrize("slope", [1.0, 70.0, 12_345.6])
+def test_longest_length_is_at_most_two_percent_too_short(constant, slope):
+    """The peak is that of the update for short sequences, and grows linearly for long ones."""
+
+    def peak(length):
+        tried.append(length)
+        return int(max(constant, 1e6 + slope * length))
+
+    tried, room = [], 1e7
+    found = longest(peak, room, 1024)
+    best = min(int((room - 1e6) / slope) // 1024 * 1024, MOST_TOKENS)
+    if constant > room or best == 0:
+        assert found is None
+    else:
+        assert best - max(1024, best / 50) <= found <= best
+    assert len(tried) <= 7
 
 
 def test_outcome_function_returns_none_only_for_invalid_change():

@@ -111,6 +111,7 @@ REAL_STEPS = [  # one and two micro-batches
     [*SMALL, "activation_checkpointing=selective", "global_batch_size=2"],
     [*MOE, "parallel.replicate=2", "global_batch_size=4"],
     [*MOE, "parallel.expert=2", "global_batch_size=4"],
+    [*SMALL, "attention=diff_v2", "parallel.context=2", "global_batch_size=2"],
 ]
 
 

@@ -60,7 +60,8 @@ SPEED = (
     "device", "ranks", "torch", "micro_batch_size", "compile", "compiled",
     "activation_checkpointing",
     "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
-    "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
+    "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.context",
+    "parallel.reduce",
 )  # fmt: skip
 
 
@@ -125,6 +126,8 @@ def deciding_values(run: Run) -> dict[str, Any]:
     values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
     values["attention"] = run.variant
     values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
+    if previous := run.facts.get("previous"):  # Each arm and seed continues its own run.
+        values["resume"] = f"stage after {previous['tokens']:,} tokens"
     if cfg.run.matched:
         values[f"model.{cfg.run.matched.key}"] = cfg.run.matched.target_ffn_dim
     values[CHANGED] = run.changes or None

@@ -1,19 +1,21 @@
 """Curves over all stages of a run that started with resume=stage:PATH."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from diffllm.compare.report.runs import Run, Series, is_run, load_run
+from diffllm.core.errors import CheckpointError
 
 MOST = 100
-"""Largest number of stages; protects from a cycle of run directories."""
+"""Largest number of stages; protects against a cycle of run directories."""
 
 
 def stages_of(run: Run) -> list[tuple[Run, int]]:
     """Return the stages up to `run`, oldest first, with the tokens before each stage.
 
-    The list begins after the newest stage whose directory is missing.
+    The list begins after the newest stage whose directory is missing or damaged.
     """
     found = [(run, tokens_before(run))]
     while len(found) < MOST and (earlier := previous_run(found[0][0])):
@@ -26,15 +28,19 @@ def tokens_before(run: Run) -> int:
 
 
 def previous_run(run: Run) -> Run | None:
-    """Read the run whose checkpoint this run continued; None for a first stage or a missing run.
+    """Read the run whose checkpoint this run continued.
 
-    Relative paths start at the current directory, or at the directory that contains `run`.
+    Relative paths start at the current directory, or at the directory that contains `run`. Return
+    None for a first stage, and if the previous run is missing or damaged.
     """
     if not (previous := run.facts.get("previous")):
         return None
     path = Path(previous["path"]).parent.parent
     places = [path, run.path.parent / path.name]
-    return next((load_run(place) for place in places if is_run(place)), None)
+    found = (p for p in places if is_run(p) and p.resolve() != run.path.resolve())
+    with suppress(CheckpointError):
+        return next(map(load_run, found), None)
+    return None
 
 
 def over_stages(run: Run, name: str) -> Series:

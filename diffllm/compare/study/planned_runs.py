@@ -18,7 +18,7 @@ from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import changes_to, flatten, load_run_config
-from diffllm.config.schema import FREE
+from diffllm.config.schema import FREE, ContextError
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import diverged, finite, read_summary
 
@@ -93,6 +93,8 @@ def config_of_planned(planned: Planned) -> TrainConfig:
         if OmegaConf.is_interpolation(follows.model, "init_seed"):
             init_seed = planned.seed
         return replace(cfg, seed=planned.seed, model=replace(cfg.model, init_seed=init_seed))
+    except ContextError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"arm {planned.arm}: {error}") from error
 

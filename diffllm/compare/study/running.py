@@ -1,6 +1,7 @@
 """Run a study: check the study before its start, and start its runs in stages."""
 
 import shlex
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
+from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
 from diffllm.config.saved import flatten, load_run_config, plugin_changes, yaml_dict
 from diffllm.config.schema import what_differs
@@ -112,7 +114,9 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
-    configs = {planned.arm: config_of_planned(planned) for planned in first_runs(study)}
+    first = first_runs(study)
+    loaded = configs_of([partial(config_of_planned, planned) for planned in first])
+    configs = {planned.arm: cfg for planned, cfg in zip(first, loaded, strict=True)}
     check_trends(study, configs)
     for arm, cfg in configs.items():
         try:

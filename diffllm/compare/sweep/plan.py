@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from omegaconf import ListConfig
 from diffllm.compare.sweep.job import Job
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import hydra
-from diffllm.config.loading import without_imports
+from diffllm.config.loading import configs_of, without_imports
 from diffllm.config.overrides import COMPOSING, GROUPS, check_shared, explain, one_line
 from diffllm.config.saved import differences, load_run_config
 from diffllm.config.schema import is_allowed, what_differs
@@ -191,7 +192,7 @@ def plan_sweep(
     by_key = [o.get_key_element() for o in overrides]
     swept = [o.get_key_element() for o in overrides if o.is_sweep_override()]
     jobs = combinations(overrides)
-    loaded = [load_config(job) for job in jobs]
+    loaded = configs_of([partial(load_config, job) for job in jobs])
     loaded[0].run.name = "run"
     directory = SweepDirectory(choose_path(loaded[0]).parent)
     keys = naming_keys(directory, swept, by_key)

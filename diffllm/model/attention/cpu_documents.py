@@ -18,7 +18,7 @@ FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-# Custom operations, because a compiled graph cannot have a loop over any number of documents.
+# These are custom operations because a compiled graph has no loop over any number of documents.
 
 
 @torch.library.custom_op("diffllm::document_attention", mutates_args=())

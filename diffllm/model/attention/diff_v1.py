@@ -25,6 +25,7 @@ from diffllm.model.attention.ops import (
     repeated,
     weighted,
 )
+from diffllm.model.attention.slices import degrees
 from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
@@ -181,6 +182,13 @@ class DiffV1Attention(Attention):
         low, high = (repeated(half, k) for half in v.chunk(2, dim=-1))
         q, k, v = (torch.cat(parts, dim=2) for parts in ((q, q), (k, k), (low, high)))
         return torch.cat(super().attend(q, k, v, mask).chunk(2, dim=2), dim=-1)
+
+    def context_degrees(self) -> list[int]:
+        allowed = super().context_degrees()
+        if self.cfg.values is Values.wide:
+            return allowed
+        split = degrees(2 * self.n_query_heads, 2 * self.n_kv_heads, 2 * self.n_kv_heads)
+        return [n for n in allowed if n in split]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         map1, map2 = attention_weights(q, k, mask).chunk(2, dim=1)
