@@ -140,8 +140,10 @@ class TrainConfig:
     compile: bool | None = None
     """Whether torch.compile compiles blocks and loss; null: on GPUs and in long runs on CPUs."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
-    """Activations that the backward pass recomputes, to save memory: none, selective (all but the
-    results of attention kernels) or full (all)."""
+    """Activations to recompute in the backward pass: none, selective or full.
+
+    selective keeps the results of attention kernels and recomputes the rest; full recomputes all.
+    """
     log_interval: int = bounded(10, least=1)
     """Steps between lines of metrics; the first and the last step always have a line."""
     resume: str = "auto"

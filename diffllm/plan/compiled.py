@@ -19,9 +19,12 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+from diffllm.distributed.recompute import is_kernel
 from diffllm.model import loss
+from diffllm.model.attention import ops
 from diffllm.plan.memory import NAMESPACES
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -71,7 +74,8 @@ def compiling() -> Iterator[None]:
 class AllocatingInterpreter(fx.Interpreter):
     """Interpreter of an fx graph that allocates memory for results but computes nothing.
 
-    Collectives are called, so that an observer sees them. Only the nodes in the set `in_memory` get
+    Collectives are called, so that an observer sees them. Attention kernels are called, so that
+    selective activation checkpointing sees them. Only the nodes in the set `in_memory` get
     memory for their results. All other nodes count as fused into the kernels that read them.
     """
 
@@ -83,11 +87,17 @@ class AllocatingInterpreter(fx.Interpreter):
         whole = viewed_node(n)
         if whole.op == "call_function" and whole not in self.in_memory:
             return [self.env[read] for read in n.all_input_nodes]
-        if n.op != "call_function" or is_view(n) or getattr(n.target, "namespace", 0) in NAMESPACES:
+        if n.op != "call_function" or is_view(n) or is_called(n.target):
             return super().run_node(n)
         if fuses(n):  # a fused kernel reuses the memory of its inputs
             self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))
         return allocate_result(n)
+
+
+def is_called(target: Any) -> bool:
+    return getattr(target, "namespace", "") in NAMESPACES or (
+        isinstance(target, OpOverload) and is_kernel(target)
+    )
 
 
 def allocate_result(node: fx.Node) -> Any:
@@ -139,10 +149,11 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, RMSNorm and `loss.add_weight_gradient` take as much memory as on a GPU.
+    """In this context, kernels take as much memory as on a GPU.
 
     RMSNorm outside compiled code and `loss.add_weight_gradient` are replaced by functions that
-    allocate memory but compute nothing.
+    allocate memory but compute nothing. Attention in bf16 does not change to float32, as it can on
+    CPUs.
     """
 
     def rms_norm(
@@ -162,6 +173,7 @@ def gpu_kernels() -> Iterator[None]:
     with (
         patch.object(F, "rms_norm", rms_norm),
         patch.object(loss, "add_weight_gradient", add_weight_gradient),
+        patch.object(ops, "in_float32", lambda *_: False),
     ):
         yield
 

@@ -309,6 +309,8 @@ def idealised(cfg: TrainConfig) -> dict[str, str]:
     }
     if cfg.data.mask_documents:
         found["documents"] = "memory excludes document masks"
+    if cfg.parallel.context > 1:
+        found["probes"] = "not counted; in steps with probes, ranks gather the keys"
     if cfg.model.moe.n_experts:
         found["routing"] = "assumed balanced: all experts get the same number of tokens"
     return found

@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -206,7 +210,8 @@ class Observer(TorchDispatchMode):
             return NotImplemented  # torch dispatches again with the wrapped tensors
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
-            if tensor.device.type != "meta":
+            # A wrapper, such as the result of an asynchronous collective, has no memory of its own.
+            if tensor.device.type != "meta" and not is_traceable_wrapper_subclass(tensor):
                 self.memory.block(tensor)
         # Operations of FSDP copy tensors to and from buffers of collectives.
         moves = getattr(func, "namespace", None) == "fsdp"

@@ -14,7 +14,6 @@ from diffllm.plan.simulate import simulate
 
 LENGTH_UNIT, MOST_TOKENS = 1024, 2**20
 """Lengths of `longest_sequence` are multiples of the first number, and at most the second."""
-GROWTH = 8
 
 
 def longest_sequence(plan: RunPlan, say: Say) -> int | None:
@@ -37,28 +36,31 @@ def longest_sequence(plan: RunPlan, say: Say) -> int | None:
 
 
 def longest(peak: Callable[[int], int], room: float, unit: int) -> int | None:
-    """Return the largest multiple of `unit`, up to MOST_TOKENS, whose peak is at most `room`.
+    """Return the longest multiple of `unit`, up to MOST_TOKENS, whose peak is at most `room`.
 
-    A peak is the larger of a constant, such as that of the update, and a linear function. Between a
-    length that fits and one that does not, a chord therefore gives a length that fits. The result
-    can be up to 2% too short. Return None if `unit` does not fit.
+    The peak must not decrease with the length. The result can be up to 2% too short. Return None if
+    `unit` does not fit. The search uses the Illinois method, since a peak is close to linear.
     """
-    low, least = unit, peak(unit)
-    if least > room:
+    low, high = unit, MOST_TOKENS // unit * unit
+    above = peak(high) - room
+    if above <= 0:
+        return high
+    below = peak(low) - room
+    if below > 0:
         return None
-    most = MOST_TOKENS // unit * unit
-    while low < most:
-        high = min(GROWTH * low, most)
-        if (large := peak(high)) > room:
-            break
-        low, least = high, large
-    else:
-        return low
-    while True:
-        length = int(low + (room - least) * (high - low) / (large - least)) // unit * unit
-        if length - low <= low // 50 or (longer := peak(length)) > room:
-            return low
-        low, least = length, longer
+    last_fits = None
+    while high - low > max(unit, low // 50):
+        root = low + (high - low) * below / (below - above)
+        length = min(max(int(root) // unit * unit, low + unit), high - unit)
+        over = peak(length) - room
+        fits = over <= 0
+        # If the same end moves twice, halve the value of the other end, so that both ends move.
+        if fits:
+            low, below, above = length, over, above / 2 if last_fits is True else above
+        else:
+            high, above, below = length, over, below / 2 if last_fits is False else below
+        last_fits = fits
+    return low
 
 
 MORE_GPUS = (2, 4, 8, 16)

@@ -155,6 +155,7 @@ class MeasuredTraining:
         self.parts.append((self.memory.now(), len(self.calls), part))
 
     def forward_ends(self, *_: object) -> None:
+        gc.collect()  # compilation leaves reference cycles that contain activations
         self.memory.label_since(self.parts[-1][0], Kind.activations)
         kept = [each for each in self.memory.live.values() if each.kind is Kind.activations]
         self.activations = sum(block.size for block in kept)

@@ -56,15 +56,11 @@ def test_load_config_converts_omegaconf_nodes_to_typed_dataclasses():
 
 
 @pytest.mark.parametrize(
-    ("model", "experiment", "length"),
-    [
-        ("dense_7b", "long_7b", 65_536),
-        ("moe_30a3", "long_30a3_32k", 32_768),
-        ("moe_30a3", "long_30a3_64k", 65_536),
-    ],
+    ("experiment", "length"),
+    [("long_7b", 65_536), ("long_30a3_32k", 32_768), ("long_30a3_64k", 65_536)],
 )
-def test_recipe_for_long_context_fits_64_ranks(model, experiment, length):
-    cfg = load_config([f"model={model}", f"experiment={experiment}", "attention=diff_v2"])
+def test_recipe_for_long_context_fits_64_ranks(experiment, length):
+    cfg = load_config([f"experiment={experiment}", "attention=diff_v2"])
     cfg.check_world(64)
     assert (cfg.seq_len, cfg.parallel.context) == (length, 8)
     assert cfg.global_batch_size * length == 2**22

@@ -96,11 +96,15 @@ def test_policies_have_equal_gradients_and_only_full_repeats_attention_kernels(c
             torch.testing.assert_close(grads[policy][name], grad, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("one_graph", [True, False])
+@pytest.mark.parametrize("kind", ["one graph", "eager", "several graphs"])
 @pytest.mark.parametrize("policy", list(ActivationCheckpointing))
-def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(policy, one_graph):
+def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(policy, kind):
+    def forward(x):
+        return attend(x.sin(), x.exp(), attend(x, x, x))
+
     x = torch.randn(2, 8, 2, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    attention = checkpointed(lambda x: attend(x.sin(), x.exp(), attend(x, x, x)), policy, one_graph)
+    compiled = torch.compile(forward, backend="aot_eager") if kind == "several graphs" else forward
+    attention = checkpointed(compiled, policy, kind == "one graph")
     with Kernels() as kernels:
         attention(x).square().sum().backward()
     calls = {name: n for name, n in kernels.calls.items() if n}
@@ -108,7 +112,7 @@ def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(p
         4 if policy is ActivationCheckpointing.full else 2
     ]
     found, x.grad = x.grad, None
-    attend(x.sin(), x.exp(), attend(x, x, x)).square().sum().backward()
+    forward(x).square().sum().backward()
     assert torch.equal(x.grad, found)
 
 

@@ -95,23 +95,30 @@ def test_longest_sequence_fits_and_a_slightly_longer_one_does_not(context):
 TWO = Cluster(gpus=2, peak_flops=1e12, reserve_gib=0)
 
 
-@pytest.mark.parametrize("constant", [0, 5e6, 9e6, 2e7])
-@pytest.mark.parametrize("slope", [1.0, 70.0, 12_345.6])
-def test_longest_length_is_at_most_two_percent_too_short(constant, slope):
-    """The peak is that of the update for short sequences, and grows linearly for long ones."""
+PEAKS = {
+    "linear": lambda length: 1e6 + 70 * length,
+    "update": lambda length: max(9e6, 1e6 + 70 * length),  # the same for all short sequences
+    "chunks": lambda length: 1e6 + 70 * length + 500 * min(length, 4096),  # of the loss
+    "maps": lambda length: length**2 / 10,
+}
 
-    def peak(length):
+
+@pytest.mark.parametrize("room", [1e5, 3e6, 1e7, 1e8])
+@pytest.mark.parametrize("peak", PEAKS)
+def test_longest_length_is_at_most_two_percent_too_short(peak, room):
+    def counted(length):
         tried.append(length)
-        return int(max(constant, 1e6 + slope * length))
+        return PEAKS[peak](length)
 
-    tried, room = [], 1e7
-    found = longest(peak, room, 1024)
-    best = min(int((room - 1e6) / slope) // 1024 * 1024, MOST_TOKENS)
-    if constant > room or best == 0:
+    tried: list[int] = []
+    found = longest(counted, room, 1024)
+    fitting = [n for n in range(1024, MOST_TOKENS + 1, 1024) if PEAKS[peak](n) <= room]
+    if not fitting:
         assert found is None
     else:
-        assert best - max(1024, best / 50) <= found <= best
-    assert len(tried) <= 7
+        assert found in fitting
+        assert found >= min(fitting[-1] - 1024, 0.98 * fitting[-1])
+    assert len(tried) <= 11
 
 
 def test_outcome_function_returns_none_only_for_invalid_change():
