@@ -210,7 +210,7 @@ class Observer(TorchDispatchMode):
             return NotImplemented  # torch dispatches again with the wrapped tensors
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
-            # A wrapper, such as the result of an asynchronous collective, has no memory of its own.
+            # A wrapper, such as the result of an asynchronous collective, allocates no memory.
             if tensor.device.type != "meta" and not is_traceable_wrapper_subclass(tensor):
                 self.memory.block(tensor)
         # Operations of FSDP copy tensors to and from buffers of collectives.

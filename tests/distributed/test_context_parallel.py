@@ -132,7 +132,7 @@ DEGREES = {  # heads of queries, keys and values of 1.3B models: standard, V1, V
 
 
 @pytest.mark.parametrize("heads", DEGREES)
-def test_degrees_divide_value_heads_or_repeat_them_for_whole_groups_of_queries(heads):
+def test_degrees_divide_value_heads_or_are_multiples_that_divide_query_groups(heads):
     assert degrees(*heads) == DEGREES[heads]
 
 

@@ -121,7 +121,7 @@ def kept_bytes(policy):
     with gloo_group():
         t = training(f"activation_checkpointing={policy}", "attention=diff_v2", "seq_len=512")
         x, y = next(batches(t))
-        t.model(x, y)  # allocates what later passes reuse
+        t.model(x, y)  # allocates buffers that later passes reuse
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             kept = t.model(x, y)
         assert kept is not None
