@@ -83,6 +83,20 @@ def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, mon
 
 
 @pytest.mark.slow
+def test_run_of_plugin_on_slices_logs_metrics_of_run_in_one_process(place, words, monkeypatch):
+    cwd, env = place
+    monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
+    monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
+    for ranks in (1, 2):
+        more = ["precision=fp32", f"parallel.context={ranks}", f"run.dir={cwd / str(ranks)}"]
+        ForkedRun([*words, *more], ranks=ranks).finish()
+    whole, sliced = metric_lines(cwd / "1"), metric_lines(cwd / "2")
+    assert len(sliced) == len(whole)
+    for line, expected in zip(sliced, whole, strict=True):
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
     cwd, env = place
     outputs = {}
