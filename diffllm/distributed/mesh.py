@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention.slices import Slices
 
 
 class Reduce(Enum):
@@ -99,7 +98,7 @@ class Meshes(NamedTuple):
     """Dimensions "replicate" and "fsdp" (shard x expert)."""
     experts: DeviceMesh | None
     """Dimensions "replicate", "shard" and "expert"; None without expert parallelism."""
-    slices: Slices | None = None
+    context: DeviceMesh | None = None
     """The ranks that share each sequence; None without context parallelism."""
 
     @property
@@ -123,13 +122,12 @@ def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Mesh
     if expert > 1:
         sizes = (replicate, shard, expert)
         experts = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    return Meshes(dense, experts, build_slices(cfg.context, device_type, world_size))
+    return Meshes(dense, experts, context_mesh(cfg.context, device_type, world_size))
 
 
-def build_slices(context: int, device_type: str, world_size: int) -> Slices | None:
-    """Create the process groups of `context` neighbouring ranks; return the group of this rank."""
+def context_mesh(context: int, device_type: str, world_size: int) -> DeviceMesh | None:
+    """Create the process groups of `context` neighbouring ranks; return the mesh of this rank."""
     if context == 1:
         return None
     sizes, names = (world_size // context, context), ("sequence", "context")
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
-    return Slices(mesh.get_group().group_name, mesh.get_local_rank(), context)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]

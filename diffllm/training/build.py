@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from diffllm.config import Precision, TrainConfig
 from diffllm.distributed.experts import Splits, exchanged_splits
@@ -16,6 +17,7 @@ from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.metrics.spikes import WINDOW128_SIGMAS, window128
 from diffllm.model import Transformer, without_storage
 from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 
@@ -47,6 +49,8 @@ class Training:
     """Finds the documents in inputs (b, T) on the CPU; None if documents are not masked."""
     ignores_targets: bool = False
     """Whether targets may be negative (ignored); a step then counts the remaining targets."""
+    slices: Slices | None = None
+    """The ranks that share each sequence; None without context parallelism."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -57,15 +61,6 @@ class Training:
         """Index of this rank's group of ranks that share sequences, and the number of groups."""
         context = self.cfg.parallel.context
         return dist.get_rank() // context, dist.get_world_size() // context
-
-    @property
-    def first_slice(self) -> bool:
-        """Whether this rank has the first slice of its sequences, or whole sequences."""
-        return self.meshes.slices is None or self.meshes.slices.rank == 0
-
-    def slice_of(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sequences x (b, T); without slices, return x."""
-        return x if self.meshes.slices is None else self.meshes.slices.cut(x)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save in a checkpoint, with names `model.*` and `optim.*`."""
@@ -162,7 +157,12 @@ def allocated(
         if document_end is None
         else lambda inputs: Documents.of(inputs, document_end),
         ignores_targets=ignores_targets,
+        slices=None if meshes.context is None else slices_of(meshes.context),
     )
+
+
+def slices_of(context: DeviceMesh) -> Slices:
+    return Slices(context.get_group().group_name, context.get_local_rank(), context.size())
 
 
 WORTH_COMPILING = 5e13

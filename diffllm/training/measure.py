@@ -69,9 +69,7 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
     sequences = min(sequences, (tokens - 1) // cfg.seq_len)
     rounds = -(-sequences // (t.micro_batch_size * t.group[1]))
     batches, shape = sample_batches(t, data, sequences), (t.micro_batch_size, cfg.seq_len)
-    loss, failure = heldout_loss(
-        t.model, batches, shape, rounds, t.device, t.documents, t.meshes.slices
-    )
+    loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents, t.slices)
     t.weights.reshard()
     raise_together(failure)
     return loss
@@ -115,7 +113,7 @@ def measure_documents(
     batches = chosen.batches(*shape, *t.group)
     zeros = torch.zeros(shape[::-1], dtype=torch.int64)
     empty, failure = (zeros, zeros - 1, zeros), None
-    sums = DocumentSums(t.model, len(chosen), t.device, t.documents, t.meshes.slices)
+    sums = DocumentSums(t.model, len(chosen), t.device, t.documents, t.slices)
     agreement = Agreement(here.stop, cfg.distributed.timeout)
     t.model.eval()
     for done in range(rounds):

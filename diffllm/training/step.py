@@ -20,6 +20,7 @@ from diffllm.metrics.diagnostics import (
     reduce_stats,
 )
 from diffllm.model.attention.ops import moved
+from diffllm.model.attention.slices import Slices
 from diffllm.model.transformer import TrainOutput
 from diffllm.optim import learning_rate, update
 from diffllm.training.build import Training
@@ -120,7 +121,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     if t.ignores_targets:
         own = list(islice(batches, t.micro_batches))
         batches = iter(own)
-        targets = torch.stack([(t.slice_of(targets) >= 0).sum() for _, targets in own]).sum()
+        targets = torch.stack([(sliced(targets, t.slices) >= 0).sum() for _, targets in own]).sum()
         counted = moved(targets, t.device)
         dist.all_reduce(counted)
         counted = counted.clamp_min(1)  # Without targets the losses are 0: avoid 0 / 0 = NaN.
@@ -171,6 +172,11 @@ class Passed(NamedTuple):
     visible_keys: Tensor | None
 
 
+def sliced(x: Tensor, slices: Slices | None) -> Tensor:
+    """Return this rank's slice of the sequences x (b, T), or x if ranks have whole sequences."""
+    return x if slices is None else slices.cut(x)
+
+
 def forward_backward(
     t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counted: Tensor | None
 ) -> Passed:
@@ -193,13 +199,15 @@ def forward_backward(
         if documents is not None:  # Count on the CPU: reading the device would make the host wait.
             seen = documents.visible_keys()
             # One rank of each group counts the keys of its sequences.
-            keys.append(seen if t.first_slice else torch.zeros_like(seen))
+            first = t.slices is None or t.slices.rank == 0
+            keys.append(seen if first else torch.zeros_like(seen))
             documents = documents.to(t.device)
-        inputs, targets = (t.slice_of(part).to(t.device, non_blocking=True) for part in batch)
+        # Cut on the device: a slice of pinned memory is not contiguous, so its copy would block.
+        inputs, targets = (sliced(part.to(t.device, non_blocking=True), t.slices) for part in batch)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(
             inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe,
-            slices=t.meshes.slices,
+            slices=t.slices,
         )  # fmt: skip
         scaled(t, out, counted).backward()
         parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}

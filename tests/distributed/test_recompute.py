@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+from runs.allocations import allocations, kept_bytes
 from runs.one_rank import gloo_group
 from tiers import slow_but
 from torch._ops import OpOverload
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffllm.config import load_config
@@ -116,20 +116,18 @@ def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(p
     assert torch.equal(x.grad, found)
 
 
-def kept_bytes(policy):
+def kept_with(policy):
     """Return the bytes that a forward pass keeps, from the events of torch's allocator."""
     with gloo_group():
         t = training(f"activation_checkpointing={policy}", "attention=diff_v2", "seq_len=512")
         x, y = next(batches(t))
         t.model(x, y)  # allocates buffers that later passes reuse
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kept = t.model(x, y)
-        assert kept is not None
-        return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+        profiler, _ = allocations(lambda: t.model(x, y))
+        return kept_bytes(profiler)
 
 
 def test_selective_checkpointing_keeps_less_than_none_and_attention_results_more_than_full():
-    kept = {policy: kept_bytes(policy) for policy in POLICIES}
+    kept = {policy: kept_with(policy) for policy in POLICIES}
     cfg = load_config([*BASE, "attention=diff_v2", "seq_len=512"])
     # The context (B, T, 2H, d) in float32 and one float32 logarithm of a sum per query and head.
     heads = 2 * cfg.model.n_heads

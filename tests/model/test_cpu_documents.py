@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from runs.allocations import allocations, kept_bytes
 
 from diffllm.model.attention.ops import Backend, Documents, Packed, attend
 
@@ -59,15 +59,13 @@ def allocated(length):
     """Return the bytes that forward and backward allocate, and those that the forward keeps."""
     documents = Documents.of(tokens(1, length), END)
     parts = heads(1, length, HEADS["grouped"], torch.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
-        out = attend(*parts, Packed(documents.boundaries, length))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
-        out.sum().backward()
+    forward, out = allocations(lambda: attend(*parts, Packed(documents.boundaries, length)))
+    backward, _ = allocations(out.sum().backward)
     each = [
         event.cpu_memory_usage for run in (forward, backward) for event in run.events()
         if event.cpu_memory_usage > 0
     ]  # fmt: skip
-    return max(each), sum(event.self_cpu_memory_usage for event in forward.key_averages())
+    return max(each), kept_bytes(forward)
 
 
 def test_memory_of_document_attention_grows_linearly_with_length():
