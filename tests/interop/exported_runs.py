@@ -33,7 +33,8 @@ CASES = {
     "yarn_olmo_core": (
         "DiffLlamaForCausalLM",
         ("attention=diff_v1", "model.rope.scaling=yarn", "model.rope.factor=4",
-         "model.rope.original_seq_len=72", "model.rope.theta=4", "model.rope.yarn_ramp=olmo_core"),
+         "model.rope.original_seq_len=20000", "model.rope.theta=1000",
+         "model.rope.yarn_ramp=olmo_core"),
     ),
     "yarn_exact": (
         "DiffLLMForCausalLM",
