@@ -119,7 +119,7 @@ def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
     tokens = [json.loads((run / "run.json").read_text())["previous"] for run in (second, third)]
     before = [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
     assert [each["tokens"] for each in tokens] == before
-    curve = over_stages(load_run(third), "train/loss")
+    curve = over_stages(stages_of(load_run(third)), "train/loss")
     steps = [64 * 8 * step for step in (1, 2)]
     steps += [start + 128 * 4 * step for start in before for step in (1, 2, 3, 4)]
     assert curve.tokens.tolist() == steps

@@ -163,12 +163,13 @@ class Figures:
 
     def stages(self) -> list[Card]:
         """Draw the training loss over all stages, if a run continues another run."""
-        starts = {before for run in self.runs for _, before in stages_of(run) if before}
+        stages = {run.path: stages_of(run) for run in self.runs}
+        starts = {before for each in stages.values() for _, before in each if before}
         if not starts:
             return []
         bands = [
             curves.over_seeds(
-                curves.smoothed(over_stages(run, "train/loss"), self.smoothed_over)
+                curves.smoothed(over_stages(stages[run.path], "train/loss"), self.smoothed_over)
                 for run in row.runs
             )
             for row in self.rows

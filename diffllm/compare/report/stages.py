@@ -43,9 +43,8 @@ def previous_run(run: Run) -> Run | None:
     return None
 
 
-def over_stages(run: Run, name: str) -> Series:
-    """Return a logged metric of all stages as a function of the tokens of all stages."""
-    stages = stages_of(run)
+def over_stages(stages: list[tuple[Run, int]], name: str) -> Series:
+    """Return a logged metric of `stages_of` a run as a function of the tokens of all stages."""
     ends = [*(tokens for _, tokens in stages[1:]), np.inf]
     parts = []
     for (stage, before), end in zip(stages, ends, strict=True):
