@@ -44,7 +44,10 @@ def previous_run(run: Run) -> Run | None:
 
 
 def over_stages(stages: list[tuple[Run, int]], name: str) -> Series:
-    """Return a logged metric of `stages_of` a run as a function of the tokens of all stages."""
+    """Return a logged metric of all stages as a function of their tokens.
+
+    `stages` is the result of `stages_of`.
+    """
     ends = [*(tokens for _, tokens in stages[1:]), np.inf]
     parts = []
     for (stage, before), end in zip(stages, ends, strict=True):
