@@ -131,13 +131,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
-def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Update the parameters with learning rate `lr`, unless `skip` is 1.0.
+def update(
+    optimizer: torch.optim.AdamW, lr: float, clip_norm: float, grad_norm: Tensor, skip: Tensor
+) -> None:
+    """Clip all gradients, and update the parameters, unless `skip` is 1.0.
 
-    `skip` is a float32 scalar tensor, 0.0 or 1.0, on the device of the parameters.
+    Args:
+        lr: learning rate.
+        clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
+        grad_norm: L2 norm of all gradients together, a float32 scalar on the parameters' device.
+        skip: 0.0 or 1.0, a float32 scalar on the same device.
     """
     set_learning_rate(optimizer, lr)
-    # Fused AdamW skips the update on the device if `found_inf` is 1.
+    # Fused AdamW divides the gradients by `grad_scale`, and does nothing if `found_inf` is 1.
+    if clip_norm:
+        optimizer.grad_scale = ((grad_norm + 1e-6) / clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
 

@@ -11,7 +11,7 @@ from diffllm.optim import (
     build_optimizer,
     learning_rate,
     optimizer_tensors,
-    set_learning_rate,
+    update,
 )
 
 SCHEDULES = list(Schedule)
@@ -76,31 +76,34 @@ def test_weight_decay_applies_only_to_tensors_with_two_or_more_dimensions():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-5)])
-def test_optimizer_steps_match_adamw_equations(dtype, tolerance):
+@pytest.mark.parametrize("clip_norm", [0, 3.0])
+def test_optimizer_steps_match_clipping_and_adamw_equations(dtype, tolerance, clip_norm):
     cfg = OptimConfig(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
     params = tensors(dtype)
     theta = {name: param.detach().double() for name, param in params.items()}
     first = {name: torch.zeros_like(value) for name, value in theta.items()}
     second = {name: torch.zeros_like(value) for name, value in theta.items()}
-    optimizer = build_optimizer(params, cfg)
+    optimizer, clipped = build_optimizer(params, cfg), []
     for step in range(1, 8):
         lr = 0.01 * step
-        set_learning_rate(optimizer, lr)
+        for param in params.values():
+            param.grad = torch.randn_like(param) * 10.0 ** (step % 3 - 1)
+        norm = torch.cat([p.grad.double().flatten() for p in params.values()]).norm().item()
+        clipped.append(bool(clip_norm) and norm > clip_norm)
         for name, param in params.items():
-            grad = torch.randn_like(param) * 10.0 ** (step % 3 - 1)
-            param.grad = grad
-            g = grad.double()
+            g = param.grad.double() * (clip_norm / norm if clipped[-1] else 1)
             if param.ndim >= 2:
                 theta[name] = theta[name] - lr * 0.3 * theta[name]
             first[name] = 0.8 * first[name] + 0.2 * g
             second[name] = 0.95 * second[name] + 0.05 * g**2
             mean, square = first[name] / (1 - 0.8**step), second[name] / (1 - 0.95**step)
             theta[name] = theta[name] - lr * mean / (square.sqrt() + 1e-6)
-        optimizer.step()
+        update(optimizer, lr, clip_norm, torch.tensor(norm), torch.zeros(()))
         for name, param in params.items():
             torch.testing.assert_close(
                 param.detach().double(), theta[name], rtol=tolerance, atol=tolerance, msg=name
             )
+    assert len(set(clipped)) == (2 if clip_norm else 1)
     state = optimizer_tensors(optimizer, params)
     for name in params:
         assert state[f"{name}.step"].item() == 7

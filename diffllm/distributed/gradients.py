@@ -32,17 +32,13 @@ class Norms(NamedTuple):
     """Norm of all tensors together, scalar float32."""
 
 
-def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average the gradients of `params` that FSDP2 has not fully averaged; then clip all gradients.
+def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh) -> Norms:
+    """Average the gradients of `params` that FSDP2 has not fully averaged; return gradient norms.
 
     FSDP2 does not average gradients of unsharded parameters. If experts are divided between ranks,
-    FSDP2 averages the experts' gradients over only some ranks. Change gradients in place; return
-    the gradient norms before clipping. The host does not wait for the device. Every rank must call
-    this.
-
-    Args:
-        mesh: device mesh whose dimension "fsdp" shards the parameters.
-        clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
+    FSDP2 averages the experts' gradients over only some ranks. Change gradients in place. The mesh
+    dimension "fsdp" shards the parameters. The host does not wait for the device. Every rank must
+    call this.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
     replicated = [grad for grad in gathered if not is_dtensor(grad)]
@@ -61,10 +57,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
             # only over the remaining ranks.
             if (ranks := expert_ranks(param)) > 1:
                 grad.div_(ranks)
-    found = norms(trained, grads, mesh)
-    if clip_norm:
-        torch._foreach_mul_(grads, (clip_norm / (found.total + 1e-6)).clamp(max=1.0))
-    return found
+    return norms(trained, grads, mesh)
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:

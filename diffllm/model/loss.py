@@ -118,16 +118,17 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = any(ctx.needs_input_grad[:2])
         nll = z = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden, grad_weight = [], None
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        pieces = (x.split(chunk) for x in (hidden, targets, grad_hidden))
+        for h, t, grad_h in zip(*pieces, strict=True):
             chunk_nll, chunk_z, grad_logits = compute(h, weight, t, z_weight, needs_grad)
             nll, z = nll + chunk_nll, z + chunk_z
             if needs_grad:
-                grad_hidden.append(grad_logits @ weight)
+                torch.mm(grad_logits, weight, out=grad_h)
                 grad_weight = add_weight_gradient(grad_weight, grad_logits, h)
         if needs_grad:
             assert grad_weight is not None
-            ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
+            ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(nll, z)
         return nll + z_weight * z, nll, z

@@ -22,6 +22,7 @@ from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, evaluation_texts
 from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
+from diffllm.model.attention.ops import moved
 from diffllm.model.stats import group_of
 from diffllm.training.build import Training
 from diffllm.training.state import LoopState
@@ -109,7 +110,7 @@ class Record:
         if self.last.target_share is not None:
             self.latest["train/target_share"] = self.last.target_share.item()
         if self.keys_of_steps:
-            keys = torch.stack(self.keys_of_steps).sum().to(self.t.device)
+            keys = moved(torch.stack(self.keys_of_steps).sum(), self.t.device)
             dist.all_reduce(keys)
             self.visible_keys.add(int(keys.item()), len(self.keys_of_steps) * self.t.tokens)
         self.keys_of_steps.clear()

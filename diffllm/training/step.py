@@ -132,13 +132,14 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         whole = torch.full_like(counted, t.tokens)
         over = torch.stack([counted if name in OVER_TARGETS else whole for name in done.names])
     means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
-    grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
+    grad_norms = finish_gradients(t.params, mesh)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
     # Norms of replicas may differ by rounding, but all ranks must decide alike.
     if mesh.size(0) > 1:
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = copies(t.params) if due.update else None
-    update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
+    lr = learning_rate(cfg.optim, step, cfg.steps)
+    update(t.optimizer, lr, cfg.optim.clip_norm, grad_norms.total, skipped)
     t.weights.changed()
     t.optimizer.zero_grad(set_to_none=True)
     stats = reduce_stats(done.stats, t.micro_batches)

@@ -7,6 +7,7 @@ differential heads. There are K/2 value heads of width 2d.
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,12 @@ from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import (
     Backend,
     Mask,
+    Sliced,
     at_least_float32,
     attention_scores,
     attention_weights,
-    repeated,
     weighted,
 )
-from diffllm.model.attention.slices import degrees
 from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
@@ -175,20 +175,16 @@ class DiffV1Attention(Attention):
         return (normed * (1 - self.lambda_init)).to(x.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        if isinstance(mask, Sliced):  # Exchange queries and keys once for both halves.
+            return mask.slices.around(partial(self.attend, mask=mask.mask), q, k, v)
         layout = values_layout(self.cfg.values, self.head_dim, q.device).value
         # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)
-        low, high = (repeated(half, k) for half in v.chunk(2, dim=-1))
-        q, k, v = (torch.cat(parts, dim=2) for parts in ((q, q), (k, k), (low, high)))
-        return torch.cat(super().attend(q, k, v, mask).chunk(2, dim=2), dim=-1)
-
-    def context_degrees(self) -> list[int]:
-        allowed = super().context_degrees()
-        if self.cfg.values is Values.wide:
-            return allowed
-        split = degrees(2 * self.n_query_heads, 2 * self.n_kv_heads, 2 * self.n_kv_heads)
-        return [n for n in allowed if n in split]
+        low, high = (
+            super(DiffV1Attention, self).attend(q, k, half, mask) for half in v.chunk(2, -1)
+        )
+        return torch.cat((low, high), dim=-1)
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         map1, map2 = attention_weights(q, k, mask).chunk(2, dim=1)
