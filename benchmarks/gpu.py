@@ -14,6 +14,7 @@ runs out of memory, the script records the failure and continues. Each result is
 DIR/results.jsonl at once, with a hash of all sources, torch's version and the device. --resume
 skips measurements that succeeded with equal arguments, sources, version and device. The tables of
 all results are printed and written to DIR/table.md; DIR/logs/ contains the measurements' output.
+Compiled kernels are kept in gpu-cache/, which git ignores.
 
 For a machine without internet access, packages and data:
 
@@ -31,7 +32,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from harness.process import call  # noqa: E402
+from harness.process import ROOT, call  # noqa: E402
 from harness.running import code_hash, run, table  # noqa: E402
 from harness.stages import STAGES, stage  # noqa: E402
 
@@ -58,6 +59,8 @@ def main() -> None:
         parser.error(f"--only {args.only} matches no measurement; choose from {names}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills the running measurement
     set_variables()  # the same environment as train.py
+    # Contestants with equal graphs compile once; the folder can be copied to another machine.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "gpu-cache"))
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A separate process queries the device, so that this process uses none of its memory.

@@ -43,18 +43,19 @@ def part_of(name: str) -> str:
 
 
 def step_breakdown(**contestant: Any) -> dict[str, float]:
-    """Return the `breakdown` of the third step of `build_step`; the first two steps compile."""
+    """Return `breakdown` and `host_calls` of a step of `build_step` after two warm-up steps."""
     device = join_alone()
     _, step = build_step(device, **contestant)
     step()
     step()
-    return breakdown(step, device)
+    return breakdown(step, device) | host_calls(step, device)
 
 
 def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float]:
     """Return milliseconds of one step by part, from the times of kernels (on a CPU, operations).
 
-    The rest of the step is "idle". Kernels that overlap count twice.
+    The rest of the step is "idle". Kernels that overlap count twice. The result is empty if the
+    profiler records no kernels.
     """
     spent: Counter[str] = Counter()
     edges: list[float] = []
@@ -67,9 +68,29 @@ def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float
             for kernel in event.kernels:
                 spent["loss"] += kernel.duration
                 spent[part_of(kernel.name)] -= kernel.duration
+    if not edges:
+        return {}
     span = max(edges) - min(edges)
     spent["idle"] = span - sum(spent.values())
     return {"step": span / 1e3, **{part: spent[part] / 1e3 for part in PARTS}}
+
+
+def host_calls(step: Callable[[], None], device: torch.device) -> dict[str, int]:
+    """Return how often a step launches kernels, waits for the GPU, and copies in a blocking way.
+
+    A copy to the host, or from pageable memory, can block the host. Empty on a CPU.
+    """
+    if device.type == "cpu":
+        return {}
+    events = list(traced(step, device))
+    copies = [event.name for event in events if event.name.startswith("Memcpy")]
+    waits = sum(bool(re.fullmatch(r"cuda\w+Synchronize", event.name)) for event in events)
+    return {
+        "launches": sum(own_us(event, device) > 0 for event in events) - len(copies),
+        "waits": waits - 1,  # `traced` waits for the end of the step
+        "copies to host": sum("DtoH" in name for name in copies),
+        "pageable copies": sum("Pageable" in name for name in copies),
+    }
 
 
 def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, float]:

@@ -51,7 +51,7 @@ def run(
         key = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
         if key in done:
             continue
-        start = time.monotonic()
+        start, cpu = time.monotonic(), children_cpu_seconds()
         limit = min(item.limit, deadline - start)
         if limit < min(item.limit, LEAST_S):
             left.append(item.name)
@@ -59,7 +59,8 @@ def run(
         log = logs / f"{item.name.replace(' ', '-').replace('/', '-')}.log"
         status, result = call(item.call, item.arguments, limit, log)
         seconds = time.monotonic() - start
-        line = {"key": key, "status": status, "result": result, "seconds": seconds, **found}
+        spent = {"seconds": seconds, "cpu_seconds": children_cpu_seconds() - cpu}
+        line = {"key": key, "status": status, "result": result, **spent, **found}
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -67,6 +68,12 @@ def run(
         failure = "" if status == "ok" else f": {status}, {result}"
         print(f"{item.name} ({seconds:.0f} s){failure}", flush=True)
     return left
+
+
+def children_cpu_seconds() -> float:
+    """Return the CPU seconds of all ended child processes."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def code_hash() -> str:
@@ -99,7 +106,12 @@ def table(folder: Path) -> str:
         if line["status"] != "ok":
             failed.append([name, line["status"], cell(line["result"])])
         elif colon and group != "kernels":
-            groups.setdefault(group, {})[contestant] = line["result"]
+            rows = groups.setdefault(group, {})
+            result = line["result"]
+            if all(isinstance(value, dict) for value in result.values()):
+                rows |= {f"{contestant}, {kind}": values for kind, values in result.items()}
+            else:
+                rows[contestant] = result
         else:
             others.append([name, cell(line["result"])])
     tables = {group: compared(results) for group, results in groups.items()}

@@ -78,6 +78,7 @@ def stage_b(s: Sizes, out: Path) -> list[Measurement]:
     """Measure training steps of dense models, single settings, and breakdowns of a step."""
     at_short, at_long = step_words(s, s.dense, s.short), step_words(s, s.dense, s.long, BATCH // 2)
     standard, group = [*at_short, *ARMS["standard"]], f"step at {s.short}"
+    compiled = [*(word for word in at_short if word != "compile=false"), "compile=true"]
     peers = {
         "plain torch": peer(s, "plain", at_short),
         "Llama, autocast": peer(s, "Llama", at_short),
@@ -94,7 +95,7 @@ def stage_b(s: Sizes, out: Path) -> list[Measurement]:
     longer["Llama, autocast"] = peer(s, "Llama", at_long)
     return [
         *each(group, "steps.measure", ours(at_short, *ARMS), **s.repeats),
-        *each("breakdown in ms", "kernels.step_breakdown", ours(at_short, *TWO)),
+        *each("roofline in ms", "roofline.roofline", ours(compiled, *ARMS)),
         *each(group, "steps.measure", peers, **s.repeats),
         *each(f"step at {s.long}", "steps.measure", longer, **s.repeats),
         *each(group, "steps.measure", changed, **s.repeats),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.ops import Documents, moved
 from diffllm.model.attention.slices import Slices
 
 DIRECTORY = "heldout"
@@ -65,8 +65,8 @@ def heldout_loss(
         masked = documents(inputs).to(device) if documents else None
         if slices:
             inputs, targets = slices.cut(inputs), slices.cut(targets)
-        targets = targets.to(device)
-        sums[0] += model(inputs.to(device), targets, documents=masked, slices=slices).loss.nll
+        inputs, targets = moved(inputs, device), moved(targets, device)
+        sums[0] += model(inputs, targets, documents=masked, slices=slices).loss.nll
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)
     model.train()
@@ -114,10 +114,10 @@ class DocumentSums:
         masked = self.documents(batch[0]).to(device) if self.documents else None
         inputs, targets, owners = map(self.slices.cut, batch) if self.slices else batch
         losses = self.model(
-            inputs.to(device), targets.to(device), documents=masked, by_token=True,
+            moved(inputs, device), moved(targets, device), documents=masked, by_token=True,
             slices=self.slices,
         )  # fmt: skip
-        self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
+        self.sums.index_add_(0, moved(owners.flatten(), device), losses.flatten().double())
 
     def total(self) -> Tensor:
         """Return the loss of each document in nats, summed over all ranks, (count,) float64.

@@ -2,7 +2,9 @@
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from processes import has_ended
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from harness import steps
-from harness.kernels import part_of
+from harness import kernels, steps
+from harness.kernels import PARTS, part_of
 from harness.plain_llama import PlainLlama
+from harness.process import call
+from harness.roofline import Kernel, Rates, predicted
 from harness.running import Measurement, read, run, table
 from harness.stages import STAGES, stage
 
@@ -97,16 +101,58 @@ def test_config_of_every_gpu_measurement_loads(small, tmp_path):
 @pytest.mark.slow
 def test_gpu_harness_measures_duration_of_each_part_of_training_step(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
-    names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
+    names = ["facts", "step at 64: standard", "roofline in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
     assert {line["status"] for line in lines.values()} == {"ok"}, lines
-    facts, step, parts = (lines[name]["result"] for name in names)
+    facts, step, roofline = (lines[name]["result"] for name in names)
     assert facts["torch"] == torch.__version__
     assert step["ms"] > 0
-    for part in ("loss", "products", "attention forward", "attention backward", "optimizer"):
-        assert parts[part] > 0, parts
-    assert parts["idle"] < parts["step"]
-    assert "## breakdown in ms" in table(tmp_path)
+    for parts in (roofline["measured"], roofline["predicted"]):
+        for part in ("loss", "products", "attention forward", "attention backward", "optimizer"):
+            assert parts[part] > 0, parts
+        assert parts["idle"] < parts["step"]
+    assert "| standard, predicted |" in table(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["standard", "diff_v2"])
+def test_roofline_counts_flops_and_bytes_of_compiled_layer(attention):
+    words = ["model=tiny", "model.n_layers=1", "seq_len=64", "global_batch_size=2"]
+    words += ["precision=fp32", "compile=true", f"attention={attention}"]
+    status, result = call("harness_calls.scheduled_kernels", {"words": words}, 120)
+    assert status == "ok", result
+    scheduled = [Kernel(*kernel) for kernel in result]
+    cfg = load_config(words)
+    model, tokens = cfg.model, cfg.global_batch_size * cfg.seq_len
+    with torch.device("meta"):
+        built = build_model(model)
+    weights = sum(p.numel() for p in built.layers.parameters() if p.ndim == 2)
+    scores = 2 * built.layers[0].attention.n_query_heads * model.head_dim * tokens * cfg.seq_len
+    found = Counter(dict.fromkeys(PARTS, 0))
+    for kernel in scheduled:
+        found[kernel.part] += 0 if kernel.loss else kernel.work
+    assert found["products"] == 6 * weights * tokens
+    assert found["attention forward"] == scores  # two products over half of the keys
+    assert found["attention backward"] == 2.5 * scores
+    assert found["pointwise"] > 0
+    pointwise = [kernel.work for kernel in scheduled if kernel.part == "pointwise"]
+    for tensors in (3, 5):  # SwiGLU reads two tensors and writes one; backward, three and two
+        assert tensors * 4 * tokens * model.ffn_dim in pointwise
+    milliseconds = predicted(cfg, torch.device("cpu"), scheduled, Rates(1e9, 2e9, 1e9))
+    assert milliseconds["products"] == pytest.approx(found["products"] / 1e6)
+    assert milliseconds["attention backward"] == pytest.approx(found["attention backward"] / 2e6)
+    assert milliseconds["pointwise"] == pytest.approx(found["pointwise"] / 1e6)
+
+
+def test_host_calls_are_counted_from_profiler_events(monkeypatch):
+    names = ["kernel", "kernel", "Memcpy DtoH (Device -> Pinned)", "cudaDeviceSynchronize"]
+    names += ["Memcpy HtoD (Pageable -> Device)", "cudaStreamSynchronize", "aten::mm"]
+    monkeypatch.setattr(kernels, "traced", lambda *_: [SimpleNamespace(name=n) for n in names])
+    on_gpu = lambda event, device: float(event.name.startswith(("kernel", "Memcpy")))  # noqa: E731
+    monkeypatch.setattr(kernels, "own_us", on_gpu)
+    assert kernels.host_calls(lambda: None, torch.device("cuda")) == {
+        "launches": 2, "waits": 1, "copies to host": 1, "pageable copies": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

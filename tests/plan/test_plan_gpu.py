@@ -9,8 +9,8 @@ from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import build
 from diffllm.training.step import train_step
 
-DENSE = ["model=dense_1p3b", "attention=diff_v2", "seq_len=4096"]
-MOE = ["model=moe_1b", "attention=standard", "seq_len=4096"]
+DENSE = ["model=dense_1p3b", "model.n_layers=6", "attention=diff_v2", "seq_len=4096"]
+MOE = ["model=moe_1b", "model.n_layers=6", "attention=standard", "seq_len=4096"]
 BATCH = ["global_batch_size=4", "micro_batch_size=2", "steps=200"]
 
 
