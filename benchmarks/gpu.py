@@ -14,7 +14,8 @@ runs out of memory, the script records the failure and continues. Each result is
 DIR/results.jsonl at once, with a hash of all sources, torch's version and the device. --resume
 skips measurements that succeeded with equal arguments, sources, version and device. The tables of
 all results are printed and written to DIR/table.md; DIR/logs/ contains the measurements' output.
-Compiled kernels are kept in gpu-cache/, which git ignores.
+Measurements share compiled graphs in gpu-cache/, which git ignores; to use them on another machine,
+copy DIR/compiled.tar.gz to gpu-cache/ there.
 
 For a machine without internet access, packages and data:
 
@@ -32,7 +33,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from harness.process import ROOT, call  # noqa: E402
+from harness import compile_cache  # noqa: E402
+from harness.process import call  # noqa: E402
 from harness.running import code_hash, run, table  # noqa: E402
 from harness.stages import STAGES, stage  # noqa: E402
 
@@ -59,8 +61,8 @@ def main() -> None:
         parser.error(f"--only {args.only} matches no measurement; choose from {names}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills the running measurement
     set_variables()  # the same environment as train.py
-    # Contestants with equal graphs compile once; the folder can be copied to another machine.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "gpu-cache"))
+    compile_cache.restore(compile_cache.FOLDER)
+    os.environ[compile_cache.VARIABLE] = str(compile_cache.FOLDER)
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A separate process queries the device, so that this process uses none of its memory.
@@ -69,6 +71,7 @@ def main() -> None:
         raise SystemExit(f"error: no {args.device} device: {found}; try --device cpu --small")
     stamp = {"code": code_hash(), "torch": found["torch"], "device": found["device"]}
     left = run(chosen, args.out, stamp, args.resume, end)
+    compile_cache.pack(compile_cache.FOLDER, args.out / compile_cache.ARCHIVE)
     text = table(args.out)
     (args.out / "table.md").write_text(text)
     print(f"\n{text}")

@@ -12,7 +12,7 @@ from processes import has_ended
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from harness import kernels, steps
+from harness import compile_cache, kernels, steps
 from harness.kernels import PARTS, part_of
 from harness.plain_llama import PlainLlama
 from harness.process import call
@@ -82,6 +82,19 @@ def test_resumed_gpu_harness_repeats_failed_and_changed_measurements(tmp_path):
         assert names == [f"steps: {how}" for how in again]
     changed = Measurement("steps: fast", "harness_calls.measure", {"how": "slow"})
     assert measured(tmp_path, [changed], resume=True)[0]["steps: fast"]["result"]["ms"] == 1000
+
+
+def test_compiled_graphs_are_restored_from_archive(tmp_path):
+    used, other = tmp_path / "used", tmp_path / "other"
+    for name in ("fxgraph/ab/graph", "triton/kernel"):
+        (used / name).parent.mkdir(parents=True)
+        (used / name).write_text(name)
+    other.mkdir()
+    compile_cache.pack(used, other / compile_cache.ARCHIVE)
+    for _ in range(2):
+        compile_cache.restore(other)
+    found = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
+    assert found == {compile_cache.ARCHIVE, "fxgraph/ab/graph"}
 
 
 @pytest.mark.slow
