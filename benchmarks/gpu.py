@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --device cpu --small --out DIR       the same functions on a CPU
 
 Stages, by default all in this order:
-A: the machine, the chosen attention kernels, the tests marked `gpu`.
-B: training steps of dense models for all variants and peers, single settings, a step's breakdown.
+A: the machine, the chosen attention kernels, the tests marked `gpu`, peak memory, single settings.
+B: training steps of dense models for all variants and peers; predicted and measured time by part.
 C: mixtures, masked documents, decoding over a growing context, a stopped and resumed run of
-train.py, the overhead of diagnostics, peak memory.
+train.py, the overhead of diagnostics.
 
 Each measurement runs in a separate process with a time limit. If a measurement crashes, hangs or
 runs out of memory, the script records the failure and continues. Each result is appended to

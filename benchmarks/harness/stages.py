@@ -51,19 +51,36 @@ def stage(name: str, small: bool, out: Path) -> list[Measurement]:
 
 
 def stage_a(s: Sizes, out: Path) -> list[Measurement]:
-    """Measure the machine and the chosen kernels, and run the tests that need a GPU."""
+    """Measure the machine, the chosen kernels, memory and single settings; run the GPU's tests."""
     cases = {
         f"{arm}, {backend}": {"words": [*s.dense, *ARMS[arm], f"model.attention.backend={backend}"]}
         for backend, arms in (("sdpa", ARMS), ("flex", TWO), ("flash", TWO))
         for arm in arms
     }
     shape = {"tokens": s.kernel_tokens, "widths": s.kernel_widths}
+    at_short = step_words(s, s.dense, s.short)
+    standard, v2 = ([*at_short, *ARMS[arm]] for arm in TWO)
+    settings = {
+        "4 micro-batches": f"global_batch_size={4 * BATCH}",
+        "activation checkpointing": "activation_checkpointing=full",
+        **{f"loss_chunk {n}": f"model.loss_chunk={n}" for n in s.loss_chunks},
+    }
+    changed = {name: {"words": [*standard, word]} for name, word in settings.items()}
+    memory = ours(at_short, *TWO)
+    memory["diff_v2, checkpointing"] = {"words": [*v2, "activation_checkpointing=full"]}
     files = sorted(ROOT.glob("tests/**/test_*.py"))
     return [
         Measurement("facts", "harness.machine.facts"),
         Measurement("ceilings", "harness.machine.ceilings", s.ceilings),
         *each("kernels", "kernels.kernels", cases, 120, **shape),
         *(tests_of(str(x.relative_to(ROOT))) for x in files if "pytest.mark.gpu" in x.read_text()),
+        *each("memory", "steps.memory", memory),
+        *each(
+            f"settings at {s.short}",
+            "steps.measure",
+            {"default": {"words": standard}, **changed},
+            **s.repeats,
+        ),
     ]
 
 
@@ -75,9 +92,9 @@ def tests_of(file: str) -> Measurement:
 
 
 def stage_b(s: Sizes, out: Path) -> list[Measurement]:
-    """Measure training steps of dense models, single settings, and breakdowns of a step."""
+    """Measure training steps of dense models and peers, and rooflines of a step."""
     at_short, at_long = step_words(s, s.dense, s.short), step_words(s, s.dense, s.long, BATCH // 2)
-    standard, group = [*at_short, *ARMS["standard"]], f"step at {s.short}"
+    group = f"step at {s.short}"
     compiled = [*(word for word in at_short if word != "compile=false"), "compile=true"]
     peers = {
         "plain torch": peer(s, "plain", at_short),
@@ -85,25 +102,17 @@ def stage_b(s: Sizes, out: Path) -> list[Measurement]:
         "Llama, bf16 weights": peer(s, "Llama", at_short, precision="bf16 weights"),
         "DiffLlama, autocast": peer(s, "DiffLlama", at_short),
     }
-    settings = {
-        "4 micro-batches": f"global_batch_size={4 * BATCH}",
-        "activation checkpointing": "activation_checkpointing=full",
-        **{f"loss_chunk {n}": f"model.loss_chunk={n}" for n in s.loss_chunks},
-    }
-    changed = {name: {"words": [*standard, word]} for name, word in settings.items()}
     longer = ours(at_long, "standard", "diff_v1 split", "diff_v2")
-    longer["Llama, autocast"] = peer(s, "Llama", at_long)
     return [
         *each(group, "steps.measure", ours(at_short, *ARMS), **s.repeats),
         *each("roofline in ms", "roofline.roofline", ours(compiled, *ARMS)),
         *each(group, "steps.measure", peers, **s.repeats),
         *each(f"step at {s.long}", "steps.measure", longer, **s.repeats),
-        *each(group, "steps.measure", changed, **s.repeats),
     ]
 
 
 def stage_c(s: Sizes, out: Path) -> list[Measurement]:
-    """Measure mixtures, masked documents, diagnostics, decoding, memory, and a run of train.py."""
+    """Measure mixtures, masked documents, diagnostics, decoding, and a run of train.py."""
     mixture = [*step_words(s, s.mixture, s.short), *AS_QWEN]
     experts = {**ours(mixture, *TWO), "Qwen3Moe, autocast": peer(s, "Qwen3Moe", mixture)}
     large = [*step_words(s, s.large_mixture, s.short, BATCH // 2), *AS_QWEN]
@@ -123,8 +132,6 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement]:
     run += ["optim.warmup_steps=5", "log_interval=5", "run.report=false"]
     training = {"words": run, "folder": str(out / "run"), "limit": 230}
     diagnosed = {"words": v2, "rounds": s.diagnostics_rounds}
-    memory = ours(at_short, *TWO)
-    memory["diff_v2, checkpointing"] = {"words": [*v2, "activation_checkpointing=full"]}
     return [
         *each("mixture", "steps.measure", experts, **s.repeats),
         *each("breakdown of a mixture in ms", "kernels.step_breakdown", ours(mixture, "standard")),
@@ -132,7 +139,6 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement]:
         *each("documents", "steps.measure", documents, **s.repeats),
         Measurement("training run", "harness.commands.training_run", training, 260),
         Measurement("diagnostics", "harness.steps.diagnostics", diagnosed, 200),
-        *each("memory", "steps.memory", memory),
         *each("large mixture", "steps.measure", larger, **s.repeats),
         *decoding(s, 8, s.contexts[:-1]),
     ]
