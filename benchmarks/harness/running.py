@@ -108,7 +108,7 @@ def table(folder: Path) -> str:
         elif colon and group != "kernels":
             rows = groups.setdefault(group, {})
             result = line["result"]
-            if all(isinstance(value, dict) for value in result.values()):
+            if result and all(isinstance(value, dict) for value in result.values()):
                 rows |= {f"{contestant}, {kind}": values for kind, values in result.items()}
             else:
                 rows[contestant] = result
