@@ -14,8 +14,8 @@ runs out of memory, the script records the failure and continues. Each result is
 DIR/results.jsonl at once, with a hash of all sources, torch's version and the device. --resume
 skips measurements that succeeded with equal arguments, sources, version and device. The tables of
 all results are printed and written to DIR/table.md; DIR/logs/ contains the measurements' output.
-Measurements share compiled graphs in gpu-cache/, which git ignores; to use them on another machine,
-copy DIR/compiled.tar.gz to gpu-cache/ there.
+Measurements share compiled graphs in gpu-cache/, which git ignores; so `first_steps_s` depends on
+earlier measurements. To use the graphs on another machine, copy DIR/compiled.tar.gz to gpu-cache/.
 
 For a machine without internet access, packages and data:
 
@@ -71,10 +71,10 @@ def main() -> None:
         raise SystemExit(f"error: no {args.device} device: {found}; try --device cpu --small")
     stamp = {"code": code_hash(), "torch": found["torch"], "device": found["device"]}
     left = run(chosen, args.out, stamp, args.resume, end)
-    compile_cache.pack(compile_cache.FOLDER, args.out / compile_cache.ARCHIVE)
     text = table(args.out)
     (args.out / "table.md").write_text(text)
     print(f"\n{text}")
+    compile_cache.pack(compile_cache.FOLDER, args.out / compile_cache.ARCHIVE)
     if left:
         print(f"not measured before --limit: {', '.join(left)}; continue with --resume")
 

@@ -21,10 +21,12 @@ def measure(how, child=None):
     return {"ms": 500.0 if how == "fast" else 1000.0, "rounds_ms": [1.0]}
 
 
-def scheduled_kernels(words):
+def scheduled_kernels(words, reads=None):
     from harness.machine import join_alone
     from harness.roofline import scheduled
     from harness.steps import build_step
+
+    from diffllm.distributed import fsdp
 
     with scheduled() as kernels:
         _, step = build_step(join_alone(), words)

@@ -17,8 +17,11 @@ def restore(folder: Path) -> None:
     """Unpack the folder's archive, unless the folder already contains graphs."""
     archive = folder / ARCHIVE
     if archive.exists() and not any((folder / part).exists() for part in PARTS):
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
+        try:
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+        except (tarfile.TarError, EOFError) as error:
+            print(f"{archive} is damaged and is not used: {error}")
 
 
 def pack(folder: Path, archive: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 
 from diffllm.config import load_config
 from diffllm.model.attention.ops import Documents
@@ -18,6 +18,8 @@ from harness.machine import join_alone, synchronize, the_device
 from harness.process import reason
 from harness.steps import DOCUMENT_END, build_step, with_documents
 
+WORK = "work of a measurement"
+"""Name of the profiled range."""
 LOSS = "_ChunkedLoss"
 """Name of the autograd function that runs the whole loss and its gradients."""
 ATTENTION = r"flash|fmha|sdpa|attention|attn|varlen|mha_"
@@ -43,15 +45,21 @@ def part_of(name: str) -> str:
 
 
 def step_breakdown(**contestant: Any) -> dict[str, float]:
-    """Return `breakdown` and `host_calls` of a step of `build_step` after two warm-up steps."""
+    """Return the `profiled` parts of a step of `build_step` after two warm-up steps."""
     device = join_alone()
     _, step = build_step(device, **contestant)
     step()
     step()
-    return breakdown(step, device) | host_calls(step, device)
+    return profiled(step, device)
 
 
-def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float]:
+def profiled(step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """Run a step with the profiler; return its `breakdown` and `host_calls`."""
+    events = list(traced(step, device))
+    return breakdown(events, device) | host_calls(events, device)
+
+
+def breakdown(events: list[Any], device: torch.device) -> dict[str, float]:
     """Return milliseconds of one step by part, from the times of kernels (on a CPU, operations).
 
     The rest of the step is "idle". Kernels that overlap count twice. The result is empty if the
@@ -59,7 +67,7 @@ def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float
     """
     spent: Counter[str] = Counter()
     edges: list[float] = []
-    for event in traced(step, device):
+    for event in events:
         loss = under_loss(event)
         if us := own_us(event, device):
             spent["loss" if loss else part_of(event.name)] += us
@@ -75,19 +83,20 @@ def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float
     return {"step": span / 1e3, **{part: spent[part] / 1e3 for part in PARTS}}
 
 
-def host_calls(step: Callable[[], None], device: torch.device) -> dict[str, int]:
-    """Return how often a step launches kernels, waits for the GPU, and copies in a blocking way.
+def host_calls(events: list[Any], device: torch.device) -> dict[str, int]:
+    """Count kernel launches, waits for the GPU, and possibly blocking copies of a traced step.
 
-    A copy to the host, or from pageable memory, can block the host. Empty on a CPU.
+    Copies to the host, or from pageable memory, can block the host. The result is empty on a CPU.
     """
     if device.type == "cpu":
         return {}
-    events = list(traced(step, device))
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    end = max(event.time_range.end for event in on_host if event.name == WORK)
     copies = [event.name for event in events if event.name.startswith("Memcpy")]
-    waits = sum(bool(re.fullmatch(r"cuda\w+Synchronize", event.name)) for event in events)
+    waits = [event for event in on_host if re.fullmatch(r"cuda\w+Synchronize", event.name)]
     return {
         "launches": sum(own_us(event, device) > 0 for event in events) - len(copies),
-        "waits": waits - 1,  # `traced` waits for the end of the step
+        "waits": sum(event.time_range.start < end for event in waits),  # The profiler waits later.
         "copies to host": sum("DtoH" in name for name in copies),
         "pageable copies": sum("Pageable" in name for name in copies),
     }
@@ -104,7 +113,8 @@ def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, flo
 def traced(work: Callable[[], Any], device: torch.device) -> Any:
     synchronize(device)
     with profile() as profiler:  # records the CPU, and a visible GPU
-        work()
+        with record_function(WORK):
+            work()
         synchronize(device)
     return profiler.events()
 
@@ -115,7 +125,7 @@ def own_us(event: Any, device: torch.device) -> float:
     On a GPU, return 0 for host operations and annotated ranges.
     """
     if device.type == "cpu":
-        return event.self_cpu_time_total
+        return 0 if event.name == WORK else event.self_cpu_time_total
     is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
     return event.time_range.elapsed_us() if is_kernel else 0
 

@@ -15,10 +15,11 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.virtualized import V
 
 from diffllm.config import TrainConfig
+from diffllm.config.matching import totals
 from diffllm.model.loss import loss_chunk
-from harness.kernels import breakdown, host_calls
+from harness.kernels import profiled
 from harness.machine import ceilings, join_alone
-from harness.steps import build_step, parameters
+from harness.steps import build_step
 
 OPTIMIZER_BYTES = 4 + 32 + 6
 """Bytes per parameter: norm of the gradient; AdamW, which also clips; copy in bf16."""
@@ -32,7 +33,7 @@ class Rates(NamedTuple):
     products: float
     """FLOP/s of matrix products."""
     attention: float
-    """FLOP/s of attention kernels, without masked keys."""
+    """FLOP/s of attention kernels, counting only visible keys."""
     memory: float
     """Bytes/s, read plus written."""
 
@@ -56,7 +57,7 @@ class Kernel(NamedTuple):
 def roofline(words: list[str]) -> dict[str, dict[str, float]]:
     """Return "measured" (if the profiler records kernels) and "predicted" milliseconds by part.
 
-    On other devices than `RATES`, the rates are measured: attention at the speed of products.
+    On devices missing from `RATES`, measure the rates; attention gets the rate of products.
     """
     device = join_alone()
     with scheduled() as kernels:
@@ -72,19 +73,22 @@ def roofline(words: list[str]) -> dict[str, dict[str, float]]:
     for kernel in largest(kernels, cfg, device):
         print(kernel)
     expected = {"predicted": predicted(cfg, device, kernels, rates)}
-    measured = breakdown(step, device)
-    return {"measured": measured | host_calls(step, device), **expected} if measured else expected
+    measured = profiled(step, device)
+    return {"measured": measured, **expected} if "step" in measured else expected
 
 
 def predicted(
     cfg: TrainConfig, device: torch.device, kernels: list[Kernel], rates: Rates
 ) -> dict[str, float]:
-    """Return the milliseconds of a step by part; matrix products and memory do not overlap."""
+    """Return the milliseconds of a step by part.
+
+    Assume that products and memory transfers do not overlap.
+    """
     runs, work = runs_of(cfg, device), Counter[tuple[bool, str]]()
     for kernel in kernels:
         work[kernel.loss, kernel.part] += runs[kernel.loss] * kernel.work
     model, tokens = cfg.model, cfg.global_batch_size * cfg.seq_len
-    output, count = model.vocab_size * model.dim, parameters(model)
+    output, count = model.vocab_size * model.dim, totals(model)["params"]
     # The gradients of hidden states and output weight are products outside of compiled graphs.
     products = work[True, "products"] + 4 * output * tokens
     # Each chunk reads and writes the weight's gradient in float32, except that the first writes.
@@ -140,7 +144,10 @@ def scheduled() -> Iterator[list[Kernel]]:
 
 
 def described(node: BaseSchedulerNode, loss: bool) -> Kernel | None:
-    """Return the part and work of a kernel; None for products and attention that need no work."""
+    """Return the part and work of a kernel; None for a kernel of a library without FLOPs.
+
+    Triton templates, such as FlexAttention, count as pointwise.
+    """
     if not isinstance(node, ExternKernelSchedulerNode):
         origins = {str(o.target) for n in node.get_nodes() for o in getattr(n.node, "origins", ())}
         names = sorted({name.split(".")[1] for name in origins if "." in name})

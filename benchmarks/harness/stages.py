@@ -86,7 +86,7 @@ def stage_a(s: Sizes, out: Path) -> list[Measurement]:
 
 def tests_of(file: str) -> Measurement:
     """Run a file's tests, as many in parallel as fit into the memory."""
-    at_once = 2 if "plan" in file else 4  # tests of plans use models of 1.3B parameters
+    at_once = 2 if "plan" in file else 4  # tests of plans compare peak memory
     arguments = {"file": file, "limit": 210, "at_once": at_once}
     return Measurement(f"tests of {file}", "harness.commands.tests", arguments, 240)
 

@@ -236,12 +236,6 @@ def peer_step(
     return step
 
 
-def parameters(model: ModelConfig) -> int:
-    """Return the number of parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(model).parameters())
-
-
 def flops_per_token(model: ModelConfig) -> dict[str, float]:
     """Return training FLOPs per token at a model's seq_len by two conventions.
 

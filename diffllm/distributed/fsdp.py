@@ -23,9 +23,9 @@ from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.init import LocalBlock, unsharded
 
 INDUCTOR: dict[str, Any] = {"realize_reads_threshold": 8}
-"""Options of torch.compile for decoder layers. The gradient of a layer's input is a sum over the
-projections that read this input: three in standard attention, four in DIFF V2. By default,
-Inductor stores sums of four tensors in float32 before the next kernel."""
+"""Options of torch.compile for decoder layers. By default, Inductor stores a reused value that
+reads more than four tensors. In gated attention and DIFF V2, one such value is the gradient of the
+layer's input, a float32 sum over four projections."""
 
 
 def parallelize(

@@ -1,4 +1,4 @@
-"""Average, measure and clip gradients where FSDP2 does not."""
+"""Average gradients where FSDP2 does not, and compute gradient norms."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -118,7 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = any(ctx.needs_input_grad[:2])
         nll = z = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        grad_hidden, grad_weight = torch.empty_like(hidden) if needs_grad else hidden, None
         pieces = (x.split(chunk) for x in (hidden, targets, grad_hidden))
         for h, t, grad_h in zip(*pieces, strict=True):
             chunk_nll, chunk_z, grad_logits = compute(h, weight, t, z_weight, needs_grad)

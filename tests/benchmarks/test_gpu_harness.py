@@ -1,5 +1,6 @@
 """benchmarks/gpu.py: failures are recorded, later measurements run, --resume skips successes."""
 
+import shutil
 import sys
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import has_ended
+from torch.autograd import DeviceType
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -84,17 +86,23 @@ def test_resumed_gpu_harness_repeats_failed_and_changed_measurements(tmp_path):
     assert measured(tmp_path, [changed], resume=True)[0]["steps: fast"]["result"]["ms"] == 1000
 
 
-def test_compiled_graphs_are_restored_from_archive(tmp_path):
+def test_compiled_graphs_are_restored_from_archive(tmp_path, capsys):
     used, other = tmp_path / "used", tmp_path / "other"
     for name in ("fxgraph/ab/graph", "triton/kernel"):
         (used / name).parent.mkdir(parents=True)
         (used / name).write_text(name)
     other.mkdir()
     compile_cache.pack(used, other / compile_cache.ARCHIVE)
-    for _ in range(2):
-        compile_cache.restore(other)
+    compile_cache.restore(other)
     found = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
     assert found == {compile_cache.ARCHIVE, "fxgraph/ab/graph"}
+    (other / "fxgraph/ab/graph").write_text("newer")
+    compile_cache.restore(other)
+    assert (other / "fxgraph/ab/graph").read_text() == "newer"
+    (used / compile_cache.ARCHIVE).write_bytes(b"damaged")
+    shutil.rmtree(used / "fxgraph")
+    compile_cache.restore(used)
+    assert "is damaged" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -157,13 +165,23 @@ def test_roofline_counts_flops_and_bytes_of_compiled_layer(attention):
     assert milliseconds["pointwise"] == pytest.approx(found["pointwise"] / 1e6)
 
 
-def test_host_calls_are_counted_from_profiler_events(monkeypatch):
-    names = ["kernel", "kernel", "Memcpy DtoH (Device -> Pinned)", "cudaDeviceSynchronize"]
-    names += ["Memcpy HtoD (Pageable -> Device)", "cudaStreamSynchronize", "aten::mm"]
-    monkeypatch.setattr(kernels, "traced", lambda *_: [SimpleNamespace(name=n) for n in names])
-    on_gpu = lambda event, device: float(event.name.startswith(("kernel", "Memcpy")))  # noqa: E731
-    monkeypatch.setattr(kernels, "own_us", on_gpu)
-    assert kernels.host_calls(lambda: None, torch.device("cuda")) == {
+def test_host_calls_are_counted_from_profiler_events():
+    def event(name, start, kind=DeviceType.CPU):
+        span = SimpleNamespace(start=start, end=start + 10, elapsed_us=lambda: 10.0)
+        return SimpleNamespace(
+            name=name, device_type=kind, time_range=span, is_user_annotation=name == kernels.WORK
+        )
+
+    events = [event(kernels.WORK, 0), event(kernels.WORK, 20, DeviceType.CUDA)]
+    on_gpu = [
+        "gemm",
+        "softmax",
+        "Memcpy DtoH (Device -> Pinned)",
+        "Memcpy HtoD (Pageable -> Device)",
+    ]
+    events += [event(name, 20, DeviceType.CUDA) for name in on_gpu]
+    events += [event("cudaStreamSynchronize", 5), event("cudaDeviceSynchronize", 15)]
+    assert kernels.host_calls(events, torch.device("cuda")) == {
         "launches": 2, "waits": 1, "copies to host": 1, "pageable copies": 1,
     }  # fmt: skip
 

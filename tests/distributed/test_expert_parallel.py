@@ -74,7 +74,7 @@ def trained(overrides, bias=None):
     values = {name: full(p).numpy() for name, p in t.params.items()}
     result = {"initial": values, "losses": [], "norms": [], "squares": [], "loads": []}
     gradients = []
-    t.optimizer.register_step_post_hook(  # AdamW clips
+    t.optimizer.register_step_post_hook(  # AdamW clips gradients in place.
         lambda *_: gradients.append({n: full(p.grad).numpy() for n, p in t.params.items()})
     )
     for step in range(STEPS):
