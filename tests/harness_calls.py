@@ -26,8 +26,6 @@ def scheduled_kernels(words, reads=None):
     from harness.roofline import scheduled
     from harness.steps import build_step
 
-    from diffllm.distributed import fsdp
-
     with scheduled() as kernels:
         _, step = build_step(join_alone(), words)
         step()
