@@ -64,8 +64,9 @@ def compiling() -> Iterator[None]:
     torch._dynamo.reset()
     real = torch.compile
 
-    def compile(function: Any, **options: Any) -> Any:  # static, because there is one shape
-        return real(function, **{**options, "backend": backend, "dynamic": False})
+    def compile(function: Any, fullgraph: bool = False, **_: Any) -> Any:
+        # Static, because there is one shape. Options of Inductor have no effect here.
+        return real(function, fullgraph=fullgraph, backend=backend, dynamic=False)
 
     with patch.object(torch, "compile", compile):
         yield

@@ -164,10 +164,17 @@ def test_every_attention_backend_uses_sdpa_for_decoding_step(ran, backend, monke
     assert ran == []
 
 
+@pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(monkeypatch, masked, half, d):
-    """FlashAttention needs equal widths, half precision and no mask. Others need equal heads."""
+def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(
+    monkeypatch, masked, half, d, cudnn
+):
+    """FlashAttention needs equal widths, half precision and no mask. Others need equal heads.
+
+    cuDNN also takes wide values.
+    """
     seen = {}
+    monkeypatch.setattr(ops, "cudnn_takes", lambda *_: cudnn)
 
     def record(q, k, v, attn_mask, enable_gqa, **rest):
         seen.update(q=q, k=k, v=v, mask=attn_mask, gqa=enable_gqa)
@@ -180,7 +187,9 @@ def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(monkeypatch, mas
     out = ops.sdpa(q, k, ops.repeated(v, k), mask, 0.1)
     assert out.shape == (2, 40, 8, 2 * d)
     if half and not masked and d == 8:
-        assert seen["q"].shape[-1] == seen["k"].shape[-1] == seen["v"].shape[-1]
+        width = d if cudnn else 2 * d
+        assert seen["q"].shape[-1] == seen["k"].shape[-1] == width
+        assert seen["v"].shape[-1] == 2 * d
         assert seen["gqa"]
     else:
         assert seen["q"].shape[1] == seen["k"].shape[1] == seen["v"].shape[1]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from torch._dynamo.backends import common
 
 from diffllm import cli as tools
 from diffllm.plan.estimate import Cluster, plan
@@ -93,6 +94,13 @@ def test_plan_command_prints_whether_config_fits_gpu_memory(capsys):
         assert text in out
     assert "balanced" not in out
     assert "assumed balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
+
+
+def test_plan_of_compiled_run_logs_no_warning_of_torch(monkeypatch):
+    logged = []
+    monkeypatch.setattr(common.log, "warning", lambda *message: logged.append(message))
+    assert tools.main(["plan", *SMALL, "gpus=2", "compile=true"]) == 0
+    assert not logged
 
 
 @pytest.mark.slow

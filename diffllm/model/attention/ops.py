@@ -204,6 +204,25 @@ def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
+@torch.compiler.assume_constant_result
+def cudnn_takes(
+    dtype: torch.dtype, queries: tuple[int, ...], keys: tuple[int, ...], dv: int
+) -> bool:
+    """Return whether torch's SDPA runs cuDNN's causal kernel for values wider than the keys.
+
+    Other kernels need equal widths. The shapes of queries and keys are (T, heads, d).
+    """
+    if not torch.cuda.is_available():
+        return False
+    (length, heads, d), groups = queries, keys[1]
+    q, k, v = (
+        torch.empty(1, n, length, width, dtype=dtype, device="cuda", requires_grad=True)
+        for n, width in ((heads, d), (groups, d), (groups, dv))
+    )
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=heads != groups)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention with torch's SDPA; for the arguments, see `attend`."""
     dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
@@ -211,8 +230,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
         q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
         if in_float32(dtype, v.shape[-1]):
             q, k, v = q.float(), k.float(), v.float()
-    elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
-        q, k, v = same_width(q, k, v)  # FlashAttention supports grouped heads
+    elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):  # supports grouped heads
+        narrow = q.shape[-1] < dv and n_queries == n_keys
+        if not (narrow and cudnn_takes(dtype, q.shape[1:], k.shape[1:], dv)):
+            q, k, v = same_width(q, k, v)
     elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
         k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
     causal = mask is None and n_queries == n_keys
