@@ -67,6 +67,21 @@ def test_compiled_block_matches_uncompiled_block(variant, extra):
 
 
 @pytest.mark.parametrize(
+    "variant", slow_but(["diff_v2"], ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
+)
+def test_compiled_block_takes_several_sequence_lengths(variant):
+    """From the second length on, the length is a symbol of torch.compile."""
+    model = build_model(small_config(variant).model)
+    block = model.layers[1]
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for length in (12, 16, 9):
+        x, tokens = torch.randn(2, length, 24), torch.zeros(2, length, dtype=torch.int64)
+        arguments = *model.whole_sequences(tokens, None, x.dtype), None, False
+        expected = forward_and_backward(block, x, *arguments)
+        assert_same(forward_and_backward(compiled, x, *arguments), expected)
+
+
+@pytest.mark.parametrize(
     "variant", slow_but(["diff_v1"], ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
 )
 def test_all_layers_use_same_compiled_graph(variant):

@@ -236,8 +236,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
             q, k, v = same_width(q, k, v)
     elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
         k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
-    causal = mask is None and n_queries == n_keys
-    if mask is None and n_queries < n_keys:
+    causal = False
+    if mask is None and n_queries == n_keys:  # `if` turns a symbol of torch.compile into a bool
+        causal = True
+    elif mask is None and n_queries < n_keys:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler: 1 s
 
         mask = causal_lower_right(n_queries, n_keys)
