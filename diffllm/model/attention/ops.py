@@ -204,7 +204,6 @@ def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
-@torch.compiler.assume_constant_result
 def cudnn_takes(
     dtype: torch.dtype, queries: tuple[int, ...], keys: tuple[int, ...], dv: int
 ) -> bool:
@@ -221,6 +220,10 @@ def cudnn_takes(
     )
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=heads != groups)
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
+# torch.compiler.assume_constant_result sets this attribute, but loads the compiler: 1 s.
+cudnn_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
