@@ -171,10 +171,16 @@ def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(
 ):
     """FlashAttention needs equal widths, half precision and no mask. Others need equal heads.
 
-    cuDNN also takes wide values.
+    cuDNN also takes wide values. The question to cuDNN contains no length, which torch.compile may
+    trace as a symbol.
     """
     seen = {}
-    monkeypatch.setattr(ops, "cudnn_takes", lambda *_: cudnn)
+
+    def cudnn_takes(*question):
+        assert question == (dtype, 8, 4, d, 2 * d)
+        return cudnn
+
+    monkeypatch.setattr(ops, "cudnn_takes", cudnn_takes)
 
     def record(q, k, v, attn_mask, enable_gqa, **rest):
         seen.update(q=q, k=k, v=v, mask=attn_mask, gqa=enable_gqa)

@@ -204,18 +204,20 @@ def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
-def cudnn_takes(
-    dtype: torch.dtype, queries: tuple[int, ...], keys: tuple[int, ...], dv: int
-) -> bool:
+def cudnn_takes(dtype: torch.dtype, heads: int, groups: int, d: int, dv: int) -> bool:
     """Return whether torch's SDPA runs cuDNN's causal kernel for values wider than the keys.
 
-    Other kernels need equal widths. The shapes of queries and keys are (T, heads, d).
+    Other kernels need equal widths. The choice does not depend on the length of the sequences, so
+    the length is no argument: torch.compile may trace it as a symbol.
+
+    Args:
+        heads: number of query heads, with width `d`.
+        groups: number of key heads, with width `d`, and of value heads, with width `dv`.
     """
     if not torch.cuda.is_available():
         return False
-    (length, heads, d), groups = queries, keys[1]
     q, k, v = (
-        torch.empty(1, n, length, width, dtype=dtype, device="cuda", requires_grad=True)
+        torch.empty(1, n, 128, width, dtype=dtype, device="cuda", requires_grad=True)
         for n, width in ((heads, d), (groups, d), (groups, dv))
     )
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=heads != groups)
@@ -233,10 +235,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
         q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
         if in_float32(dtype, v.shape[-1]):
             q, k, v = q.float(), k.float(), v.float()
-    elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):  # supports grouped heads
+    elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
         narrow = q.shape[-1] < dv and n_queries == n_keys
-        if not (narrow and cudnn_takes(dtype, q.shape[1:], k.shape[1:], dv)):
-            q, k, v = same_width(q, k, v)
+        if not (narrow and cudnn_takes(dtype, q.shape[2], k.shape[2], q.shape[-1], dv)):
+            q, k, v = same_width(q, k, v)  # FlashAttention supports grouped heads
     elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
         k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
     causal = False
