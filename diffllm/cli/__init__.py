@@ -13,7 +13,7 @@ from types import FrameType
 from diffllm.core import VERSION
 from diffllm.core.errors import AgreedError, ConfigError, UserError, choose_from, hint
 from diffllm.core.printing import echo
-from diffllm.distributed.launcher import own_rank, report_signal
+from diffllm.distributed.launcher import own_rank, report_signal, set_variables
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
 
 COMMANDS = {
@@ -89,6 +89,7 @@ def run_command(name: str, words: list[str]) -> int:
         raise UserError(f"diffllm {name} was removed: {REMOVED_COMMANDS[name]}")
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{choose_from(name, list(COMMANDS))}")
+    set_variables()  # before the first import of torch
     try:
         words = with_plugins(name, words)
         module = importlib.import_module(module_of_command(name))

@@ -4,10 +4,9 @@ import warnings
 from argparse import ArgumentParser
 from typing import NoReturn
 
-from diffllm.distributed.launcher import end_with_torchrun, set_variables
+from diffllm.distributed.launcher import end_with_torchrun
 
 end_with_torchrun()  # before the imports that take seconds
-set_variables()
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 from omegaconf import OmegaConf  # noqa: E402

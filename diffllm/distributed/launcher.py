@@ -1,4 +1,4 @@
-"""Read variables of torchrun and SLURM; configure MKL and the memory allocation of glibc."""
+"""Read variables of torchrun and SLURM; configure OpenMP, MKL and the memory of glibc."""
 
 import ctypes
 import functools
@@ -6,20 +6,26 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
 from diffllm.core.errors import LaunchError, printable
+from diffllm.core.machine import ROOT, allowed_cpus, usable_cores
 
 FIRST_PORT, PORTS = 12000, 20000
 """Range of ports derived from job ids; lower than the ports that Linux assigns to clients."""
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-MKL_MODE, OUR_MKL_MODE = "MKL_CBWR", "DIFFLLM_MKL_CBWR"
+MKL_MODE = "MKL_CBWR"
 OLDER_MODE = "AVX2,STRICT"
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 """CPU flags in /proc/cpuinfo that MKL's AVX-512 code needs."""
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables with which a user chooses how OpenMP threads wait."""
+SPINS = 1000
+"""Iterations that a waiting OpenMP thread spins before it sleeps. `benchmarks/threads.py` compares
+values: GNU's default takes the CPU time of other processes, 0 is slower on an idle machine."""
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -112,10 +118,12 @@ def end_with_torchrun() -> None:
 
 
 def set_variables() -> None:
-    """Set MKL_CBWR to `strict_mode()` and TORCH_CPP_LOG_LEVEL to "ERROR".
+    """Set environment variables that torch and its libraries read when they are loaded.
 
-    A variable that the user has set is not changed.
+    OMP_NUM_THREADS and GOMP_SPINCOUNT limit the CPU time of OpenMP's threads, MKL_CBWR is set to
+    `strict_mode()`, and TORCH_CPP_LOG_LEVEL to "ERROR". Variables of the user are not changed.
     """
+    choose_threads()
     # By default MKL selects one of two code paths for small products in each process, so a resumed
     # run would differ from an undisturbed run in the last bits.
     choose_mode(strict_mode())
@@ -123,16 +131,52 @@ def set_variables() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def choose_threads(env: MutableMapping[str, str] = os.environ, root: Path = ROOT) -> None:
+    """Set the number of OpenMP threads and how they wait in `env`.
+
+    torch alone would start one thread per physical core of this process's affinity, in each process
+    of a launch, and also in a container with a smaller CPU quota. The number of threads changes
+    results only by rounding, in float32; how they wait does not change results.
+    """
+    threads = max(1, usable_cores(root) // processes_on_cpus(env))
+    set_if_ours(env, "OMP_NUM_THREADS", str(threads))
+    if not any(name in env for name in WAITING):
+        env["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def set_if_ours(env: MutableMapping[str, str], name: str, value: str) -> None:
+    """Set a variable unless the user has set it.
+
+    A second variable, with the prefix DIFFLLM_, has the same value if the first one is ours. A job
+    of a cluster inherits the variables of the process that submitted the job.
+    """
+    mark = f"DIFFLLM_{name}"
+    if env.get(name) in (None, env.get(mark)):
+        env[name] = env[mark] = value
+
+
+def processes_on_cpus(env: Mapping[str, str]) -> int:
+    """Return how many processes of this launch share the CPUs of this process's affinity."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return whole_number(env, "LOCAL_WORLD_SIZE", 1)
+    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PTY_PORT" in env:
+        return 1
+    # srun usually binds each task to its own CPUs.
+    on_node = env.get("SLURM_CPUS_ON_NODE", "")
+    if on_node.isdigit() and len(allowed_cpus()) < int(on_node):
+        return 1
+    tasks = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+    return -(-tasks // nodes)
+
+
 def choose_mode(mode: str) -> None:
     """Set the variable MKL_CBWR, the reproducibility mode of MKL, to `mode`.
 
     Do nothing if the user has set MKL_CBWR, or if `mode_in_force` has been called.
-    Also set DIFFLLM_MKL_CBWR to `mode`. If both variables have the same value, the user did not set
-    MKL_CBWR.
     """
-    ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
-    if ours and not mode_in_force.cache_info().currsize:
-        os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
+    if not mode_in_force.cache_info().currsize:
+        set_if_ours(os.environ, MKL_MODE, mode)
 
 
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

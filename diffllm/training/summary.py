@@ -38,12 +38,16 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     choices, manifest = cfg.run.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)
     millions = facts["parameters"] / 1e6
+    device = facts["device"]
+    if device == "CPU":
+        threads = torch.get_num_threads()
+        device = "CPU with 1 thread" if threads == 1 else f"CPU with {threads} threads"
     files = f" ({manifest.source})" * (choices["data"] == "files")
     predicted = f", {train.share_predicted:.0%} of them targets" * train.masked
     lines = [
         *([f"{path} resumes from step {step}"] if step else []),
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
-        f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
+        f"{facts['ranks']} x {device}, {facts['compute_dtype']}",
     ]
     if cfg.run.matched:
         lines.append(f"matched: {cfg.run.matched.text()}")

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,9 +13,11 @@ import pytest
 import torch.distributed as dist
 from processes import PATIENCE_S, wait_until
 
+from diffllm.core import machine
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError
 from diffllm.distributed import launcher
 from diffllm.distributed.launcher import (
+    choose_threads,
     environment,
     first_host,
     keep_mode,
@@ -296,3 +300,56 @@ def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
     assert keep_mode("SSE4_2") == expected, "MKL has already read the variable"
     assert os.environ["MKL_CBWR"] == expected
     launcher.mode_in_force.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("env", "affinity", "expected"),
+    [
+        ({}, 8, "8"),
+        ({"OMP_NUM_THREADS": "3"}, 8, "3"),
+        ({"OMP_NUM_THREADS": "3", "DIFFLLM_OMP_NUM_THREADS": "3"}, 8, "8"),  # of another machine
+        ({"LOCAL_WORLD_SIZE": "4"}, 8, "2"),
+        ({"LOCAL_WORLD_SIZE": "16"}, 8, "1"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8"}, 8, "4"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "16"}, 8, "8"),  # bound by srun
+    ],
+)
+def test_threads_divide_cores_by_processes_unless_user_sets_number(
+    tmp_path, monkeypatch, env, affinity, expected
+):
+    for module in (launcher, machine):
+        monkeypatch.setattr(module, "allowed_cpus", lambda: range(affinity))
+    env = dict(env)
+    choose_threads(env, tmp_path)
+    assert env["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_waiting_policy_of_user_is_not_changed(name):
+    env = {name: "7"}
+    choose_threads(env)
+    chosen = {key: env[key] for key in launcher.WAITING if key in env}
+    assert chosen == {name: "7"}
+    choose_threads(env := {})
+    assert env["GOMP_SPINCOUNT"] == "1000"
+
+
+def test_every_command_chooses_threads_before_torch_is_imported():
+    """The variables act only if torch's OpenMP library reads them when it is loaded."""
+    code = (
+        "import os, sys, importlib\n"
+        "from diffllm import cli\n"
+        "assert 'torch' not in sys.modules and 'GOMP_SPINCOUNT' not in os.environ\n"
+        "load = importlib.import_module\n"
+        "def checked(name):\n"
+        "    if name.startswith('diffllm.cli.'):\n"
+        "        assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == '1000'\n"
+        "        print('chosen')\n"
+        "    return load(name)\n"
+        "importlib.import_module = checked\n"
+        "sys.exit(cli.main(['evaluate', '--help']))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name not in launcher.WAITING}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert "chosen" in ended.stdout

@@ -10,12 +10,13 @@ from typing import Any
 
 from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
+from diffllm.core.machine import usable_cpus
 from diffllm.core.printing import to_stderr
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported import prepare_tokens
 from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.preparation.tokens import TokensJob
-from diffllm.data.preparation.workers import PrepareConfig, available_cores, work_through
+from diffllm.data.preparation.workers import PrepareConfig, work_through
 from diffllm.data.shards import FORMAT_VERSION, LARGEST_SHARE, LEAST_TOKENS
 from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
@@ -217,7 +218,7 @@ def build_tokenizer(
     say = partial(to_stderr, f"training the tokenizer {path}")
 
     def train(directory: Path, _: int) -> None:
-        (directory / MODEL).write_bytes(train_tokenizer(sample, cfg.vocab_size, available_cores()))
+        (directory / MODEL).write_bytes(train_tokenizer(sample, cfg.vocab_size, usable_cpus()))
 
     def build(directory: Path) -> None:
         say()

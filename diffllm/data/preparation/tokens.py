@@ -16,6 +16,7 @@ import numpy as np
 
 from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import DataError
+from diffllm.core.machine import usable_cpus
 from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, next_held_out
 from diffllm.data.preparation.workers import (
@@ -23,7 +24,6 @@ from diffllm.data.preparation.workers import (
     READING,
     Counts,
     PrepareConfig,
-    available_cores,
     report,
     work_through,
 )
@@ -82,7 +82,7 @@ class TokensJob:
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
             return
-        cores, counts = available_cores(), Counts(len(parts))
+        cores, counts = usable_cpus(), Counts(len(parts))
         processes = min(how.processes or cores, len(todo))
         threads = max(1, cores // processes)
         sizes = [max(1, part.size) for part in parts]

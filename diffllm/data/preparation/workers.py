@@ -129,10 +129,6 @@ def work(number: int) -> None:
     _do(number)
 
 
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
     """Print progress, throughput, remaining time and files in progress (`reading`) to stderr.
 

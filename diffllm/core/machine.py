@@ -1,0 +1,96 @@
+"""CPUs that this process may use: CPU affinity, physical cores and cgroup quotas."""
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+
+
+def usable_cpus(root: Path = ROOT) -> int:
+    """Return the number of logical CPUs that affinity and quota allow, at least 1."""
+    return within_quota(len(allowed_cpus()), root)
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return the number of physical cores that affinity and quota allow, at least 1.
+
+    Two hyperthreads of a core share its arithmetic units, so torch starts one thread per core. If
+    the machine does not describe its cores, count logical CPUs.
+    """
+    cores = set()
+    for cpu in allowed_cpus():
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            return usable_cpus(root)
+    return within_quota(len(cores), root)
+
+
+def allowed_cpus() -> Collection[int]:
+    """Return the indices of the logical CPUs in this process's affinity, or of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)  # macOS has no affinity
+
+
+def within_quota(count: int, root: Path) -> int:
+    """Return `count`, reduced to whole CPUs of the quota; at least 1.
+
+    Round the quota down: with more threads than the quota, all threads wait for the slowest one.
+    """
+    quota = cpu_quota(root)
+    if quota is not None:
+        count = min(count, int(quota))
+    return max(1, count)
+
+
+def control_groups(controller: str, root: Path = ROOT) -> list[Path]:
+    """Return the directories of this process's cgroup and of the groups that contain this group.
+
+    `controller` is a name of cgroups v1, such as "cpu". Directories of both versions are listed,
+    and some may not exist: in a container, /proc names the groups as the host sees them. The list
+    is empty on other systems than Linux.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    directories = []
+    for line in lines:
+        # "4:cpu,cpuacct:/a/b" in version 1; "0::/a/b" in version 2, which has no controller names.
+        _, controllers, group = line.split(":", 2)
+        mount = root / "sys/fs/cgroup"
+        if controllers:
+            if controller not in controllers.split(","):
+                continue
+            mount = mount / controller
+        path = PurePosixPath(group)
+        for part in (path, *path.parents):
+            directories.append(mount / str(part).lstrip("/"))
+    return directories
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Return the CPU seconds per second that cgroups grant this process; None without a limit.
+
+    `docker run --cpus=2` and a CPU limit of Kubernetes are such quotas.
+    """
+    quotas = []
+    for directory in control_groups("cpu", root):
+        with suppress(OSError, ValueError):  # no such group, or "max" instead of a number
+            quotas.append(quota_of(directory))
+    return min((quota for quota in quotas if quota > 0), default=None)
+
+
+def quota_of(directory: Path) -> float:
+    """Return the quota of a control group, negative without a limit (version 1)."""
+    both = directory / "cpu.max"
+    if both.exists():
+        quota, period = both.read_text().split()
+    else:
+        quota = (directory / "cpu.cfs_quota_us").read_text()
+        period = (directory / "cpu.cfs_period_us").read_text()
+    return int(quota) / int(period)
