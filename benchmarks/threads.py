@@ -2,16 +2,16 @@
 
     python benchmarks/threads.py --out benchmarks/results/threads_cpu.json
 
-A waiting thread of GNU's OpenMP spins, by default 300,000 times (about 3 ms), and then sleeps. While
-it spins, it takes CPU time from other processes. Each setting trains `model=tiny`:
+A waiting thread of GNU's OpenMP spins, by default 300,000 times (about 3 ms), and then sleeps. A
+spinning thread takes CPU time from other processes. Each setting trains `model=tiny`:
 
 - alone
 - as two equal runs at the same time; the slower one counts
 - next to another process that trains with GNU's defaults
 - alone with a CPU quota of 1.5 cores, as in a container (needs root and cgroups of version 1)
 
-All cases are repeated in a new random order in each round. Results are median, minimum and maximum
-of the ratios, round by round, of tokens per second to those of GNU's defaults in the same situation.
+All cases are repeated in a new random order in each round. Results are ratios of tokens per second
+to those of GNU's defaults in the same situation and round: median, minimum and maximum.
 """
 
 import argparse

@@ -66,7 +66,7 @@ class ModelConfig:
     init_match: InitMatch = InitMatch.none
     """write: scale initial `wo` so that attention writes the same RMS as `standard`."""
     init_seed: int = "${seed}"  # type: ignore[assignment]
-    """Seed of initial values; a value depends on the seed and the parameter's name."""
+    """Seed of initial values; a value depends on seed, parameter name and position."""
     z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
     loss_chunk: int | None = bounded(None, least=1, most=2**27)

@@ -1,14 +1,15 @@
-"""Initial values that depend only on the seed and the name of a parameter.
+"""Initial values that depend only on the seed, the name of a parameter and the position in it.
 
-Each block of rows of a parameter has its own random generator; in a vector, each value is a row. A
-rank draws only the blocks that contain its local rows, and gets the same values for these rows as a
-run on one process.
+Each matrix is divided into square tiles, and each tile has its own random generator. Two matrices
+of one name therefore have equal values in their common rows and columns, also if they differ in
+size. A rank draws only the tiles that overlap its local part of a parameter.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from diffllm.core.errors import ConfigError
 
 OUTPUTS = {"wo", "w2"}
-BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
+TILE = 256
+"""Rows and columns of a tile."""
 
 LocalBlock = tuple[Tensor, tuple[int, ...], torch.Size]
 """The local values of a parameter, their first index in each dimension, and the full shape."""
@@ -30,7 +32,7 @@ def unsharded(param: Tensor) -> LocalBlock:
 
 @dataclass
 class Initializer:
-    """Fills parameters with initial values that depend only on `seed` and the parameter names.
+    """Fills parameters with initial values that depend only on seed, parameter name and position.
 
     Args:
         names: dotted name of each parameter in the decoder.
@@ -55,42 +57,39 @@ class Initializer:
         """
         self.filled.add(param)
         local, first, shape = self.shard(param)
-        leading, row_size = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
-        rows = max(1, BLOCK // row_size)
-        column, width = (first[-1], local.shape[-1]) if len(shape) > 1 else (0, 1)
-        held = rows_held(local.shape, first, leading)
-        target = local.detach().view(len(held), width)
-        starts = (held // rows).unique() * rows
-        stops = (starts + rows).clamp_max(leading.numel())
-        low, high = torch.searchsorted(held, torch.stack((starts, stops)))
-        blocks = torch.stack((starts, stops, low, high), dim=1)
-        in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
+        tile_rows = TILE
+        if len(shape) == 1:  # A vector is a matrix of one row, in tiles of one row.
+            tile_rows = 1
+            local, first, shape = local.unsqueeze(0), (0, *first), torch.Size((1, *shape))
+        matrices = matrices_held(local.shape[:-2], first[:-2], shape[:-2])
+        target = local.detach().view(len(matrices), *local.shape[-2:])
+        rows, columns = target.shape[-2:]
+        first_row, first_column = first[-2:]
 
-        def fill(block: list[int]) -> None:
-            # Draw rows [start, stop) of `param`; store the local rows in `target` at [low, high).
-            start, stop, low, high = block
-            complete = (high - low, width) == (stop - start, row_size)
-            text = f"{self.seed}:{self.names[param]}:{start // rows}".encode()
-            digest = hashlib.blake2b(text, digest_size=8).digest()
+        def fill(part: tuple[tuple[int, int], range, range]) -> None:
+            # Draw whole tiles: values that are drawn again depend on the number of values.
+            (at, matrix), of_rows, of_columns = part
+            row, column = of_rows.start // TILE, of_columns.start // TILE
+            text = f"{self.seed}:{self.names[param]}:{matrix}:{row}:{column}"
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             generator = torch.Generator(device="cpu")
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-            if complete and in_place:
-                fill_normal(target[low:high].view(-1), std, truncate, generator)
-                return
-            values = torch.empty((stop - start, row_size), dtype=torch.float32, device="cpu")
-            fill_normal(values.view(-1), std, truncate, generator)
-            if not complete:
-                values = values[held[low:high] - start, column : column + width]
-            target[low:high].copy_(values)
+            tile = torch.empty((tile_rows, TILE), dtype=torch.float32, device="cpu")
+            fill_normal(tile.view(-1), std, truncate, generator)
+            values = tile[of_rows.start % TILE :, of_columns.start % TILE :]
+            top, left = of_rows.start - first_row, of_columns.start - first_column
+            place = target[at, top : top + len(of_rows), left : left + len(of_columns)]
+            place.copy_(values[: len(of_rows), : len(of_columns)])
 
         inference = torch.is_inference_mode_enabled()
 
-        def fill_in_thread(block: list[int]) -> None:
+        def fill_in_thread(part: tuple[tuple[int, int], range, range]) -> None:
             with torch.inference_mode(inference):  # inference mode is per thread
-                fill(block)
+                fill(part)
 
+        parts = product(enumerate(matrices), split(first_row, rows), split(first_column, columns))
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill_in_thread, blocks.tolist()))
+            list(pool.map(fill_in_thread, parts))
 
     def matrices_(self, std: float, out_std: float) -> None:
         """Fill all matrices with normal values of mean 0, truncated at 3 standard deviations.
@@ -111,21 +110,29 @@ class Initializer:
                 )
 
 
-def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the indices in the full tensor of the rows of a local block: (n,) int64, ascending.
+def matrices_held(local: torch.Size, first: tuple[int, ...], full: torch.Size) -> list[int]:
+    """Return the indices of the matrices in a local part of a parameter, ascending.
 
-    All dimensions except the last are flattened to rows. In a vector, each value is a row.
+    The arguments describe all dimensions except the last two. Flattened, these dimensions number
+    the matrices; a parameter with two dimensions is the matrix 0.
 
     Args:
-        local: shape of the local block.
-        first: index in the full tensor of the block's first value, one number per dimension.
-        leading: shape of the full tensor without its last dimension; for a vector, the full shape.
+        local: shape of the local part.
+        first: index in the full tensor of the local part's first matrix, one number per dimension.
+        full: shape of the full tensor.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for size, start, n in zip(leading, first, local, strict=False):
+    for size, start, n in zip(full, first, local, strict=True):
         indices = torch.arange(start, start + n, device="cpu")
         held = (held.unsqueeze(1) * size + indices).flatten()
-    return held
+    return held.tolist()
+
+
+def split(start: int, count: int) -> list[range]:
+    """Split the indices from `start` to `start + count` at the borders between tiles."""
+    stop = start + count
+    borders = [start, *range((start // TILE + 1) * TILE, stop, TILE), stop]
+    return [range(*pair) for pair in pairwise(borders)]
 
 
 def fill_normal(

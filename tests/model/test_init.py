@@ -1,4 +1,4 @@
-"""Initial values depend only on the seed and the parameter's name."""
+"""Initial values depend only on the seed, the parameter's name and the position in it."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ import torch
 
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
-from diffllm.model.init import BLOCK, Initializer
+from diffllm.model.init import TILE, Initializer
 
 BASE = ["model=tiny"]
 
@@ -26,18 +26,44 @@ def test_all_variants_use_same_initial_values_for_common_parameters():
             assert torch.equal(standard[name], other[name]), name
 
 
+def common(one, other):
+    """Return the common rows and columns of two parameters (and experts, if there are any)."""
+    sizes = tuple(slice(min(pair)) for pair in zip(one.shape, other.shape, strict=True))
+    return one[sizes], other[sizes]
+
+
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "standard_2x_heads"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=micro", "model.match_params_to=diff_v2"],
+        ["model=micro", "model.match_flops_to=diff_v2"],
+        ["model=moe_tiny", "model.moe.expert_dim=136"],
+    ],
+)
+def test_variants_of_unequal_widths_share_initial_values_in_common_rows_and_columns(words, variant):
+    """The feed-forward widths differ; wq and wo have other numbers of heads."""
+    target = parameters([*words[:-1], "attention=diff_v2"])
+    matched = parameters([*words, f"attention={variant}"])
+    common_names = target.keys() & matched.keys()
+    assert any("w2" in n and target[n].shape != matched[n].shape for n in common_names)
+    for name in common_names:
+        if target[name].ndim > 1:
+            assert torch.equal(*common(target[name], matched[name])), name
+
+
 @pytest.mark.parametrize(
     "block",
     [
-        (slice(2, 4), slice(0, 90), slice(0, 500)),
-        (slice(0, 5), slice(30, 61), slice(0, 500)),
-        (slice(1, 2), slice(0, 90), slice(125, 250)),
-        (slice(4, 5), slice(89, 90), slice(499, 500)),
-        (slice(5, 5), slice(0, 90), slice(0, 500)),
+        (slice(2, 4), slice(0, 290), slice(0, 500)),
+        (slice(0, 5), slice(130, 261), slice(0, 500)),
+        (slice(1, 2), slice(0, 290), slice(125, 250)),
+        (slice(4, 5), slice(289, 290), slice(499, 500)),
+        (slice(5, 5), slice(0, 290), slice(0, 500)),
     ],
 )
 def test_sharded_and_unsharded_parameters_get_same_initial_values(block):
-    full = torch.empty(5, 90, 500)  # four blocks, each with a generator
+    full = torch.empty(5, 290, 500)  # four tiles per matrix, each with a generator
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty_like(full[block], memory_format=torch.contiguous_format)
     first = tuple(part.start for part in block)
@@ -64,22 +90,29 @@ def drawn(shape, dtype=torch.float32, truncate=3):
 
 
 def by_definition(shape, truncate):
-    """Draw block by block; redraw full blocks to replace values beyond the bound."""
-    rows = max(1, BLOCK // shape[-1])
-    values = []
-    for block, part in enumerate(torch.empty(shape).flatten(0, -2).split(rows)):
-        seed = hashlib.blake2b(f"0:w:{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
-        result = part.normal_(0.0, 0.02, generator=generator)
-        while truncate and (missing := result.abs() > truncate * 0.02).any():
-            further = torch.empty_like(part).normal_(0.0, 0.02, generator=generator)
-            result = torch.where(missing, further, result)
-        values.append(result)
-    return torch.cat(values).view(shape)
+    """Draw tile by tile; redraw whole tiles to replace values beyond the bound."""
+    full = torch.empty(shape)
+    matrices = full.view(-1, *shape[-2:]) if len(shape) > 1 else full.view(1, 1, -1)
+    for index, matrix in enumerate(matrices):
+        for top in range(0, matrix.shape[0], TILE):
+            for left in range(0, matrix.shape[1], TILE):
+                text = f"0:w:{index}:{top // TILE}:{left // TILE}"
+                seed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+                tile = torch.empty(TILE if len(shape) > 1 else 1, TILE)
+                tile.normal_(0.0, 0.02, generator=generator)
+                while truncate and (missing := tile.abs() > truncate * 0.02).any():
+                    further = torch.empty_like(tile).normal_(0.0, 0.02, generator=generator)
+                    tile = torch.where(missing, further, tile)
+                part = matrix[top : top + TILE, left : left + TILE]
+                part.copy_(tile[: part.shape[0], : part.shape[1]])
+    return full
 
 
 @pytest.mark.parametrize("truncate", [None, 3, 1])
-@pytest.mark.parametrize("shape", [(300, 300), (5, 90, 500), (2, 100_003), (3, 4)])
+@pytest.mark.parametrize(
+    "shape", [(300, 300), (5, 90, 500), (2, 3, 3, 260), (2, 100_003), (3, 4), (700,)]
+)
 def test_initial_values_do_not_depend_on_number_of_threads(shape, truncate):
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
