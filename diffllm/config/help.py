@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from omegaconf import DictConfig, Node, OmegaConf
 
 from diffllm.config.compose import compose_config, yaml_names
-from diffllm.config.overrides import FILLED_IN, GROUPS
+from diffllm.config.overrides import AUTO, FILLED_IN, GROUPS
 from diffllm.config.plugins import config_directory, directories
 from diffllm.model.attention.base import AttentionConfig
 
@@ -174,6 +174,8 @@ def default_text(node: Any) -> str:
     if isinstance(value, str):
         if found := OF_STEPS.fullmatch(value):
             return f"{float(found[1]):.0%} of steps, at most {int(found[2]):,}"
+        if value in AUTO.values():
+            return "auto"
         if found := ENVIRONMENT.fullmatch(value):
             return f"${found[1]} or {found[2]}"
         value = re.sub(r"\$\{([\w.]+)\}", r"\1", value)

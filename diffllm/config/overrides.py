@@ -25,6 +25,9 @@ COMPOSING = (
     ArithmeticError, OSError,
 )  # fmt: skip
 
+AUTO = {"eval.tokens": "${auto_tokens:}"}
+"""Numbers that may also be the word "auto", and the interpolation that computes the number."""
+
 LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
 NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
@@ -35,7 +38,7 @@ NUMBERS = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
-ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
+ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*|auto_tokens:)\}")
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
@@ -130,11 +133,13 @@ def for_hydra(override: Override) -> str:
     """Return an override in the syntax of Hydra, for example data.paths=[a] for data.paths=a.
 
     For a key in LISTS, put a single value in brackets. For a key in OPEN, add the prefix ++, so
-    that Hydra accepts new entries of the mapping.
+    that Hydra accepts new entries of the mapping. For a key in AUTO, replace the word auto.
     """
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
         return f"++{word}"
+    if key in AUTO and value == "auto":
+        return f"{key}={AUTO[key]}"
     name, _, text = word.partition("=")
     single = isinstance(value, str | int | float) and not isinstance(value, bool)
     return f"{name}=[{text}]" if key in LISTS and single and text[:2] != "${" else word

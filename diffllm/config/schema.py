@@ -85,8 +85,9 @@ class EvalConfig:
     sequences: int = bounded(64, least=1)
     """Held-out sequences per evaluation, spread evenly over the split; always the same ones."""
     tokens: float | None = bounded(None, above=0)
-    """Held-out tokens for the last loss of a run; null: the whole split. Documents are complete,
-    spread evenly over the split, and always the same."""
+    """Held-out tokens for the last loss; auto: 1/4 of the run's tokens, at most 1e7; null: all.
+    Documents are complete, spread evenly over the split, and equal in runs of equal length. The
+    last document can exceed the number."""
     suites: list[str] = field(default_factory=list)
     """Tasks to evaluate during training, such as [mqar,needle]. A suite name, such as claims,
     selects all tasks of the suite; a file of examples ends with .jsonl or .ndjson; see

@@ -42,6 +42,28 @@ def test_max_tokens_setting_determines_number_of_steps():
     assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 10
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["steps=15"], 15 * 8 * 512 / 4),
+        (["steps=15", "eval.tokens=auto"], 15 * 8 * 512 / 4),
+        (["steps=100", "global_batch_size=2", "seq_len=1024"], 100 * 2 * 1024 / 4),
+        (["max_tokens=8e6"], 1953 * 8 * 512 / 4),
+        (["max_tokens=1e9"], 1e7),
+        (["steps=15", "eval.tokens=null"], None),
+        (["steps=15", "eval.tokens=2e4"], 2e4),
+        (["model=micro", "experiment=compare_small"], None),  # its published runs measured all
+    ],
+)
+def test_heldout_tokens_follow_length_of_run_unless_config_sets_them(words, expected):
+    assert load_config(["model=tiny", *words]).eval.tokens == expected
+
+
+def test_heldout_tokens_other_than_number_null_or_auto_are_refused():
+    with pytest.raises(ConfigError, match=r"eval\.tokens=automatic: 'automatic' is not a number"):
+        load_config(["model=tiny", "eval.tokens=automatic"])
+
+
 def test_epochs_setting_determines_number_of_steps(corpus):
     cfg = load_config([*corpus, "epochs=2.5"])
     sequences = sequences_in(prepare(cfg.data).split("train"), 32)

@@ -51,7 +51,7 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
         name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
-        words = [*study.base, *study.arms[arm], f"seed={seed}"]
+        words = [*study.overrides(arm), f"seed={seed}"]
         words += [f"optim.lr={rate!r}"] if rate else []
         runs.append(Planned(DECIDING, arm, seed, rate, name, words))
     return runs
@@ -59,7 +59,7 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
-    words = [*study.base, *study.arms[arm]]
+    words = study.overrides(arm)
     if study.lr.steps is not None:
         words = [word for word in words if word.partition("=")[0] not in LENGTHS]
         words.append(f"steps={study.lr.steps}")

@@ -44,7 +44,10 @@ def is_hashed(key: str) -> bool:
 
 @cache
 def flat_defaults(attention: type, data: type) -> dict[str, Any]:
-    return flatten(defaults_of(None, attention, data)[1])
+    defaults = flatten(defaults_of(None, attention, data)[1])
+    # The default of a study's runs.
+    defaults["eval.tokens"] = None
+    return defaults
 
 
 def planned_digests(study: Study) -> dict[str, str]:
