@@ -7,7 +7,6 @@ from tiers import slow_but
 
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.estimate import GIB, Cluster, plan
-from diffllm.plan.memory import Call, Collective
 from diffllm.plan.search import (
     MOST_TOKENS,
     longest,
@@ -15,6 +14,7 @@ from diffllm.plan.search import (
     nearest_change,
     outcome,
 )
+from diffllm.plan.step import Call, Collective
 
 SMALL = [
     "model=tiny",
