@@ -31,6 +31,8 @@ from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
+from diffllm.distributed.launcher import ranks_on_first_node
+from diffllm.training.memory import check_memory
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
@@ -52,7 +54,10 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
     def begin() -> Place:
         cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
-        check_study_runs(study, out, cluster.world_size if cluster else world.size)
+        if cluster:
+            check_study_runs(study, out, cluster.world_size, cluster.ranks_here)
+        else:
+            check_study_runs(study, out, world.size, ranks_on_first_node())
         directory = SweepDirectory(out, "study")
         directory.hold()
         return directory, cluster
@@ -106,10 +111,11 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
     return jobs
 
 
-def check_study_runs(study: Study, out: Path, world_size: int) -> None:
+def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int = 0) -> None:
     """Raise ConfigError if the design, a planned config or an existing run in `out` is invalid.
 
-    `world_size` is the number of processes per run.
+    Also raise ConfigError if a planned run cannot fit into memory. `world_size` is the number of
+    processes per run. For `ranks_here`, see `check_memory`.
     """
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
@@ -135,7 +141,13 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
             raise ConfigError(
                 f"the run {path} was started with {what_differs(changes)}; choose another out=DIR"
             )
-    for planned in next_runs(study, out):
+    remaining = next_runs(study, out)
+    for arm in dict.fromkeys(planned.arm for planned in remaining):
+        try:
+            check_memory(configs[arm], world_size, ranks_here)
+        except ConfigError as error:
+            raise ConfigError(f"arm {arm}: {error}") from error
+    for planned in remaining:
         path = out / planned.name
         run = load_run_config(path) if (path / "config.yaml").is_file() else None
         if run and (problem := strayed(path, run, config_of_planned(planned))):

@@ -83,6 +83,11 @@ class ClusterLauncher:
     def world_size(self) -> int:
         return self.settings["nodes"] * self.settings["tasks_per_node"]
 
+    @property
+    def ranks_here(self) -> int:
+        """Number of ranks of each run on this machine; 0 if SLURM chooses the machines."""
+        return self.world_size if self.kind == "local" else 0
+
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
         """Submit the jobs that are not yet in SLURM's queue, and wait until all jobs have ended.
 
