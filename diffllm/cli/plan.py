@@ -24,7 +24,7 @@ from diffllm.training.memory import GIB
 @dataclass
 class PlanArguments(Cluster):
     json: bool = flag("the plan as JSON, in bytes and seconds")
-    longest: bool = argument("also search the longest sequence that fits: slow", False)
+    longest: bool = argument("also search the longest sequence that fits; slow", False)
     overrides: list[str] = argument("overrides of the config", [], words="overrides")
 
 

@@ -62,7 +62,7 @@ def check_memory(cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
     else:
         states = [training_state(model, sizes, rank) for rank in range(ranks_here)]
         needed, available = sum(state.total for state in states), machine_memory()
-        place = "this machine"
+        place = "this machine or container"
     if needed > available:
         choices = " ".join(f"{group}={cfg.run.choices[group]}" for group in ("model", "attention"))
         raise ConfigError(

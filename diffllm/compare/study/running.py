@@ -19,7 +19,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends
 from diffllm.compare.study.unequal import settings_of, undeclared
-from diffllm.compare.sweep.cluster import ClusterLauncher
+from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
@@ -31,7 +31,6 @@ from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
-from diffllm.distributed.launcher import ranks_on_first_node
 from diffllm.training.memory import check_memory
 
 
@@ -54,10 +53,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
     def begin() -> Place:
         cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
-        if cluster:
-            check_study_runs(study, out, cluster.world_size, cluster.ranks_here)
-        else:
-            check_study_runs(study, out, world.size, ranks_on_first_node())
+        check_study_runs(study, out, *ranks_of_runs(cluster, world.size))
         directory = SweepDirectory(out, "study")
         directory.hold()
         return directory, cluster

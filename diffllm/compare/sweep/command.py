@@ -6,13 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.sweep.cluster import ClusterLauncher
+from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.files import fresh
 from diffllm.core.printing import echo
-from diffllm.distributed.launcher import ranks_on_first_node
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
 
@@ -62,11 +61,7 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
         names = split_overrides([f"run.sweep={fresh(path).name}"])[0]
         own += names
     cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
-    if cluster:
-        ranks, ranks_here = cluster.world_size, cluster.ranks_here
-    else:
-        ranks_here = ranks_on_first_node()
-    directory, runs = plan_sweep(own, ranks, ranks_here)
+    directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks))
     flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
     return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
