@@ -166,7 +166,7 @@ def test_packages_import_only_packages_of_lower_layers():
 
 
 TRAINING = (
-    ("build", "directory"),
+    ("build", "directory", "memory"),
     ("process", "state", "step"),
     ("measure", "record"),
     ("checks", "loop"),
@@ -238,6 +238,12 @@ def test_import_of_diffllm_loads_neither_torch_nor_hydra():
 def test_help_of_console_script_loads_neither_torch_nor_hydra():
     code = "from diffllm.cli import main\nassert main(['--help']) == 0"
     assert not {"torch", "hydra"} & loaded_after(code)
+
+
+def test_head_of_plan_loads_no_compiler_of_torch():
+    code = "from diffllm.cli.plan import Cluster, head_text, plan\n"
+    code += "print(head_text(plan(Cluster(), set(), ['model=tiny'])))"
+    assert "sympy" not in loaded_after(code)
 
 
 def test_unknown_attribute_of_diffllm_raises_attribute_error():

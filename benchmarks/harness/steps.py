@@ -14,9 +14,9 @@ from diffllm.model import ModelConfig, Transformer
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.auto_setting import ASKED, AutoSetting
-from diffllm.plan.estimate import GIB
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import build, chosen_precision
+from diffllm.training.memory import GIB
 from diffllm.training.record import grad_norm_by_group
 from diffllm.training.step import Due, train_step
 from harness.machine import Step, join_alone, seconds, synchronize

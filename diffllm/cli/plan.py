@@ -15,17 +15,16 @@ from diffllm.cli.arguments import argument, flag, parse
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.data.progress import stages
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, plan
-from diffllm.plan.memory import Kind
+from diffllm.plan.estimate import DAY, Cluster, RunPlan, idealised, key_of_word, plan
 from diffllm.plan.search import LENGTH_UNIT, longest_sequence, nearest_change
-from diffllm.plan.simulate import Step
-
-STATE = ("parameters", "gradients", "optimizer")
+from diffllm.plan.step import Kind, Step
+from diffllm.training.memory import GIB
 
 
 @dataclass
 class PlanArguments(Cluster):
     json: bool = flag("the plan as JSON, in bytes and seconds")
+    longest: bool = argument("also search the longest sequence that fits; slow", False)
     overrides: list[str] = argument("overrides of the config", [], words="overrides")
 
 
@@ -47,14 +46,16 @@ def plan_command(argv: list[str]) -> None:
         echo(memory_text(made), flush=True)
     with stages() as say:
         change = None if made.fits else nearest_change(made, say)
-        longest = longest_sequence(made, say)
+        longest = longest_sequence(made, say) if args.longest else None
     if args.json:
-        echo_json({**plan_numbers(made, change), "longest_sequence": longest})
-    else:
-        echo(fit_text(made, change))
-        found = f"{longest:,} tokens" if longest else f"shorter than {LENGTH_UNIT:,} tokens"
-        echo(f"longest sequence that fits, at 1 sequence per forward pass: {found}")
-        print_assumptions(made)
+        numbers = plan_numbers(made, change)
+        if args.longest:
+            numbers["longest_sequence"] = longest
+        echo_json(numbers)
+        return
+    echo(fit_text(made, change))
+    echo(longest_text(longest) if args.longest else LONGEST_HINT)
+    print_assumptions(made)
 
 
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     If `made` does not fit into memory, `change` is a plan with other settings that fits, or None
     if no plan fits. If `made` fits, `change` is None.
     """
-    cfg, cluster, step = made.cfg, made.cluster, made.step
+    cfg, cluster = made.cfg, made.cluster
     micro, count = cfg.micro_batches(cluster.gpus)
     return {
         **{group: cfg.run.choices[group] for group in ("model", "attention")},
@@ -76,7 +77,7 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
         "micro_batch_size": micro,
         "micro_batches": count,
         "memory": {
-            **values(step, *STATE),
+            **made.state._asdict(),
             "activation_checkpointing": cfg.activation_checkpointing.name,
             "policies": {
                 policy.name: policy_numbers(made, made.steps[policy])
@@ -121,6 +122,28 @@ def policy_numbers(made: RunPlan, step: Step) -> dict[str, Any]:
     }
 
 
+def sizes_text(made: RunPlan) -> str:
+    """Return the sequence length and the micro-batch of a plan, and how they were chosen."""
+    cfg = made.cfg
+    micro, _ = cfg.micro_batches(made.cluster.gpus)
+    length = f"seq_len={cfg.seq_len} ({origin(made, 'seq_len')})"
+    batch = f"micro_batch_size={micro} ({origin(made, 'micro_batch_size')})"
+    context = cfg.parallel.context
+    place = "rank" if context == 1 else f"group of {context} ranks"
+    return f"{length}, {batch}: {micro} x {cfg.seq_len:,} tokens per {place} and forward pass"
+
+
+def origin(made: RunPlan, key: str) -> str:
+    """Return how the value of `seq_len` or `micro_batch_size` was chosen."""
+    if key in (assumption.key for assumption in made.assumptions):
+        return "assumed"
+    if getattr(made.cfg, key) is None:
+        return "from global_batch_size"
+    if key in map(key_of_word, made.overrides):
+        return "set"
+    return f"experiment={made.cfg.run.choices['experiment']}"
+
+
 def head_text(made: RunPlan) -> str:
     cfg, cluster = made.cfg, made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in made.mesh.items())
@@ -129,6 +152,7 @@ def head_text(made: RunPlan) -> str:
     layout += f", context {context}" * (context > 1)
     of = "rank" if context == 1 else f"{context} ranks"
     return (
+        f"{sizes_text(made)}\n"
         f"{cfg.run.choices['attention']} / {cfg.run.choices['model']}: "
         f"{made.n_params / 1e9:,.2f}B parameters, "
         f"{cluster.gpus:,} x {cluster.device.name}, {layout}\n"
@@ -168,7 +192,7 @@ def memory_text(made: RunPlan) -> str:
     steps = [made.steps[policy] for policy in ActivationCheckpointing]
     blank = ("",) * (1 + len(steps))
     rows: list[Sequence[str]] = [
-        *([name, *(gib(getattr(step, name)) for step in steps)] for name in STATE),
+        *([name, *[gib(size)] * len(steps)] for name, size in made.state._asdict().items()),
         ["activations of a forward pass", *(gib(step.activations) for step in steps)],
         blank,
         ["peak", *(gib(step.peak.total) for step in steps)],
@@ -194,6 +218,14 @@ def fit_text(made: RunPlan, change: RunPlan | None) -> str:
         f"{text}\nnearest change: {' '.join(change.words)}: {gib(used)} GiB, "
         f"{change.step_seconds:.3g} s per step, {change.tokens_per_s:,.0f} tokens per second"
     )
+
+
+LONGEST_HINT = "set longest=true for the longest sequence that fits"
+
+
+def longest_text(longest: int | None) -> str:
+    length = f"{longest:,} tokens" if longest else f"shorter than {LENGTH_UNIT:,} tokens"
+    return f"longest sequence that fits, at 1 sequence per forward pass: {length}"
 
 
 def time_lines(made: RunPlan) -> list[str]:

@@ -154,6 +154,8 @@ class TrainConfig:
     by default the model and the tokenizer; everything else starts as in a new run. stage:PATH also
     loads the optimizer state of a run, and starts the next stage of its training. PATH@STEP chooses
     a checkpoint."""
+    force: bool = False
+    """Start even if parameters, gradients and optimizer state exceed the memory."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that are invalid on every machine."""
@@ -281,11 +283,10 @@ class TrainConfig:
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
-
 # Keys that do not affect the computed values of a run.
 OF_NO_EFFECT = (
     "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
-    "run.allow_changes", "wandb", "resume", "metrics", "profile", "prepare",
+    "run.allow_changes", "wandb", "resume", "force", "metrics", "profile", "prepare",
     "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
     "train.max_consecutive_skips",
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
@@ -294,11 +295,9 @@ OF_NO_EFFECT = (
     "data.visible_keys", "data.document_lengths", "plugins",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-# Keys that may differ between two launches of one run. The last four determine the steps and the
-# corpus, which are compared directly.
+# Keys that may differ between two launches of one run; steps and corpus are compared directly.
 FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer")
-# Keys whose change cannot help a run that stopped because training diverged: a second launch would
-# not get further.
+# Keys whose change cannot help a run that stopped because training diverged.
 NO_WAY_ON = tuple(
     key for key in OF_NO_EFFECT if key not in ("run.allow_changes", "train.max_consecutive_skips")
 )

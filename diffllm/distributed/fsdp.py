@@ -7,7 +7,8 @@ experts are first divided between ranks; torch.compile then precedes activation 
 and copy all parameters twice per micro-batch; `OneRank` keeps copies in the compute dtype instead.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,22 +87,64 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Return the dimension in which FSDP2 shards `param`; None means dimension 0.
-
-        For a parameter with three dimensions, such as expert weights, return the first dimension
-        whose size is divisible by the number of ranks. If there is no such dimension, or for any
-        other parameter, return None.
-        """
-        if param.ndim != 3:
-            return None
-        ranks = mesh[name].size()
-        even = [dim for dim, size in enumerate(local(param).shape) if size % ranks == 0]
+        dim = shard_dim(local(param).shape, mesh[name].size())
         # DTensor computes wrong offsets if it shards an uneven part of a shard.
+        even = dim is not None or param.ndim != 3
         assert even or not is_dtensor(param), "TrainConfig.check_world rules this out"
-        return Shard(even[0]) if even else None
+        return None if dim is None else Shard(dim)
 
     both = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
     return {"mesh": both, "shard_placement_fn": placement}
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int | None:
+    """Return the dimension in which FSDP2 shards a parameter over `ranks`; None means dimension 0.
+
+    For a parameter with three dimensions, such as expert weights, return the first dimension whose
+    size is divisible by `ranks`. If there is no such dimension, or for any other parameter, return
+    None.
+    """
+    if len(shape) != 3:
+        return None
+    even = [dim for dim, size in enumerate(shape) if size % ranks == 0]
+    return even[0] if even else None
+
+
+def stored_values(
+    model: Any, sizes: tuple[int, int, int], rank: int
+) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield each parameter of `model` and the number of its values that `rank` stores.
+
+    The numbers are those after `parallelize`, but need neither a process group nor storage.
+
+    Args:
+        model: a decoder that is not yet sharded.
+        sizes: `ParallelConfig.sizes`, the numbers of replicas, shards and expert ranks.
+    """
+    replicate, shard, expert = sizes
+    replicated = fp32_parameters(model)
+    if replicate * shard * expert == 1:
+        replicated = set(model.parameters())
+    divided: set[nn.Parameter] = set()
+    if expert > 1:
+        for mixture in model.mixtures:
+            divided.update(mixture.experts.parameters())
+    for param in model.parameters():
+        if param in replicated:
+            yield param, param.numel()
+        elif param in divided:
+            experts_of_rank = (len(param) // expert, *param.shape[1:])
+            yield param, shard_size(experts_of_rank, shard, rank // expert % shard)
+        else:
+            yield param, shard_size(param.shape, shard * expert, rank % (shard * expert))
+
+
+def shard_size(shape: Sequence[int], ranks: int, index: int) -> int:
+    """Return the number of values in shard `index` of `ranks` shards of a parameter."""
+    dim = shard_dim(shape, ranks) or 0
+    rows = math.ceil(shape[dim] / ranks)
+    rows_of_shard = min(rows, max(0, shape[dim] - index * rows))
+    return rows_of_shard * math.prod(shape) // shape[dim]
 
 
 def wrap_forward(

@@ -53,6 +53,21 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     return r, n, whole_number(env, local, 0) if local in env else 0
 
 
+def ranks_on_first_node(env: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on the node of rank 0, from the variables of torchrun or srun.
+
+    Call this on rank 0. Return 1 if no variable contains the number.
+    """
+    size, count = environment(env)[1], 1
+    if "LOCAL_WORLD_SIZE" in env:
+        count = whole_number(env, "LOCAL_WORLD_SIZE", 1)
+    elif "RANK" not in env:
+        # Such as "4(x2),3" for two nodes with 4 tasks and one with 3.
+        first = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        count = int(first[0]) if first else 1
+    return min(size, count)
+
+
 def own_rank() -> int:
     try:
         return environment()[0]

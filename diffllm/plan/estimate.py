@@ -13,8 +13,8 @@ from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.metrics.profiling import DEVICES, Device, device_named
 from diffllm.model import Transformer, without_storage
-from diffllm.plan.memory import Call, Collective
-from diffllm.plan.simulate import Step, simulate
+from diffllm.plan.step import Call, Collective, Step
+from diffllm.training.memory import GIB, TrainingState, training_state
 
 POSITIVE = {"above": 0, "below": float("inf")}
 
@@ -91,7 +91,6 @@ class Cluster:
 
 
 OWN_KEYS = {f.name: f for f in fields(Cluster)}
-GIB = 2**30
 RECOMPUTE = "activation_checkpointing"
 DAY = 86400
 
@@ -140,6 +139,8 @@ class RunPlan:
         """
         what = self.words or [f"{RECOMPUTE}={policy.name}"]
         say(f"simulating a step with {' '.join(what)}")
+        from diffllm.plan.simulate import simulate  # takes a second
+
         cfg = replace(self.cfg, activation_checkpointing=policy)
         step = simulate(cfg, self.cluster.gpus, self.cluster.rank)
         return replace(self, steps={**self.steps, policy: step})
@@ -152,6 +153,11 @@ class RunPlan:
     @property
     def n_params(self) -> int:
         return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def state(self) -> TrainingState:
+        sizes = self.cfg.parallel.sizes(self.cluster.gpus)
+        return training_state(self.model, sizes, self.cluster.rank)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -246,8 +252,9 @@ def key_of_word(word: str) -> str:
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
     """Return the training config that `overrides` define, and the assumptions for missing settings.
 
-    If `overrides` set neither global_batch_size nor experiment, assume one micro-batch per rank and
-    step. Raises ConfigError if the config is invalid or does not fit the number of GPUs.
+    Unless `overrides` set these keys or an experiment, assume the default of seq_len and one
+    micro-batch per rank and step. A given global_batch_size determines the micro-batch. Raises
+    ConfigError if the config is invalid or does not fit the number of GPUs.
     """
     keys = set(map(key_of_word, overrides))
     try:
@@ -259,6 +266,8 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
             raise ConfigError(f"unknown key {unknown[1]}{close}") from error
         raise
     assumed = []
+    if not keys & {"seq_len", "experiment"}:
+        assumed.append(Assumption("seq_len", cfg.seq_len, "tokens per sequence"))
     if not keys & {"global_batch_size", "experiment"}:
         micro = cfg.micro_batch_size or 1
         groups = max(1, cluster.gpus // cfg.parallel.context)

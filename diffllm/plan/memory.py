@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,34 +21,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from diffllm.plan.step import Call, Collective, Kind, Peak
+
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
-class Collective(Enum):
-    all_gather = "all-gather"
-    reduce_scatter = "reduce-scatter"
-    all_reduce = "all-reduce"
-    all_to_all = "all-to-all"
-    broadcast = "broadcast"
-
-    def on_the_wire(self, size: int, ranks: int) -> float:
-        """Return the number of bytes that each rank sends in a collective over `ranks` ranks.
-
-        `size` is the size of one rank's input or output in bytes, whichever is larger.
-        """
-        if self is Collective.broadcast:
-            return size
-        return (2 if self is Collective.all_reduce else 1) * size * (ranks - 1) / ranks
-
-
 SILENT = ("barrier", "waittensor", "wraptensorautograd")
-
-
-class Call(NamedTuple):
-    kind: Collective
-    size: int
-    """Bytes of the input or the output, whichever is larger."""
-    ranks: tuple[int, ...]
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
@@ -90,36 +67,11 @@ def process_group_of(args: tuple) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
-class Kind(Enum):
-    """The purpose of allocated memory."""
-
-    parameters = "parameters"
-    gradients = "gradients"
-    optimizer = "optimizer state"
-    activations = "activations"
-    """Results of a forward pass that the backward pass needs."""
-    communication = "communication"
-    """Gathered parameters, gradients before reduction, buffers of collectives."""
-    working = "working memory"
-    other = "other state"
-
-
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
     size: int
     born: int
     kind: Kind | None = None
-
-
-class Peak(NamedTuple):
-    """Largest memory use of a process in bytes, in total and by purpose.
-
-    `event` is the number of allocations, resizes and releases recorded up to the peak.
-    """
-
-    total: int
-    by_kind: dict[Kind, int]
-    event: int
 
 
 class Memory:

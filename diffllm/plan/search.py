@@ -10,7 +10,6 @@ from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.estimate import RECOMPUTE, RunPlan, Say, key_of_word, planned_config
-from diffllm.plan.simulate import simulate
 
 LENGTH_UNIT, MOST_TOKENS = 1024, 2**20
 """Lengths of `longest_sequence` are multiples of the first number, and at most the second."""
@@ -21,6 +20,8 @@ def longest_sequence(plan: RunPlan, say: Say) -> int | None:
 
     Return None if no length fits. `say` receives a message before each simulation.
     """
+    from diffllm.plan.simulate import simulate  # takes a second
+
     cfg, cluster = plan.cfg, plan.cluster
     batch = cluster.gpus // cfg.parallel.context * cfg.micro_batches(cluster.gpus)[1]
 
@@ -140,10 +141,8 @@ def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
     `parallel` can help; for other `words`, return `plan` itself. `say` receives a message before
     the simulation.
     """
-    step = plan.step
-    state = step.parameters + step.gradients + step.optimizer
     spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
-    if not spreads and state > plan.memory - plan.reserve:
+    if not spreads and plan.state.total > plan.memory - plan.reserve:
         return plan
     gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
     cluster = replace(plan.cluster, gpus=gpus[0]) if gpus else plan.cluster

@@ -5,9 +5,9 @@ The simulation runs the training code. Tensors have shapes but no data, and coll
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from diffllm.distributed.gradients import local
 from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
 from diffllm.plan.compiled import compiling, gpu_kernels
-from diffllm.plan.memory import Call, Kind, Observer, Peak
+from diffllm.plan.memory import Observer
+from diffllm.plan.step import Kind, Step
 from diffllm.training.build import Training, allocated, sharded_model
 from diffllm.training.step import Due, train_step
 
@@ -29,22 +30,6 @@ CPU = torch.device("cpu")
 SIMULATED = 2
 """Maximum number of simulated micro-batches: all but the last are alike, so 2 are enough."""
 EVERYTHING = Due(statistics=True, probes=True, update=True)
-
-
-@dataclass
-class Step:
-    """Memory (in bytes) and collectives of one rank in a simulated training step."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    """Bytes that one forward pass keeps for the backward pass."""
-    peak: Peak
-    """Largest memory use of a step with all statistics and probes."""
-    when: str
-    """Phase of the step with the peak, such as "forward pass"."""
-    calls: list[Call]
 
 
 @contextmanager
@@ -113,8 +98,6 @@ class MeasuredTraining:
         self.memory.label(map(local, t.params.values()), Kind.parameters)
         self.memory.label(map(local, states), Kind.optimizer)
         self.memory.label_since(0, Kind.other)
-        self.optimizer = local_bytes(states)
-        self.gradients = 0
         t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD), prepend=True)
         t.model.register_forward_hook(self.forward_ends)
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
@@ -133,9 +116,6 @@ class MeasuredTraining:
         starts = [call for _, call, part in self.parts if part == FORWARD]
         first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
         return Step(
-            parameters=local_bytes(self.t.params.values()),
-            gradients=self.gradients,
-            optimizer=self.optimizer,
             activations=self.activations,
             peak=peak,
             when=parts[-1] if parts else "build",
@@ -151,7 +131,6 @@ class MeasuredTraining:
     def begin(self, part: str) -> None:
         grads = [local(p.grad) for p in self.t.params.values() if p.grad is not None]
         self.memory.label(grads, Kind.gradients)
-        self.gradients = local_bytes(grads)
         self.parts.append((self.memory.now(), len(self.calls), part))
 
     def forward_ends(self, *_: object) -> None:
@@ -163,7 +142,3 @@ class MeasuredTraining:
 
 
 FORWARD = "forward pass"
-
-
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)

@@ -25,7 +25,7 @@ from diffllm.data.sequences import packing_counts
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
-from diffllm.distributed.launcher import keep_mode
+from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.distributed.world import World
 from diffllm.metrics.records import stopped_text
 from diffllm.model import without_storage
@@ -39,6 +39,7 @@ from diffllm.training.checks import (
     starting_point,
 )
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
+from diffllm.training.memory import check_memory
 from diffllm.training.process import Process, in_sweep, log_file
 from diffllm.training.state import LoopState, continuation, continued, restore, samples_of
 
@@ -75,7 +76,7 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     values = flatten(yaml_dict(cfg)).items()
     shared = {key: value for key, value in values if not OF_THE_MACHINE.fullmatch(key)}
     check_same(here.world, "config", shared)
-    told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg))
+    told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, here.world.size))
     directory, saved = kept or (None, None)
     path, checkpoint, origin = (text and Path(text) for text in told["paths"])
     if told["ended"]:
@@ -84,9 +85,11 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
 
 
 def claim_on_rank_0(
-    cfg: TrainConfig,
+    cfg: TrainConfig, world_size: int
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
     """Lock the run directory, and choose the checkpoint or weights to start from.
+
+    Raises ConfigError if the run cannot fit into memory. An error removes a new directory again.
 
     Return (shared, private). `shared` contains JSON values, from which every rank makes its
     `Claimed`. `private` is only for rank 0: the locked directory, and the content of the
@@ -98,6 +101,7 @@ def claim_on_rank_0(
         directory.check()
         ended = ending(directory.path, cfg)
         if not ended:
+            check_memory(cfg, world_size, ranks_on_first_node())
             checkpoint, saved = continuation(cfg, directory)
             tokenizer, most = cfg.data.tokenizer, cfg.model.vocab_size
             if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:

@@ -22,6 +22,7 @@ from diffllm.distributed.launcher import (
     first_host,
     keep_mode,
     meeting_point,
+    ranks_on_first_node,
     set_variables,
     strict_mode,
 )
@@ -58,6 +59,22 @@ SRUN = SALLOC | {
 )
 def test_environment_returns_expected_rank_and_world_size(env, expected):
     assert environment(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, 1),
+        (TORCHRUN, 1),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
+        (SBATCH | {"SLURM_STEP_TASKS_PER_NODE": "2"}, 1),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, 3),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 2),
+        (SRUN | TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 1),
+    ],
+)
+def test_ranks_on_first_node_reads_variables_of_torchrun_and_srun(env, expected):
+    assert ranks_on_first_node(env) == expected
 
 
 @pytest.mark.parametrize(

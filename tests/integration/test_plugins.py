@@ -114,7 +114,7 @@ def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
         outputs[command_words[0]] = done.out
     assert outputs["generate"].startswith("Document")
     assert "scaled" in outputs["report"]
-    assert outputs["plan"].startswith("scaled / nano")
+    assert "\nscaled / nano: " in outputs["plan"]
     page = (cwd / "page" / "report.html").read_text()
     assert "Mean scale, by layer" in page
     header, row = (cwd / "page" / "report.csv").read_text().splitlines()

@@ -14,6 +14,7 @@ from runs.command import assert_same_weights, command, forked_call, reached, tra
 
 import diffllm
 from diffllm.core.errors import ConfigError, UserError
+from diffllm.training import memory
 
 SESSION = """
 import json, os, sys
@@ -78,6 +79,32 @@ def test_train_function_and_train_command_produce_equal_weights(
     assert done.code == 0, done
     assert_same_weights(straight, tmp_path / "run", 4)
     assert_same_weights(straight, tmp_path / "other", 4)
+
+
+def session_without_memory(words: list[str]) -> int:
+    memory.machine_memory = lambda: 1
+    cfg = diffllm.load_config([*words, "run.dir=run", "run.allow_changes=[steps]"])
+    with pytest.raises(ConfigError, match="does not fit into memory"):
+        diffllm.train(cfg)
+    assert not Path("run").exists()
+    cfg.force = True
+    summary = diffllm.train(cfg)
+    cfg.force = False
+    assert diffllm.train(cfg) == summary  # A finished run needs no memory.
+    cfg.steps += 1
+    with pytest.raises(ConfigError, match="does not fit into memory"):
+        diffllm.train(cfg)
+    assert summary == json.loads(Path("run/summary.json").read_text())
+    cfg.force = True
+    assert diffllm.train(cfg)["steps"] == cfg.steps
+    return 0
+
+
+def test_run_that_does_not_fit_into_memory_starts_and_resumes_only_with_force(
+    tmp_path, tiny, environment
+):
+    done = forked_call(session_without_memory, tiny, tmp_path, environment)
+    assert done.code == 0, done
 
 
 def interrupted(words: list[str]) -> int:

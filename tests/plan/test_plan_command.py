@@ -6,10 +6,12 @@ import pytest
 from torch._dynamo.backends import common
 
 from diffllm import cli as tools
+from diffllm.cli.plan import head_text
 from diffllm.plan.estimate import Cluster, plan
-from diffllm.plan.memory import Call, Collective
+from diffllm.plan.step import Call, Collective
 
 SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]
+LONGEST = "longest=true"
 
 
 def said(capsys, *words):
@@ -22,13 +24,17 @@ def as_json(capsys, *words):
     out, progress = capsys.readouterr()
     simulated = [line.rpartition("=")[2] for line in progress.splitlines()]
     assert simulated[:3] == ["none", "selective", "full"]
-    assert all("seq_len=" in line for line in progress.splitlines()[3:])
+    lengths = progress.splitlines()[3:]
+    assert all("seq_len=" in line for line in lengths)
+    assert bool(lengths) == ("longest=true" in words)
     return json.loads(out)
 
 
 def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
-    out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast)
+    out = as_json(
+        capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast, LONGEST
+    )
     memory, time = out["memory"], out["time"]
     assert out["longest_sequence"] == 2**20  # the largest that is tried
     assert memory["optimizer"] > 2 * memory["parameters"] > 0
@@ -53,6 +59,7 @@ def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     said_so = {key for key, value in given.items() if value}
     assert said_so == {"mfu", "gpus_per_node", "nvlink_gbs", "network_gbs"}
     assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
+    assert "seq_len" not in given
 
 
 def test_visible_keys_setting_reduces_planned_flops_for_masked_documents():
@@ -76,6 +83,35 @@ def test_visible_keys_setting_reduces_planned_flops_for_masked_documents():
     assert said == "whole sequences; masked documents need fewer FLOPs"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["model=tiny"],
+            "seq_len=512 (assumed), micro_batch_size=1 (assumed): 1 x 512 tokens per rank",
+        ),
+        (
+            ["seq_len=1024", "micro_batch_size=4"],
+            "seq_len=1024 (set), micro_batch_size=4 (set): 4 x 1,024 tokens per rank",
+        ),
+        (
+            ["global_batch_size=16"],
+            "seq_len=512 (assumed), micro_batch_size=2 (from global_batch_size): 2 x 512 tokens",
+        ),
+        (
+            ["model=tiny", "parallel.context=2"],
+            "seq_len=512 (assumed), micro_batch_size=1 (assumed): 1 x 512 tokens per group of 2",
+        ),
+        (
+            ["experiment=quickstart"],
+            "seq_len=256 (experiment=quickstart), micro_batch_size=1 (from global_batch_size)",
+        ),
+    ],
+)
+def test_first_line_of_plan_names_sequence_length_and_micro_batch(words, line):
+    assert head_text(plan(Cluster(), set(), words)).startswith(line)
+
+
 @pytest.mark.slow
 def test_planned_step_time_is_maximum_of_computation_and_communication(capsys):
     words = [*SMALL, "gpus=16", "tokens=1e9"]
@@ -89,7 +125,8 @@ def test_planned_step_time_is_maximum_of_computation_and_communication(capsys):
 
 def test_plan_command_prints_whether_config_fits_gpu_memory(capsys):
     out = said(capsys, *SMALL, "gpus=2")
-    assert out.startswith("diff_v2 / tiny: ")
+    assert out.splitlines()[1].startswith("diff_v2 / tiny: ")
+    assert LONGEST in out
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "set tokens= for", "optimizer"):
         assert text in out
     assert "balanced" not in out

@@ -6,8 +6,7 @@ import pytest
 from tiers import slow_but
 
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import GIB, Cluster, plan
-from diffllm.plan.memory import Call, Collective
+from diffllm.plan.estimate import Cluster, plan
 from diffllm.plan.search import (
     MOST_TOKENS,
     longest,
@@ -15,6 +14,8 @@ from diffllm.plan.search import (
     nearest_change,
     outcome,
 )
+from diffllm.plan.step import Call, Collective
+from diffllm.training.memory import GIB
 
 SMALL = [
     "model=tiny",

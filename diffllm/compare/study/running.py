@@ -19,7 +19,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends
 from diffllm.compare.study.unequal import settings_of, undeclared
-from diffllm.compare.sweep.cluster import ClusterLauncher
+from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
@@ -31,6 +31,7 @@ from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
+from diffllm.training.memory import check_memory
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
@@ -52,7 +53,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
     def begin() -> Place:
         cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
-        check_study_runs(study, out, cluster.world_size if cluster else world.size)
+        check_study_runs(study, out, *ranks_of_runs(cluster, world.size))
         directory = SweepDirectory(out, "study")
         directory.hold()
         return directory, cluster
@@ -106,10 +107,11 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
     return jobs
 
 
-def check_study_runs(study: Study, out: Path, world_size: int) -> None:
+def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int = 0) -> None:
     """Raise ConfigError if the design, a planned config or an existing run in `out` is invalid.
 
-    `world_size` is the number of processes per run.
+    Also raise ConfigError if a planned run cannot fit into memory. `world_size` is the number of
+    processes per run. For `ranks_here`, see `check_memory`.
     """
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
@@ -135,7 +137,13 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
             raise ConfigError(
                 f"the run {path} was started with {what_differs(changes)}; choose another out=DIR"
             )
-    for planned in next_runs(study, out):
+    remaining = next_runs(study, out)
+    for arm in dict.fromkeys(planned.arm for planned in remaining):
+        try:
+            check_memory(configs[arm], world_size, ranks_here)
+        except ConfigError as error:
+            raise ConfigError(f"arm {arm}: {error}") from error
+    for planned in remaining:
         path = out / planned.name
         run = load_run_config(path) if (path / "config.yaml").is_file() else None
         if run and (problem := strayed(path, run, config_of_planned(planned))):

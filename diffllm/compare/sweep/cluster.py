@@ -24,6 +24,7 @@ from diffllm.config.overrides import one_line
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.printing import echo
+from diffllm.distributed.launcher import ranks_on_first_node
 
 FOLDER = "hydra.launcher.submitit_folder"
 LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
@@ -167,6 +168,16 @@ class ClusterLauncher:
             if job.has_summary:
                 return Ending("finished")
             return Ending("failed", f"{why(error)}, {job.progress()}")
+
+
+def ranks_of_runs(cluster: ClusterLauncher | None, world_size: int) -> tuple[int, int]:
+    """Return the number of ranks of each run, and how many of these ranks are on this machine.
+
+    The second number is 0 if SLURM chooses the machines. `world_size` is that of this launch.
+    """
+    if cluster is None:
+        return world_size, ranks_on_first_node()
+    return cluster.world_size, cluster.world_size if cluster.kind == "local" else 0
 
 
 def first_failed(endings: list[Ending]) -> Ending:

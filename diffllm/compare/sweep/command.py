@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.sweep.cluster import ClusterLauncher
+from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
 from diffllm.core.errors import CheckpointError, UserError
@@ -61,7 +61,7 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
         names = split_overrides([f"run.sweep={fresh(path).name}"])[0]
         own += names
     cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
-    directory, runs = plan_sweep(own, cluster.world_size if cluster else ranks)
+    directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks))
     flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
     return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 

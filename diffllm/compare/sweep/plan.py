@@ -28,6 +28,7 @@ from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserEr
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
 from diffllm.metrics.records import read_record
 from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
+from diffllm.training.memory import check_memory
 
 LONGEST = 40
 
@@ -178,11 +179,12 @@ class SweepDirectory:
 
 
 def plan_sweep(
-    overrides: list[Override], world_size: int
+    overrides: list[Override], world_size: int, ranks_here: int = 0
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check the configs of all runs, lock the directory of the sweep and update sweep.json.
 
-    Raises ConfigError if a config is invalid or contradicts the config of an existing run.
+    Raises ConfigError if a config is invalid or contradicts the config of an existing run, or if an
+    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`.
 
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
@@ -207,6 +209,10 @@ def plan_sweep(
         words[name], configs[name] = job, cfg  # Spellings of one value give one run.
     directory.hold()
     try:
+        finished = {name: has_ended(directory.path / name, cfg) for name, cfg in configs.items()}
+        for name, cfg in configs.items():
+            if not finished[name]:
+                check_memory(cfg, world_size, ranks_here)
         if keys != directory.record["keys"]:  # Runs that have not begun get new names.
             check_queue({n: i for n, i in directory.record["jobs"].items() if n not in begun})
             known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
@@ -222,11 +228,15 @@ def plan_sweep(
     jobs_of_runs = []
     for number, (name, cfg) in enumerate(configs.items(), start=1):
         path, arguments = directory.path / name, [*words[name], added, f"run.name={name}"]
-        planned = Job(number, len(configs), name, str(path), cfg.steps, arguments, False)
-        with suppress(CheckpointError):  # A damaged run fails with a message when it starts.
-            planned.finished = ending(path, cfg) is not None
+        planned = Job(number, len(configs), name, str(path), cfg.steps, arguments, finished[name])
         jobs_of_runs.append(vars(planned))
     return directory, jobs_of_runs
+
+
+def has_ended(path: Path, cfg: TrainConfig) -> bool:
+    with suppress(CheckpointError):  # A damaged run fails with a message when it starts.
+        return ending(path, cfg) is not None
+    return False
 
 
 def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list[str]) -> list[str]:

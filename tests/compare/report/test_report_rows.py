@@ -254,7 +254,7 @@ OF_NO_EFFECT = [
     "model.attention.backend=reference", "data.num_workers=0", "data.cache_dir=/elsewhere",
     "data.paths=[same-text.txt]", "data.tokenizer=same.model", "data.sample_prompt=x",
     "parallel=hsdp", "run.name=another", "model.loss_chunk=64", "precision=fp32",
-    "resume=never", "distributed.timeout=60", "model.attention.values=split",
+    "resume=never", "distributed.timeout=60", "model.attention.values=split", "force=true",
 ]  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""Memory that the training state of a run takes, and the memory that this machine has."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from diffllm.config import TrainConfig
+from diffllm.core.errors import ConfigError
+from diffllm.distributed.fsdp import stored_values
+from diffllm.model import without_storage
+
+GIB = 2**30
+STEP_BYTES = 4
+"""Size of AdamW's step counter, one float32 per parameter."""
+
+
+class TrainingState(NamedTuple):
+    """Bytes of one rank that every optimizer update needs at the same time."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def training_state(model: Any, sizes: tuple[int, int, int], rank: int) -> TrainingState:
+    """Compute the training state of `rank` from the shapes of the parameters.
+
+    Every trainable parameter is assumed to get a gradient. For the arguments, see `stored_values`.
+    """
+    parameters = gradients = optimizer = 0
+    for param, values in stored_values(model, sizes, rank):
+        size = values * param.element_size()
+        parameters += size
+        if param.requires_grad:
+            gradients += size
+        optimizer += 2 * size + STEP_BYTES  # AdamW: exp_avg, exp_avg_sq and the step counter
+    return TrainingState(parameters, gradients, optimizer)
+
+
+def check_memory(cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
+    """Raise ConfigError if the run cannot fit into the memory of this machine.
+
+    The training state alone decides. A run needs more memory, so that a run that passes this check
+    can still fail. Call this on rank 0. Do nothing if `cfg.force` is true.
+
+    Args:
+        ranks_here: number of ranks on this machine, from rank 0; 0 if other machines run them.
+    """
+    if cfg.force or not ranks_here:
+        return
+    model, sizes = without_storage(cfg.model), cfg.parallel.sizes(world_size)
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        needed, available = training_state(model, sizes, 0).total, gpu.total_memory
+        place = f"the GPU {gpu.name}"
+    else:
+        states = [training_state(model, sizes, rank) for rank in range(ranks_here)]
+        needed, available = sum(state.total for state in states), machine_memory()
+        place = "this machine or container"
+    if needed > available:
+        choices = " ".join(f"{group}={cfg.run.choices[group]}" for group in ("model", "attention"))
+        raise ConfigError(
+            f"{choices} does not fit into memory: parameters, gradients and optimizer state need "
+            f"at least {needed / GIB:,.2f} GiB, but {place} has {available / GIB:,.2f} GiB; choose "
+            "a smaller model, plan a cluster (diffllm plan with the same overrides), or set "
+            "force=true to start anyway"
+        )
+
+
+def machine_memory(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the physical memory of this machine in bytes, or a lower limit of a control group.
+
+    Swap space does not count.
+
+    Args:
+        groups: file with the control groups of this process.
+        mount: directory of the control groups (cgroup v1 or v2).
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:  # Not Linux.
+        return memory
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            root, name = mount, "memory.max"  # v2
+        elif "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.limit_in_bytes"  # v1
+        else:
+            continue
+        # Limits of parent groups also apply. In a container, the group may be visible only as root.
+        directory = root / group.strip("/")
+        for parent in (directory, *directory.parents):
+            if parent.is_relative_to(root):
+                memory = min(memory, limit_in(parent / name, memory))
+    return memory
+
+
+def limit_in(file: Path, default: int) -> int:
+    """Return the number in a limit file of a control group, or `default` without a limit."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return default
+    return int(text) if text.isdecimal() else default
