@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from diffllm.config import Precision, TrainConfig, load_config
+from diffllm.config.overrides import key_of_word
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.recompute import ActivationCheckpointing
@@ -237,10 +238,6 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
-
-
-def key_of_word(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
