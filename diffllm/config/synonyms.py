@@ -103,7 +103,7 @@ NAMES = {
 }
 """Key or config group of diffllm: names of other frameworks, separated by spaces.
 
-A name with a dot stands for one key, a name without a dot also for the last part of any key. Names
+A name with a dot means one key, a name without a dot also the last part of any key. Names
 that equal the last part of the key, such as lr, are missing: `did_you_mean` finds such names.
 """
 
