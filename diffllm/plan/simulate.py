@@ -20,8 +20,9 @@ from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
+from diffllm.plan.collectives import Call
 from diffllm.plan.compiled import compiling, gpu_kernels
-from diffllm.plan.memory import Call, Kind, Observer, Peak
+from diffllm.plan.memory import Kind, Observer, Peak
 from diffllm.training.build import Training, allocated, sharded_model
 from diffllm.training.step import Due, train_step
 

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -91,15 +92,16 @@ def sample_bits_per_nat(
     The factor is None for a sample without text. Each rank decodes a part of the sequences. Every
     rank must call this. Raises AgreedByAll if a rank cannot read the data.
     """
-    place = dist.get_rank(), dist.get_world_size()
-
-    def counts_of_rank() -> list[tuple[int, int]]:
-        tokenizer = data.tokenizer()
-        return [sample.predicted_text(tokenizer, *place) for sample in samples]
-
-    counts = torch.tensor(read_together(counts_of_rank), device=device)
+    counts = torch.tensor(read_together(partial(counts_of_rank, samples, data)), device=device)
     dist.all_reduce(counts)
     return [bits_per_byte(tokens, size) for tokens, size in counts.tolist()]
+
+
+def counts_of_rank(samples: list[HeldoutSample], data: Prepared) -> list[tuple[int, int]]:
+    """Count predicted tokens and their bytes in this rank's sequences of each sample."""
+    tokenizer = data.tokenizer()
+    place = dist.get_rank(), dist.get_world_size()
+    return [sample.predicted_text(tokenizer, *place) for sample in samples]
 
 
 def sample_loss(t: Training, sample: HeldoutSample) -> float:

@@ -6,8 +6,9 @@ import pytest
 from torch._dynamo.backends import common
 
 from diffllm import cli as tools
-from diffllm.plan.estimate import Cluster, plan
-from diffllm.plan.memory import Call, Collective
+from diffllm.plan.cluster import Cluster
+from diffllm.plan.collectives import Call, Collective
+from diffllm.plan.estimate import plan
 
 SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]
 

@@ -6,8 +6,9 @@ import pytest
 from tiers import slow_but
 
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import GIB, Cluster, plan
-from diffllm.plan.memory import Call, Collective
+from diffllm.plan.cluster import Cluster
+from diffllm.plan.collectives import Call, Collective
+from diffllm.plan.estimate import GIB, plan
 from diffllm.plan.search import (
     MOST_TOKENS,
     longest,

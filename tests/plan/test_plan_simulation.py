@@ -11,8 +11,9 @@ from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.plan import simulate as simulation
+from diffllm.plan.collectives import Collective
 from diffllm.plan.compiled import gpu_kernels
-from diffllm.plan.memory import Collective, Observer
+from diffllm.plan.memory import Observer
 from diffllm.plan.simulate import CPU, MeasuredTraining, fake_world, simulate
 from diffllm.training.build import allocated, build, sharded_model
 from diffllm.training.step import train_step
