@@ -241,7 +241,7 @@ def test_help_of_console_script_loads_neither_torch_nor_hydra():
 
 
 def test_head_of_plan_loads_no_compiler_of_torch():
-    code = "from diffllm.cli.plan import Cluster, head_text, plan\n"
+    code = "from diffllm.cli.plan_text import Cluster, head_text, plan\n"
     code += "print(head_text(plan(Cluster(), set(), ['model=tiny'])))"
     assert "sympy" not in loaded_after(code)
 

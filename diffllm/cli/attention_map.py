@@ -5,17 +5,16 @@ import re
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from diffllm.cli.arguments import RunArguments, argument, parse, write_out
-from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import Table, echo
-from diffllm.data.tokenizer import Tokenizer, tokenizer_of
-from diffllm.evaluation.load import decoder
-from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
-from diffllm.model.stats import entropy, negative_share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffllm.evaluation.maps import LayerMaps
 
 MOST_TOKENS = 256
 """Maximum tokens of a prompt; labels and cells of more tokens would be too small to read."""
@@ -38,6 +37,13 @@ class AttentionMapArguments(RunArguments):
 
 def attention_map_command(argv: list[str]) -> None:
     args = parse(AttentionMapArguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
+    import torch
+
+    from diffllm.config.saved import load_run_config
+    from diffllm.data.tokenizer import Tokenizer, tokenizer_of
+    from diffllm.evaluation.load import decoder
+    from diffllm.evaluation.maps import draw, layer_maps, visible
+
     run = Path(args.run)
     cfg = load_run_config(run)
     layers = indices("layer", args.layer, cfg.model.n_layers, -1)
@@ -105,9 +111,11 @@ def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -
     return run / f"attention-map-layer{layer:02d}{head}{at}-{prompt}.png"
 
 
-def heads_text(shown: LayerMaps, heads: list[int]) -> str:
+def heads_text(shown: "LayerMaps", heads: list[int]) -> str:
+    from diffllm.model.stats import entropy, negative_share
+
     first, *_ = shown.maps
-    columns: dict[str, torch.Tensor] = {}
+    columns: dict[str, Tensor] = {}
     for name, values in shown.by_query.items():
         columns |= {f"{name} mean": values.mean(-1), "min": values.amin(-1), "max": values.amax(-1)}
     # Skip the first query, which sees only the first token. A single token gives NaN.

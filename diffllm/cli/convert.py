@@ -5,25 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffllm.checkpoint.directory import step_of, with_checkpoint
-from diffllm.checkpoint.hf.safetensors import (
-    DTYPES,
-    check_form,
-    tensors_of,
-    write_safetensors,
-    writing,
-)
 from diffllm.cli.arguments import RunArguments, argument, parse, plugins_argument
-from diffllm.config import TrainConfig
-from diffllm.config.matching import totals
-from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import printed_override
 from diffllm.core.atomic_directories import scratch_directory
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, sync
 from diffllm.core.printing import echo
-from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
+
+if TYPE_CHECKING:
+    from diffllm.config import TrainConfig
 
 CONSOLIDATE = """\
 diffllm consolidate run=<dir> [key=value ...]: write a checkpoint's parameters as safetensors.
@@ -97,18 +88,28 @@ class ImportArguments:
 
 def consolidate_command(argv: list[str]) -> None:
     args = parse(ConsolidateArguments, argv, CONSOLIDATE)
+    from diffllm.checkpoint.directory import with_checkpoint
+    from diffllm.checkpoint.hf.safetensors import check_form
+    from diffllm.config.saved import load_run_config
+
     check_form(args.dtype, args.max_shard_size)
     run = Path(args.run)
     cfg = load_run_config(run)
     with_checkpoint(run, args.step, lambda path: consolidate(args, run, cfg, path))
 
 
-def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> None:
+def consolidate(
+    args: ConsolidateArguments, run: Path, cfg: "TrainConfig", checkpoint: Path
+) -> None:
     """Write a checkpoint as safetensors files and print their paths.
 
     Raises CheckpointError if a file of the checkpoint is missing or damaged, and ConfigError if an
     output file exists and args.overwrite is false.
     """
+    from diffllm.checkpoint.directory import step_of
+    from diffllm.checkpoint.hf.safetensors import DTYPES, tensors_of, write_safetensors, writing
+    from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
+
     step = step_of(checkpoint)
     directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
     beside: dict[str, bytes] = {}
@@ -157,6 +158,8 @@ def needing_interop(command: str) -> Iterator[None]:
 
 def export_command(argv: list[str]) -> None:
     args = parse(ExportArguments, argv, EXPORT)
+    from diffllm.checkpoint.hf.safetensors import DTYPES, check_form
+
     if args.format != "hf":
         raise ConfigError(f"format={args.format} is unknown; the only format is hf")
     check_form(args.dtype, args.max_shard_size)
@@ -169,6 +172,9 @@ def export_command(argv: list[str]) -> None:
 
 def import_command(argv: list[str]) -> None:
     args = parse(ImportArguments, argv, IMPORT)
+    from diffllm.config.matching import totals
+    from diffllm.config.yaml_file import printed_override
+
     with needing_interop("import"):
         from diffllm.interop.imports import import_model
     out = Path(args.out)

@@ -8,17 +8,14 @@ diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.matc
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffllm.cli.arguments import argument, flag, parse
-from diffllm.config import TrainConfig, load_config
-from diffllm.config.compose import variants
-from diffllm.config.matching import UNITS
-from diffllm.config.overrides import check_choice
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.model import without_storage
-from diffllm.model.stats import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
+
+if TYPE_CHECKING:
+    from diffllm.config import TrainConfig
 
 Counts = dict[str, dict[str, Any]]
 """Variant to result of `count`; the first variant is the reference of the comparison."""
@@ -34,7 +31,9 @@ class CountArguments:
     overrides: list[str] = argument("overrides of the config", [], words="overrides")
 
 
-def config_of_variant(name: str, overrides: list[str]) -> TrainConfig:
+def config_of_variant(name: str, overrides: list[str]) -> "TrainConfig":
+    from diffllm.config import load_config
+
     try:
         return load_config([*overrides, f"attention={name}"])
     except ConfigError as error:
@@ -43,6 +42,8 @@ def config_of_variant(name: str, overrides: list[str]) -> TrainConfig:
 
 def count_command(argv: list[str]) -> None:
     args = parse(CountArguments, argv, __doc__)
+    from diffllm.config import load_config
+
     if args.compare:
         names = compared(args.compare, args.overrides)
         configs = {name: config_of_variant(name, args.overrides) for name in names}
@@ -63,6 +64,9 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
     Raises ConfigError for an unknown or repeated variant, for fewer than two variants, for more
     than one `--compare`, and for attention= in `overrides`.
     """
+    from diffllm.config.compose import variants
+    from diffllm.config.overrides import check_choice
+
     text = " --compare ".join(values)
     names = text.split(",")
     if len(values) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
@@ -80,13 +84,16 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
     return names
 
 
-def count(cfg: TrainConfig) -> dict[str, Any]:
+def count(cfg: "TrainConfig") -> dict[str, Any]:
     """Count parameters, training FLOPs per token and bytes of KV cache per token (bf16) of a model.
 
     Return the counts by name, such as "total_params". The FLOPs depend on `cfg.visible_keys`, the
     mean number of tokens that a query sees. If it is None, a query sees all tokens of the sequence
     up to its own position.
     """
+    from diffllm.model import without_storage
+    from diffllm.model.stats import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
+
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
     by_component: Counter[str] = Counter()
@@ -111,7 +118,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
     }
 
 
-def keys_text(cfg: TrainConfig) -> str:
+def keys_text(cfg: "TrainConfig") -> str:
     """Return a title suffix with the visible keys per query; "" if documents are not masked."""
     if not cfg.data.mask_documents:
         return ""
@@ -122,6 +129,8 @@ def keys_text(cfg: TrainConfig) -> str:
 
 
 def print_counts(title: str, counts: Counts) -> None:
+    from diffllm.config.matching import UNITS
+
     first, *others = counts
     changes = f"; changes are relative to {first}" if others else ""
     echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
@@ -140,6 +149,7 @@ def print_counts(title: str, counts: Counts) -> None:
 
 
 def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
+    from diffllm.model.stats import OTHER_COMPONENTS
 
     def row(label: str, values: list[Any], form: str = ",") -> Row:
         first, *others = values

@@ -17,26 +17,16 @@ diffllm evaluate run=outputs/mine tasks=[mqar] level='{filler: [0, 64, 256]}'
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
-from diffllm.compare.report.evaluations import ALL
 from diffllm.compare.report.numbers import ascii_minus, in_digits, with_interval
-from diffllm.compare.report.runs import shortlist
-from diffllm.config.saved import load_run_config, no_run
-from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError, listed
 from diffllm.core.printing import Table, echo, echo_json, to_stderr
-from diffllm.data.tasks.task import levels_of
-from diffllm.data.tokenizer import Tokenizer, tokenizer_of
-from diffllm.evaluation.evaluation import Subject
-from diffllm.evaluation.load import decoder
-from diffllm.evaluation.position import Position
-from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
 from diffllm.metrics.records import read_record
+
+if TYPE_CHECKING:
+    from diffllm.evaluation.suite import Result
 
 
 @dataclass
@@ -44,7 +34,7 @@ class EvaluateArguments:
     run: str = argument("directory of a run or of a sweep", path=True)
     step: int = argument("step of the checkpoint; 0: the newest complete checkpoint", 0)
     every: bool = argument("true: all checkpoints, for scores at equal loss", False)
-    suite: str = argument(f"one of {', '.join(SUITES)}", "claims")
+    suite: str = argument("claims, attention_mass, checkpoint, needle_4k or needle_64k", "claims")
     tasks: str = argument("[a,b]: only these tasks; or .jsonl or .ndjson files of examples", "")
     level: str = argument("{key: value or list}: difficulty of the single task in tasks", "")
     limit: int | None = argument("maximum examples or documents", None, least=1)
@@ -60,6 +50,19 @@ def evaluate_command(argv: list[str]) -> None:
     if "suite=lm_eval" in argv:
         raise ConfigError("suite=lm_eval was removed: use diffllm export, then lm_eval --model hf")
     args = parse(EvaluateArguments, argv, __doc__)
+    import torch
+
+    from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
+    from diffllm.compare.report.runs import shortlist
+    from diffllm.config.saved import load_run_config, no_run
+    from diffllm.config.yaml_file import parse_yaml
+    from diffllm.data.tasks.task import levels_of
+    from diffllm.data.tokenizer import Tokenizer, tokenizer_of
+    from diffllm.evaluation.evaluation import Subject
+    from diffllm.evaluation.load import decoder
+    from diffllm.evaluation.position import Position
+    from diffllm.evaluation.suite import chosen, evaluate
+
     if args.every and args.step:
         raise ConfigError(
             f"step={args.step} cannot be combined with every=true; remove one of them"
@@ -111,7 +114,7 @@ def evaluate_command(argv: list[str]) -> None:
         print_comparison(runs, args.step, [each.name for each in evaluations])
 
 
-def print_scores(results: dict[str, Result]) -> None:
+def print_scores(results: "dict[str, Result]") -> None:
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
         own = [(name, result) for name, result in results.items() if result["unit"] == unit]
         scores = [(name, score) for name, result in own for score in result["scores"]]
@@ -126,6 +129,7 @@ def without_empty(table: Table) -> Table:
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
     """Print mean scores over seeds and gaps to the baseline for the tasks and measures `names`."""
     from diffllm.compare.report.comparison import read
+    from diffllm.compare.report.evaluations import ALL
 
     comparison, _ = read(runs, step=step)
     lines = [

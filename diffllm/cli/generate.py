@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo
-from diffllm.evaluation.load import load_model
-from diffllm.model.generate import generate
 
 
 @dataclass
@@ -23,6 +19,11 @@ class GenerateArguments(RunArguments):
 
 def generate_command(argv: list[str]) -> None:
     args = parse(GenerateArguments, argv, __doc__)
+    import torch
+
+    from diffllm.evaluation.load import load_model
+    from diffllm.model.generate import generate
+
     model, tokenizer = load_model(args.run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]

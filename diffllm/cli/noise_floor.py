@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import bisect
-from scipy.special import softmax
 
 from diffllm.cli.arguments import argument, flag, parse, write_out
 from diffllm.compare.report.numbers import short
@@ -69,6 +67,8 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
     `noise1` and `noise2` (n - 1,) are the logits of both attention maps at all keys except the
     signal; `signal` is the logit of map 1 at the signal.
     """
+    from scipy.special import softmax
+
     weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
     (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
     q2 = q @ q
@@ -137,6 +137,7 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
     attention (lambda = 0) if `best` is false. Return 0.0 if the SNR is too small even without
     noise. Return None if the SNR is large enough even at LARGEST_AMPLITUDE.
     """
+    from scipy.optimize import bisect
 
     def surplus(amplitude: float) -> float:
         maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)

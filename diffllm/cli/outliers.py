@@ -4,13 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diffllm.cli.arguments import RunArguments, argument, flag, parse
-from diffllm.config.saved import load_run_config
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.evaluation.load import TOKENS, decoder, first_sequences, sequences_for
-from diffllm.evaluation.outliers import TOP, measure_outliers
+from diffllm.evaluation import TOKENS
 
 WHAT = """\
 diffllm outliers run=<dir> [key=value ...]: measure outliers and attention sinks per layer
@@ -22,9 +18,6 @@ Reads the first sequences of the run's held-out split once, in float32. The tabl
 - context: RMS, and RMS divided by the RMS of the values
 
 diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
-SIZES = {f"top-{k}": f"top_{k}" for k in TOP} | {
-    name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")
-}
 OF_SINKS = (
     "map", "weight", "of |weight|", "context RMS", "over values' RMS", "smallest", "largest"
 )  # fmt: skip
@@ -46,6 +39,12 @@ class OutliersArguments(RunArguments):
 
 def outliers_command(argv: list[str]) -> None:
     args = parse(OutliersArguments, argv, WHAT)
+    import torch
+
+    from diffllm.config.saved import load_run_config
+    from diffllm.evaluation.load import decoder, first_sequences, sequences_for
+    from diffllm.evaluation.outliers import measure_outliers
+
     run = Path(args.run)
     cfg = load_run_config(run)
     model, step = decoder(run, args.step)
@@ -69,24 +68,28 @@ def outliers_command(argv: list[str]) -> None:
 
 
 def print_outliers(found: dict[str, Any]) -> None:
+    from diffllm.evaluation.outliers import TOP
+
+    sizes = {f"top-{k}": f"top_{k}" for k in TOP}
+    sizes |= {name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")}
     read = f"{found['tokens']:,} held-out tokens ({found['sequences']} sequences), float32"
     echo(f"{found['run']}: {found['variant']}, step {found['step']}, the first {read}")
     hidden, logits, sinks = [], [], []
     for layer in found["layers"]:
         number, own = str(layer["layer"]), layer["hidden"]
-        cells = [own[name] for name in SIZES.values()]
+        cells = [own[name] for name in sizes.values()]
         channel = str(own["top_1_channel"])
         hidden.append([number, *map(cell, [*cells, own["kurtosis_over_channels"]]), channel])
-        for name, sizes in layer["logits"].items():
-            logits.append([number, name, *(cell(sizes[each]) for each in SIZES.values())])
+        for name, of_map in layer["logits"].items():
+            logits.append([number, name, *(cell(of_map[size]) for size in sizes.values())])
         ratio = layer["context_over_value_rms"]
         context = [layer["context_rms"], ratio["mean"], ratio["min"], ratio["max"]]
         for i, (name, sink) in enumerate(layer["sinks"].items()):
             of_layer = [*map(cell, context)] if i == 0 else [""] * len(context)
             sinks.append([number, name, cell(sink["weight"]), cell(sink["share"]), *of_layer])
     tables = (
-        ("Hidden states, magnitudes", [*SIZES, "over channels", "channel"], hidden),
-        ("Attention logits, magnitudes", ["map", *SIZES], logits),
+        ("Hidden states, magnitudes", [*sizes, "over channels", "channel"], hidden),
+        ("Attention logits, magnitudes", ["map", *sizes], logits),
         ("First token, and context", OF_SINKS, sinks),
     )
     for title, heads, rows in tables:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import (
@@ -16,17 +16,15 @@ from diffllm.compare.report.numbers import (
     plural,
     short,
 )
-from diffllm.compare.study.costs import START_S, costs
-from diffllm.compare.study.design import MOST_ALPHA, design_notes
-from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.study.pilot import HALF, SHOWN, Goal, power_numbers
-from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.statistics.gap_tests import ALPHA
+from diffllm.statistics.gap_tests import ALPHA, MOST_ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above
 from diffllm.statistics.seed_variance import UPPER, Pairs
+
+if TYPE_CHECKING:
+    from diffllm.compare.study.file import Study
 
 STUDY = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [gpu=NAME] [hydra/launcher=...]
@@ -120,6 +118,7 @@ def study_command(argv: list[str]) -> int:
     if args.gpu:
         raise ConfigError(f"gpu={args.gpu} is only for estimates; add --dry-run or remove gpu=")
     from diffllm.compare.study.running import run_study
+    from diffllm.config.plugins import directories, yamls
 
     named = [directory for directory in directories() if yamls(directory)]
     flags = [word for directory in named for word in ("--config-dir", str(directory))]
@@ -127,7 +126,9 @@ def study_command(argv: list[str]) -> int:
     return run_study(study, out, launcher, [*flags, *plugins])
 
 
-def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
+def study_and_directory(files: list[str], out: str) -> "tuple[Study, Path]":
+    from diffllm.compare.study.file import load_study
+
     if len(files) != 1:
         wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
         raise ConfigError(f"{wrong}; write, for example, diffllm study run STUDY.yaml out=DIR")
@@ -136,9 +137,11 @@ def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
     return load_study(user_path(files[0], "STUDY")), Path(out)
 
 
-def dry_run(study: Study, out: Path, args: StudyRunArguments) -> None:
+def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
+    from diffllm.compare.study.costs import START_S, costs
+    from diffllm.compare.study.design import design_notes
     from diffllm.compare.study.running import check_study_runs
-    from diffllm.metrics.profiling import DEVICES, device_named
+    from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)
     if args.gpu and device is None:
@@ -169,7 +172,7 @@ def dry_run(study: Study, out: Path, args: StudyRunArguments) -> None:
         echo(f"note: {note}")
 
 
-def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> None:
+def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -> None:
     from diffllm.compare.study.raw_values import read_values
     from diffllm.compare.study.verdict import judge, judge_evidence
     from diffllm.compare.study.verdict_page import markdown, write_verdict
@@ -189,6 +192,8 @@ def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> 
 
 def power_command(argv: list[str]) -> None:
     args = vars(parse(PowerArguments, argv, POWER))
+    from diffllm.compare.study.pilot import Goal, power_numbers
+
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
         raise ConfigError(f"power={power:g} must be between alpha={alpha:g} and 1")
@@ -228,6 +233,8 @@ def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[st
 
 
 def print_needs(found: dict[str, Any]) -> None:
+    from diffllm.compare.study.pilot import SHOWN
+
     comparisons = found["comparisons"]
     family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
     sides = "two-sided" if found["sides"] == 2 else "one-sided"
@@ -257,6 +264,8 @@ def print_risks(found: dict[str, Any]) -> None:
 
     `found` is the first result of `power_numbers` for the given pilot.
     """
+    from diffllm.compare.study.pilot import HALF
+
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

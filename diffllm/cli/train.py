@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
 from diffllm.config.origin import compose_with_origin  # noqa: E402
-from diffllm.config.overrides import one_line  # noqa: E402
+from diffllm.config.overrides import flag_suggestion, one_line  # noqa: E402
 from diffllm.config.plugins import load_plugins, take_directories  # noqa: E402
 from diffllm.core.errors import ConfigError  # noqa: E402
 from diffllm.core.printing import echo  # noqa: E402
@@ -41,8 +41,8 @@ def train_command(argv: list[str]) -> int:
     config_dirs, argv = take_directories(argv)
     args, unknown = Parser().parse_known_intermixed_args(argv)  # -m may come after overrides
     if unknown:
-        flags = "--help, -m, --cfg job, --resolve and --config-dir DIR"
-        raise ConfigError(f"unknown argument {unknown[0]!r}; the flags are {flags}")
+        flags = "; the flags are --help, -m, --cfg job, --resolve and --config-dir DIR"
+        raise ConfigError(f"unknown argument {unknown[0]!r}{flag_suggestion(unknown[0]) or flags}")
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve is only allowed together with --cfg job")
     load_plugins(args.overrides, config_dirs)

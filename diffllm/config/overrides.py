@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from diffllm.config.synonyms import suggestion
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.data.config import READ_BY
 
@@ -77,8 +78,7 @@ def check_secrets(words: list[str]) -> None:
     Examples are keys that end in api_key or password. The message does not contain the value.
     """
     for word in words:
-        key, _, value = word.partition("=")
-        key = key.strip().lstrip("+~")
+        key, value = key_of_word(word), word.partition("=")[2]
         if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value.replace("\\", "")):
             raise ConfigError(f"{key}: set secrets in the environment: WANDB_API_KEY, HF_TOKEN")
 
@@ -126,7 +126,22 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    return removal(key) if key in REMOVED else f"unknown key {key}{did_you_mean(key, known)}"
+    if key in REMOVED:
+        return removal(key)
+    return f"unknown key {key}{suggestion(key) or did_you_mean(key, known)}"
+
+
+def flag_suggestion(word: str) -> str:
+    """Return '; did you mean optim.lr=...?' for flags of other frameworks, such as --learning-rate.
+
+    Return '' for any other word.
+    """
+    name = word.partition("=")[0]
+    return suggestion(name[2:]) if name.startswith("--") else ""
+
+
+def key_of_word(word: str) -> str:
+    return word.partition("=")[0].strip().lstrip("+~")
 
 
 def for_hydra(override: Override) -> str:
@@ -178,13 +193,14 @@ def explain(error: Exception, words: list[str]) -> str:
     For an unknown key, the message suggests a similar key.
     """
     if isinstance(error, OverrideParseException):
-        return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
+        word = error.override or ""
+        return f"{word[:LONGEST_QUOTED]!r} is not of the form key=value{flag_suggestion(word)}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
     file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
     where = f"{file[1]}={file[2]}: " if file else ""
     if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '\w+')", text):
-        chosen = [word for word in words if word.partition("=")[0].lstrip("+") in GROUPS]
+        chosen = [word for word in words if key_of_word(word) in GROUPS]
         known = [*GROUPS, *known_keys(compose("train", overrides=[] if file else chosen))]
         name = key[1] if key else unknown[1]
         if file and name == file[1]:  # Hydra put the content below the name of the group
@@ -193,6 +209,10 @@ def explain(error: Exception, words: list[str]) -> str:
         if outer and "." not in name and outer[1] != name:  # the key is inside a list
             where = f"{outer[1]}: "
         known = [k for k in known if k != name and not name.startswith(f"{k}.")]
+        # Hydra names only the first unknown section; the last part of the key is more specific.
+        inside = [key_of_word(word) for word in words if key_of_word(word).startswith(f"{name}.")]
+        if inside and not file:
+            name = inside[0]
         return where + unknown_key(name, known)
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
         return f"{where}{schema[1]}={schema[2]} is not registered; import it with plugins=[module]"

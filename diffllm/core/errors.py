@@ -34,10 +34,12 @@ def listed(parts: Sequence[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return '; did you mean x?' for the most similar known name, or '' if no name is similar.
 
-    Compare full names first, then the last parts of dotted names. Ignore case.
+    Compare full names first, then the last parts of dotted names. Ignore case. If several names
+    have the same last part, choose the first name with the fewest parts.
     """
     whole = {each.lower(): each for each in known}
-    last = {key.rpartition(".")[2]: each for key, each in reversed(whole.items())}
+    by_depth = sorted(whole.items(), key=lambda item: item[0].count("."))
+    last = {key.rpartition(".")[2]: each for key, each in reversed(by_depth)}
     for text, names, cutoff in ((name, whole, 0.8), (name.rpartition(".")[2], last, 0.6)):
         if close := difflib.get_close_matches(text.lower(), names, n=1, cutoff=cutoff):
             return f"; did you mean {names[close[0]]}?"

@@ -21,6 +21,12 @@ from diffllm.data.tokenizer import Tokenizer
 BLOCK = 2**22
 GOLDEN = (5**0.5 - 1) / 2
 """The first n multiples of this number, modulo 1, are spread evenly over [0, 1) for every n."""
+CONTEXT = 4
+"""Tokens that are decoded before a cut, because the text of a token can depend on these tokens.
+
+Bytes of a character can be separate tokens, and some tokenizers omit a space at the start of a
+text.
+"""
 
 OwnedBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets and each target's document, (b, T) int64 each."""
@@ -104,16 +110,17 @@ class HeldoutDocuments:
             if index >= len(borders) - 1:
                 break
             start, stop = int(borders[index]), int(borders[index + 1])
-            read = [self.stream.tokens(*place) for place in self._places(max(start - 1, 0), stop)]
+            read = [self.stream.tokens(*place) for place in self.places(max(start - 1, 0), stop)]
             tokens = np.concatenate(read)
             inputs[i, : stop - start] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
-            mask = [self.stream.loss_mask(*place) for place in self._places(start, stop)]
+            mask = [self.stream.loss_mask(*place) for place in self.places(start, stop)]
             targets[i, : stop - start] = np.where(np.concatenate(mask), tokens[start - stop :], -1)
             own = np.searchsorted(self.ends, np.arange(start, stop), side="right")
             owners[i, : stop - start] = own
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
 
-    def _places(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def places(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ranges of the stream that make up [start, stop) of the concatenation."""
         parts = [(int(self.starts[i]), a, b) for i, a, b in spans(self.ends, start, stop)]
         return [(first + a, first + b) for first, a, b in parts]
 
@@ -135,9 +142,41 @@ class HeldoutDocuments:
             digest = hashlib.sha256(text).digest()
             sizes[i], hashes[i] = len(text), int.from_bytes(digest[:8], signed=True)
             if self.predicted[i] < self.lengths[i]:
-                predicted = tokens[self.stream.loss_mask(*span)]
-                sizes[i] = len(tokenizer.decode(predicted.tolist()).encode())
+                sizes[i] = text_size(tokenizer, tokens[self.stream.loss_mask(*span)])
         return sizes, hashes
+
+
+def text_size(tokenizer: Tokenizer, tokens: np.ndarray, before: int = 0) -> int:
+    """Count the UTF-8 bytes of the text of one document's tokens, without the first `before`.
+
+    If a cut divides a character, its decoded pieces have other sizes than its bytes, but sizes of
+    consecutive tokens still add up to the size of their text.
+    """
+    size = len(tokenizer.decode(tokens.tolist()).encode())
+    if before:
+        size -= len(tokenizer.decode(tokens[:before].tolist()).encode())
+    return size
+
+
+def predicted_text(
+    stream: Stream, tokenizer: Tokenizer, eos_id: int, start: int, stop: int
+) -> tuple[int, int]:
+    """Count predicted tokens in [start, stop) of a stream, and the UTF-8 bytes of their text.
+
+    The sums over consecutive ranges are equal to the sums over documents: each document is decoded
+    separately, and a document that begins earlier with CONTEXT tokens before `start`.
+    """
+    first = max(start - CONTEXT, 0)
+    tokens, mask = stream.tokens(first, stop), stream.loss_mask(first, stop)
+    ends = (np.flatnonzero(tokens == eos_id) + 1).tolist()
+    size = begin = 0
+    for end in [*ends, len(tokens)]:  # the last part is empty or continues after `stop`
+        if end > start - first:
+            predicted = mask[begin:end]
+            before = int(predicted[: max(start - first - begin, 0)].sum())
+            size += text_size(tokenizer, tokens[begin:end][predicted], before)
+        begin = end
+    return int(mask[start - first :].sum()), size
 
 
 def heldout_documents(
@@ -203,38 +242,82 @@ def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> 
     return count
 
 
-def heldout_batches(
-    stream: Stream,
-    seq_len: int,
-    batch_size: int,
-    sequences: int,
-    rank: int = 0,
-    world_size: int = 1,
-    eos_id: int | None = None,
-) -> Iterator[Batch]:
-    """Choose sequences evenly spread over `stream`, and yield the batches of this rank.
+@dataclass(frozen=True)
+class HeldoutSample:
+    """Sequences of a held-out split, spread evenly over `stream`; always the same ones.
 
-    The sequences are divided among the ranks, so a rank may get no batch. A batch is (inputs,
-    targets), (b, seq_len) int64 each, with b = `batch_size`. Only the last batch of a rank may have
-    fewer sequences. Raises DataError if the stream is shorter than one sequence.
-
-    Args:
-        sequences: maximum number of sequences, summed over all ranks.
-        eos_id: EOS id of the stream. If given, do not cut documents that fit in one sequence.
+    Raises DataError if the stream is shorter than one sequence.
     """
-    check_counts(least=1, batch_size=batch_size, sequences=sequences)
-    check_rank(rank, world_size)
-    cut = StreamSequences(stream, seq_len)
-    n = len(cut)
-    sequences = min(sequences, n)
-    if eos_id is not None:
-        chosen = heldout_documents(stream, eos_id, sequences * seq_len, whole=True)
-        borders = chosen.borders(seq_len)
-        n = len(borders) - 1
-    mine = (np.arange(sequences, dtype=np.int64) * n // sequences)[rank::world_size]
-    for start in range(0, len(mine), batch_size):
-        places = mine[start : start + batch_size]
-        if eos_id is None:
-            yield cut.read(places)
-        else:
-            yield chosen.read(borders, places, seq_len)[:2]
+
+    stream: Stream
+    seq_len: int
+    sequences: int
+    """Maximum number of sequences."""
+    eos_id: int
+    whole: bool = False
+    """Do not cut documents that fit in one sequence, as data.packing=best_fit does."""
+
+    def __post_init__(self) -> None:
+        check_counts(least=1, sequences=self.sequences)
+        _ = self.cut
+
+    @cached_property
+    def cut(self) -> StreamSequences:
+        return StreamSequences(self.stream, self.seq_len)
+
+    @cached_property
+    def documents(self) -> HeldoutDocuments:
+        return heldout_documents(self.stream, self.eos_id, len(self) * self.seq_len, whole=True)
+
+    @cached_property
+    def borders(self) -> np.ndarray:
+        return self.documents.borders(self.seq_len)
+
+    def __len__(self) -> int:
+        return min(self.sequences, len(self.cut))
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Numbers of the sequences in `cut` or between `borders`, (len(self),) int64."""
+        available = len(self.borders) - 1 if self.whole else len(self.cut)
+        return np.arange(len(self), dtype=np.int64) * available // len(self)
+
+    def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """Yield the batches of this rank: (inputs, targets), (b, seq_len) int64 each.
+
+        The sequences are divided among the ranks, so a rank may get no batch. b is `batch_size`;
+        only the last batch of a rank may have fewer sequences.
+        """
+        check_counts(least=1, batch_size=batch_size)
+        check_rank(rank, world_size)
+        mine = self.places[rank::world_size]
+        for start in range(0, len(mine), batch_size):
+            places = mine[start : start + batch_size]
+            if self.whole:
+                yield self.documents.read(self.borders, places, self.seq_len)[:2]
+            else:
+                yield self.cut.read(places)
+
+    def predicted_text(
+        self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
+    ) -> tuple[int, int]:
+        """Count predicted tokens and the UTF-8 bytes of their text in the sequences of this rank.
+
+        Add the counts of all ranks to get the counts of the sample.
+        """
+        check_rank(rank, world_size)
+        tokens = size = 0
+        for place in self.places[rank::world_size].tolist():
+            for start, stop in self.targets(place):
+                counts = predicted_text(self.stream, tokenizer, self.eos_id, start, stop)
+                tokens += counts[0]
+                size += counts[1]
+        return tokens, size
+
+    def targets(self, place: int) -> list[tuple[int, int]]:
+        """Return the ranges of the stream that contain the targets of one sequence."""
+        if self.whole:
+            start, stop = self.borders[place : place + 2].tolist()
+            return self.documents.places(start, stop)
+        start = place * self.seq_len + 1
+        return [(start, start + self.seq_len)]

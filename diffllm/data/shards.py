@@ -36,6 +36,11 @@ class Shard:
     mask_sha256: str | None = None
 
 
+def bits_per_byte(nats: float, size: int) -> float | None:
+    """Convert the loss of a text, in nats, to bits per byte of its UTF-8 size; None for size 0."""
+    return nats / (math.log(2) * size) if size else None
+
+
 @dataclass(frozen=True)
 class Split:
     """Counts and shard files of the training split or the held-out split of a corpus."""
@@ -51,8 +56,7 @@ class Split:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a loss in nats per token to bits per byte; None if the text size is unknown."""
-        tokens = self.tokens * self.share_predicted
-        return loss / math.log(2) * tokens / self.bytes if self.bytes else None
+        return bits_per_byte(loss * self.tokens * self.share_predicted, self.bytes)
 
     @property
     def share_predicted(self) -> float:

@@ -172,17 +172,12 @@ def set_if_ours(env: MutableMapping[str, str], name: str, value: str) -> None:
 
 def processes_on_cpus(env: Mapping[str, str]) -> int:
     """Return how many processes of this launch share the CPUs of this process's affinity."""
-    if "LOCAL_WORLD_SIZE" in env:
-        return whole_number(env, "LOCAL_WORLD_SIZE", 1)
-    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PTY_PORT" in env:
-        return 1
-    # srun usually binds each task to its own CPUs.
     on_node = env.get("SLURM_CPUS_ON_NODE", "")
-    if on_node.isdigit() and len(allowed_cpus()) < int(on_node):
-        return 1
-    tasks = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
-    nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
-    return -(-tasks // nodes)
+    if "RANK" not in env and on_node.isdigit() and len(allowed_cpus()) < int(on_node):
+        return 1  # srun has bound each task to CPUs of its own
+    with suppress(LaunchError):  # a run raises this error later; other commands ignore ranks
+        return ranks_on_first_node(env)
+    return 1
 
 
 def choose_mode(mode: str) -> None:

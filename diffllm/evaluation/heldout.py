@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
+from diffllm.data.shards import bits_per_byte
 from diffllm.model.attention.ops import Documents, moved
 from diffllm.model.attention.slices import Slices
 
@@ -160,8 +161,8 @@ class DocumentLosses:
     @property
     def bits_per_byte(self) -> float:
         """Mean loss in bits per byte of text over all documents; NaN if all texts are empty."""
-        size = int(self.bytes.sum())
-        return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
+        bits = bits_per_byte(float(self.nats.sum()), int(self.bytes.sum()))
+        return math.nan if bits is None else bits
 
     def save(self, run: Path, step: int) -> None:
         """Write the losses, which were measured after training step `step`, to the directory `run`.

@@ -21,13 +21,11 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import StreamSequences, sequences_in
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
+from diffllm.evaluation import TOKENS
 from diffllm.evaluation.evaluation import Asked, Settings, Subject
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend, Documents
-
-TOKENS = 16384
-"""Default number of tokens of a pass over the first held-out sequences."""
 
 
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:

@@ -111,12 +111,12 @@ METRICS: list[Metric] = [
                      "per token; the tables have the loss of the whole held-out split after the "
                      "last step.{incomparable}", clip=True),),
     ),
-    Metric("train/bits_per_byte", LOSS, "`train/loss` in bits per byte of text, from the mean "
-           "number of bytes per training token", "bits per byte"),
-    Metric("eval/bits_per_byte", LOSS, "`eval/loss` in bits per byte of text, from the mean number "
-           "of bytes per held-out token", "bits per byte", summary="min"),
+    Metric("train/bits_per_byte", LOSS, "`train/loss` in bits per byte, from the mean number of "
+           "bytes per predicted token in the training split", "bits per byte"),
+    Metric("eval/bits_per_byte", LOSS, "`eval/loss` in bits per byte of the sample's predicted "
+           "text in UTF-8", "bits per byte", summary="min"),
     Metric("eval/bits_per_byte/*", LOSS, "`eval/loss/*` of one source of a mixture in bits per "
-           "byte", "bits per byte", summary="min"),
+           "byte of its sampled text", "bits per byte", summary="min"),
     Metric(
         "eval/loss/*", LOSS, "Cross-entropy of held-out text of one source of a mixture, "
         "`eval.sequences` of all sources together", "nats per token", summary="min",

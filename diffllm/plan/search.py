@@ -6,10 +6,11 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, combinations, product
 
+from diffllm.config.overrides import key_of_word
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import RECOMPUTE, RunPlan, Say, key_of_word, planned_config
+from diffllm.plan.estimate import RECOMPUTE, RunPlan, Say, planned_config
 
 LENGTH_UNIT, MOST_TOKENS = 1024, 2**20
 """Lengths of `longest_sequence` are multiples of the first number, and at most the second."""

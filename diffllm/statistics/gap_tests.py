@@ -13,6 +13,8 @@ Seed = TypeVar("Seed", bound=Hashable)
 
 ALPHA = 0.05
 """Probability that a family of tests without true differences shows at least one difference."""
+MOST_ALPHA = 0.1
+"""Largest accepted alpha."""
 FEWEST = 3
 """Fewest common seeds for a correlation. With two seeds a correlation is always 1 or -1."""
 

@@ -14,7 +14,6 @@ from diffllm.config.schema import Changes, changes_text, is_allowed
 from diffllm.config.yaml_file import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
-from diffllm.data.heldout import heldout_batches
 from diffllm.data.mixture import Prepared
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
@@ -84,11 +83,9 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
                     f"the {name} split{whose} has {split.tokens} tokens, fewer than seq_len + 1 = "
                     f"{cfg.seq_len + 1}; use more text{more} or a smaller seq_len"
                 )
-    for name, part, sequences in heldout_samples(cfg, data):
-        eos_id = part.manifest.eos_id if cfg.data.whole_documents else None
-        stream = part.split("heldout")
-        batches = heldout_batches(stream, cfg.seq_len, 1, sequences, eos_id=eos_id)
-        if stream.masked and not any((targets >= 0).any() for _, targets in batches):
+    for name, sample in heldout_samples(cfg, data).items():
+        batches = sample.batches(1)
+        if sample.stream.masked and not any((targets >= 0).any() for _, targets in batches):
             raise DataError(
                 f"the loss ignores all tokens of the held-out sample{f' of {name}' * bool(name)} "
                 f"(eval.sequences={cfg.eval.sequences}), because they belong to prompts; "

@@ -15,7 +15,7 @@ from diffllm.distributed.watch import Watch
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks
 from diffllm.training.build import Training
-from diffllm.training.measure import Tasks, measure
+from diffllm.training.measure import Evaluation
 from diffllm.training.process import Process
 from diffllm.training.record import Record
 from diffllm.training.state import LoopState, samples_of, save
@@ -41,13 +41,17 @@ class Trained(NamedTuple):
 
 
 def train_loop(
-    t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
+    t: Training,
+    state: LoopState,
+    data: Prepared,
+    here: Process,
+    out: Outputs,
+    evaluation: Evaluation,
 ) -> Trained:
     """Train until the last step, a stop signal, divergence or a read error; then save a checkpoint.
 
-    `state` is updated in place. If `tasks` is None, the model is not evaluated on tasks.
-    `here.stop` receives the stop signals. Raises AgreedByAll on every rank if a rank cannot read
-    a batch or a held-out sample.
+    `state` is updated in place. `here.stop` receives the stop signals. Raises AgreedByAll on every
+    rank if a rank cannot read a batch or a held-out sample.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
@@ -73,7 +77,7 @@ def train_loop(
         values: dict[str, float] = {}
         if now.sample or now.tasks:
             with record.paused():
-                values, failure = measure(t, data, tasks, now)
+                values, failure = evaluation.measure(now)
         ends = bool(now.last or agreed.stopping or agreed.failed or failure)
         saves = ends or now.save or agreed.save
         # `write` updates the spike counts, which a checkpoint contains.

@@ -1,7 +1,8 @@
 """Measure the model of a run on held-out samples, evaluation tasks and held-out documents."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,9 +10,9 @@ import torch.distributed as dist
 
 from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedByAll
-from diffllm.data.heldout import heldout_batches, heldout_documents
+from diffllm.data.heldout import HeldoutSample, heldout_documents
 from diffllm.data.mixture import Prepared
-from diffllm.data.sequences import Batch
+from diffllm.data.shards import bits_per_byte
 from diffllm.distributed.stop import Agreement, raise_together, read_together
 from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch
 from diffllm.model.transformer import Transformer
@@ -23,72 +24,98 @@ Tasks = Callable[[Transformer], dict[str, float]]
 """Measures a model on tasks and returns values by metric name. Every rank must call it."""
 
 
-def measure(
-    t: Training, data: Prepared, tasks: Tasks | None, due: Due
-) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Compute the held-out loss if `due.sample` is true; call `tasks` if `due.tasks` is true.
+class Evaluation:
+    """Measures the model of a run during training, on held-out samples and on tasks."""
 
-    Return (values by metric name, error). If a rank could not read held-out data, the error is an
-    AgreedByAll, otherwise None. Every rank must call this.
-    """
-    values: dict[str, float] = {}
-    failure = None
-    if due.sample:
-        try:
-            for name, part, sequences in heldout_samples(t.cfg, data):
-                end = f"/{name}" if name else ""
-                values[f"eval/loss{end}"] = loss = sample_loss(t, part, sequences)
-                if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
-                    values[f"eval/bits_per_byte{end}"] = bits
-        except AgreedByAll as error:
-            values, failure = {}, error
-    if due.tasks and tasks:
-        values |= tasks(t.model)
-        t.weights.reshard()
-    return values, failure
+    def __init__(self, t: Training, data: Prepared, tasks: Tasks | None) -> None:
+        """Count the bytes of the sampled text. Every rank must call this.
+
+        Raises AgreedByAll if a rank cannot read the held-out data.
+        """
+        self.t, self.tasks = t, tasks
+        self.samples = heldout_samples(t.cfg, data)
+        self.bits_per_nat = sample_bits_per_nat(list(self.samples.values()), data, t.device)
+
+    def measure(self, due: Due) -> tuple[dict[str, float], AgreedByAll | None]:
+        """Compute held-out losses if `due.sample` is true; call `tasks` if `due.tasks` is true.
+
+        Return (values by metric name, error). If a rank could not read held-out data, the error is
+        an AgreedByAll, otherwise None. Every rank must call this.
+        """
+        values: dict[str, float] = {}
+        failure = None
+        if due.sample:
+            try:
+                values = self.sample_losses()
+            except AgreedByAll as error:
+                failure = error
+        if due.tasks and self.tasks:
+            values |= self.tasks(self.t.model)
+            self.t.weights.reshard()
+        return values, failure
+
+    def sample_losses(self) -> dict[str, float]:
+        values = {}
+        for (name, sample), bits in zip(self.samples.items(), self.bits_per_nat, strict=True):
+            end = f"/{name}" if name else ""
+            values[f"eval/loss{end}"] = loss = sample_loss(self.t, sample)
+            if bits is not None:
+                values[f"eval/bits_per_byte{end}"] = bits * loss
+        return values
 
 
-def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """Return (source name, data, maximum number of sequences) for each held-out sample.
+def heldout_samples(cfg: TrainConfig, data: Prepared) -> dict[str, HeldoutSample]:
+    """Return the held-out samples by source name.
 
     The first sample has the name "" and covers all data. For a data mixture, one sample for each
     source follows.
     """
     wanted = cfg.eval.sequences
     share = -(-wanted // max(1, len(data.sources)))
-    return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
+    samples = {}
+    for name, part in {"": data, **data.sources}.items():
+        samples[name] = HeldoutSample(
+            part.split("heldout"),
+            cfg.seq_len,
+            share if name else wanted,
+            part.manifest.eos_id,
+            cfg.data.whole_documents,
+        )
+    return samples
 
 
-def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
-    """Return the mean loss of at most `sequences` held-out sequences, in nats per token.
+def sample_bits_per_nat(
+    samples: list[HeldoutSample], data: Prepared, device: torch.device
+) -> list[float | None]:
+    """Return the factor that converts the loss of each sample to bits per byte of its text.
+
+    The factor is None for a sample without text. Each rank decodes a part of the sequences. Every
+    rank must call this. Raises AgreedByAll if a rank cannot read the data.
+    """
+    counts = torch.tensor(read_together(partial(counts_of_rank, samples, data)), device=device)
+    dist.all_reduce(counts)
+    return [bits_per_byte(tokens, size) for tokens, size in counts.tolist()]
+
+
+def counts_of_rank(samples: list[HeldoutSample], data: Prepared) -> list[tuple[int, int]]:
+    """Count predicted tokens and their bytes in this rank's sequences of each sample."""
+    tokenizer = data.tokenizer()
+    place = dist.get_rank(), dist.get_world_size()
+    return [sample.predicted_text(tokenizer, *place) for sample in samples]
+
+
+def sample_loss(t: Training, sample: HeldoutSample) -> float:
+    """Return the mean loss of the sequences of `sample`, in nats per token.
 
     Raises AgreedByAll if a rank cannot read its batches. Every rank must call this.
     """
-    cfg = t.cfg
-    tokens = data.manifest.splits["heldout"].tokens
-    sequences = min(sequences, (tokens - 1) // cfg.seq_len)
-    rounds = -(-sequences // (t.micro_batch_size * t.group[1]))
-    batches, shape = sample_batches(t, data, sequences), (t.micro_batch_size, cfg.seq_len)
+    shape = t.micro_batch_size, t.cfg.seq_len
+    rounds = -(-len(sample) // (t.micro_batch_size * t.group[1]))
+    batches = sample.batches(t.micro_batch_size, *t.group)
     loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents, t.slices)
     t.weights.reshard()
     raise_together(failure)
     return loss
-
-
-def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of held-out sequences.
-
-    All ranks together get at most `sequences` sequences. The iterator raises DataError if the data
-    cannot be read.
-    """
-    yield from heldout_batches(
-        data.split("heldout"),
-        t.cfg.seq_len,
-        t.micro_batch_size,
-        sequences,
-        *t.group,
-        eos_id=data.manifest.eos_id if t.cfg.data.whole_documents else None,
-    )
 
 
 def measure_documents(

@@ -8,6 +8,7 @@ import torch
 
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError
+from diffllm.core.machine import ROOT, control_groups
 from diffllm.distributed.fsdp import stored_values
 from diffllm.model import without_storage
 
@@ -73,35 +74,15 @@ def check_memory(cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
         )
 
 
-def machine_memory(
-    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> int:
+def machine_memory(root: Path = ROOT) -> int:
     """Return the physical memory of this machine in bytes, or a lower limit of a control group.
 
     Swap space does not count.
-
-    Args:
-        groups: file with the control groups of this process.
-        mount: directory of the control groups (cgroup v1 or v2).
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:  # Not Linux.
-        return memory
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            root, name = mount, "memory.max"  # v2
-        elif "memory" in controllers.split(","):
-            root, name = mount / "memory", "memory.limit_in_bytes"  # v1
-        else:
-            continue
-        # Limits of parent groups also apply. In a container, the group may be visible only as root.
-        directory = root / group.strip("/")
-        for parent in (directory, *directory.parents):
-            if parent.is_relative_to(root):
-                memory = min(memory, limit_in(parent / name, memory))
+    for directory in control_groups("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroups of version 2, of version 1
+            memory = min(memory, limit_in(directory / name, memory))
     return memory
 
 

@@ -18,7 +18,7 @@ from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.loop import train_loop
-from diffllm.training.measure import Tasks, measure_documents
+from diffllm.training.measure import Evaluation, Tasks, measure_documents
 from diffllm.training.outputs import (
     Report,
     finish,
@@ -115,6 +115,8 @@ def train_claimed(
     t = build(cfg, device, document_end, ignores_targets(data, cfg.data), compile)
     origin = fill(t, here, claimed, data, state)
     tasks = make_tasks(data.tokenizer()) if make_tasks else None
+    here.watch.reached("the text of the held-out sample")
+    evaluation = Evaluation(t, data, tasks)
     facts = describe(cfg, t, data) | origin
     here.display.print(headline(cfg, facts, data, claimed.path, state.step))
     out = open_outputs(cfg, here, claimed, state, facts)
@@ -122,7 +124,7 @@ def train_claimed(
         state.wandb_id = out.sinks.wandb.id
     losses = late = None
     try:
-        trained = train_loop(t, state, data, here, out, tasks)
+        trained = train_loop(t, state, data, here, out, evaluation)
         if trained.diverged:
             here.display.print(
                 f"diverged: {trained.diverged}; stopped after step {state.step}, saved; "

@@ -8,6 +8,8 @@ import pytest
 from runs.one_rank import write_checkpoint
 from runs.written import study_file, write_arms
 
+from diffllm.cli import COMMANDS
+
 RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
 LOSSES = {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]}
 HEAVY = (
@@ -45,6 +47,25 @@ def test_command_does_not_import_unneeded_heavy_libraries(
 ) -> None:
     """Commands that read a config import torch, because the variant's file defines its class."""
     assert {*HEAVY} & loaded_after(words, place, 0)[1] <= allowed
+
+
+def test_help_of_commands_imports_no_heavy_libraries(tmp_path: Path) -> None:
+    """The help of `train` and `prepare` shows defaults of a composed config, which needs torch."""
+    names = [name for name in COMMANDS if name not in ("train", "prepare")]
+    script = f"""
+import sys
+from contextlib import redirect_stdout, suppress
+from diffllm.cli import main
+for name in {names}:
+    with suppress(SystemExit), redirect_stdout(sys.stderr):
+        assert main([name, "--help"]) == 0
+    print(name, *{{*{HEAVY}}} & {{*sys.modules}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == names
+    assert done.stderr.count("diffllm") >= len(names)
 
 
 def test_train_command_imports_no_heavy_library_at_start_except_torch(

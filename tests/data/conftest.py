@@ -1,5 +1,6 @@
 """Small real corpora and token streams."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,25 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
             heldout_fraction=0.1,
         )
     )
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer of 600 pieces, as in the repository of a model."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("fast")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<pad>", "<|endoftext|>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator([inspect.getsource(inspect)], trainer)
+    bpe.enable_truncation(5)
+    bpe.save(str(path / "tokenizer.json"))
+    return path
 
 
 @pytest.fixture

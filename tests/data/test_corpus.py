@@ -250,6 +250,26 @@ def test_directory_without_text_files_raises_error_with_directory_path(
     assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
 
 
+@pytest.mark.parametrize("tree", [["a.txt"], ["a.md", "b.py"], ["a.csv", "b.txt.gz", "p.json"]])
+@pytest.mark.parametrize("column", [{"text_column": "body"}, {"prompt_column": "body"}])
+def test_column_key_with_only_plain_text_files_raises_error_with_fix(
+    tmp_path: Path, make_config: MakeConfig, tree: list[str], column: dict[str, str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    content = {"b.txt.gz": gzip.compress(b"text"), "p.json": b"{}"}
+    contents = {name: content.get(name, b"text") for name in tree}
+    docs = write_tree(tmp_path / "docs", contents)
+    (key,) = column
+    for paths in ([docs], [docs / tree[0]]):
+        with pytest.raises(DataError) as caught:
+            opened(make_config(*paths, **column))
+        assert f"data.{key}=body needs files with columns" in str(caught.value)
+        assert str(caught.value).endswith(f"plain text has no columns; remove data.{key}")
+    (docs / "c.jsonl").write_text(json_lines("text", column="body"))
+    if key == "text_column":
+        assert len(texts(make_config(docs, **column))) == 1 + sum(name != "p.json" for name in tree)
+
+
 def test_hub_dataset_keeps_first_commit_if_branch_changes(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Tokenizers of Hugging Face's library: exact decoding, no special tokens from text."""
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,15 @@ NO_END = '{"model": {"type": "BPE", "unk_token": null, "vocab": {"a": 0, "b": 1}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer of 600 pieces, as in the repository of a model."""
-    path = tmp_path_factory.mktemp("fast")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<pad>", END], initial_alphabet=alphabet,
-        show_progress=False,
-    )  # fmt: skip
-    bpe.train_from_iterator([inspect.getsource(inspect)], trainer)
-    bpe.enable_truncation(5)
-    bpe.save(str(path / "tokenizer.json"))
-    return path
+def fast(byte_level: Path) -> Tokenizer:
+    return Tokenizer.from_file(byte_level)
 
 
-@pytest.fixture(scope="module")
-def fast(directory: Path) -> Tokenizer:
-    return Tokenizer.from_file(directory)
-
-
-def test_tokenizer_loads_from_json_file_or_from_directory(directory: Path, fast: Tokenizer) -> None:
+def test_tokenizer_loads_from_json_file_or_from_directory(
+    byte_level: Path, fast: Tokenizer
+) -> None:
     assert isinstance(fast, FastTokenizer)
-    again = Tokenizer.from_file(directory / "tokenizer.json")
+    again = Tokenizer.from_file(byte_level / "tokenizer.json")
     assert again.pieces_hash == fast.pieces_hash
     assert (fast.vocab_size, fast.eos_id, fast.piece(1)) == (600, 1, END)
 
@@ -61,9 +44,9 @@ def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer,
 
 
 def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
-    directory: Path, tmp_path: Path, corpus_file: Path, make_config: Any
+    byte_level: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
-    content = json.loads((directory / "tokenizer.json").read_text())
+    content = json.loads((byte_level / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -81,13 +64,13 @@ def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
 
 @pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
 def test_tokenizer_config_json_determines_the_eos_token(
-    directory: Path, tmp_path: Path, said: Any
+    byte_level: Path, tmp_path: Path, said: Any
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
     other = Tokenizer.from_file(tmp_path / "tokenizer.json")
     assert other.eos_id == 0
-    assert other.pieces_hash != Tokenizer.from_file(directory).pieces_hash
+    assert other.pieces_hash != Tokenizer.from_file(byte_level).pieces_hash
 
 
 @pytest.mark.parametrize(
@@ -104,19 +87,21 @@ def test_tokenizer_config_json_determines_the_eos_token(
     ],
 )
 def test_invalid_tokenizer_json_files_raise_data_error(
-    directory: Path, tmp_path: Path, name: str, content: str, said: str
+    byte_level: Path, tmp_path: Path, name: str, content: str, said: str
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=said):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
-def test_copied_tokenizer_files_load_as_the_same_tokenizer(directory: Path, tmp_path: Path) -> None:
-    for name, content in tokenizer_files(directory / "tokenizer.json").items():
+def test_copied_tokenizer_files_load_as_the_same_tokenizer(
+    byte_level: Path, tmp_path: Path
+) -> None:
+    for name, content in tokenizer_files(byte_level / "tokenizer.json").items():
         (tmp_path / name).write_bytes(content)
     copied = Tokenizer.from_file(tokenizer_in(tmp_path))
-    assert copied.pieces_hash == Tokenizer.from_file(directory).pieces_hash
+    assert copied.pieces_hash == Tokenizer.from_file(byte_level).pieces_hash
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
 
 

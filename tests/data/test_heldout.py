@@ -1,7 +1,10 @@
 """Held-out documents of the final loss, and the sequences of these documents."""
 
 import hashlib
+import random
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +12,14 @@ import torch
 
 from diffllm.data.heldout import (
     HeldoutDocuments,
-    heldout_batches,
+    HeldoutSample,
     heldout_documents,
     heldout_tokens,
+    predicted_text,
 )
 from diffllm.data.streams import TokenStream
 from diffllm.data.token_data import TokenData
+from diffllm.data.tokenizer import Tokenizer
 
 EOS = 0
 MakeStream = Callable[..., TokenStream]
@@ -100,16 +105,17 @@ def test_short_heldout_documents_are_never_cut_if_whole_is_true(
     assert min(used[:-1]) < 32
 
 
-def test_short_heldout_documents_are_never_cut_if_eos_id_is_given(
+def test_heldout_sample_with_whole_documents_cuts_no_short_document(
     make_stream: MakeStream,
 ) -> None:
     stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
+    sample = HeldoutSample(stream, 10, 40, EOS, whole=True)
     for rank in range(2):
-        for inputs, targets in heldout_batches(stream, 10, 3, 40, rank, 2, eos_id=EOS):
+        for inputs, targets in sample.batches(3, rank, 2):
             assert (inputs[:, 0] == EOS).all()
             assert (targets[:, 8] == EOS).all()
             assert (targets[:, 9] == -1).all()
-    sizes = [len(inputs) for inputs, _ in heldout_batches(stream, 10, 3, 40, 0, 2, eos_id=EOS)]
+    sizes = [len(inputs) for inputs, _ in sample.batches(3, 0, 2)]
     assert sum(sizes) == 20
 
 
@@ -171,3 +177,48 @@ def texts_of_ranks(chosen: HeldoutDocuments, data: TokenData) -> list:
     found = [chosen.texts(data.tokenizer(), rank, 3) for rank in range(3)]
     assert all((sizes > 0).sum() <= -(-len(chosen) // 3) for sizes, _ in found)
     return found
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_predicted_text_of_sequences_adds_up_to_text_of_documents(
+    prepared: TokenData,
+    byte_level: Path,
+    make_stream: MakeStream,
+    rng: random.Random,
+    kind: str,
+    whole: bool,
+) -> None:
+    """Cuts fall into characters of several bytes, which are several tokens."""
+    tokenizer = Tokenizer.from_file(byte_level) if kind == "byte_level" else prepared.tokenizer()
+    texts = ["".join(rng.choices("ab \u00e9\u6f22\U0001f600\ufffd", k=40)) for _ in range(30)]
+    tokens = [id for text in texts for id in (*tokenizer.encode(text), tokenizer.eos_id)]
+    stream = make_stream(tokens)
+    sample = HeldoutSample(stream, 7, len(tokens), tokenizer.eos_id, whole)
+    ranges = [target for place in range(len(sample.cut)) for target in sample.targets(place)]
+    if whole:
+        every = heldout_documents(stream, tokenizer.eos_id, whole=True)
+        borders = every.borders(7).tolist()
+        ranges = [span for pair in pairwise(borders) for span in every.places(*pair)]
+    else:
+        ranges = [(0, 1), *ranges, (ranges[-1][1], len(tokens))]
+    counts = [predicted_text(stream, tokenizer, tokenizer.eos_id, *span) for span in ranges]
+    documents = heldout_documents(stream, tokenizer.eos_id)
+    sizes, _ = documents.texts(tokenizer)
+    assert sizes.tolist() == [len(text.encode()) for text in texts]
+    assert sum(size for _, size in counts) == sizes.sum()
+    assert sum(predicted for predicted, _ in counts) == len(tokens)
+
+
+def test_predicted_text_of_sample_matches_its_targets(prepared: TokenData) -> None:
+    """The corpus is ASCII, so the bytes of cut sequences can be counted separately."""
+    tokenizer, eos_id = prepared.tokenizer(), prepared.manifest.eos_id
+    for whole in (False, True):
+        sample = HeldoutSample(prepared.split("heldout"), 24, 9, eos_id, whole)
+        targets = torch.cat([targets for _, targets in sample.batches(4)])
+        text = "".join(tokenizer.decode(row[row >= 0].tolist()) for row in targets)
+        counts = [sample.predicted_text(tokenizer, rank, 2) for rank in range(2)]
+        assert [sum(pair) for pair in zip(*counts, strict=True)] == [
+            int((targets >= 0).sum()),
+            len(text),
+        ]

@@ -15,7 +15,7 @@ from processes import PATIENCE_S
 from tiers import slow_but
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
-from diffllm.data.heldout import heldout_batches
+from diffllm.data.heldout import HeldoutSample
 from diffllm.data.loader import TrainLoader
 from diffllm.data.samples import ShuffledSequences, permute
 from diffllm.data.sequences import StreamSequences
@@ -164,12 +164,13 @@ def test_loader_does_not_change_torch_random_state(make_loader: MakeLoader) -> N
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("sequences", [1, 10, 50, 1000])
-def test_heldout_batches_assign_every_sequence_to_exactly_one_rank(
+def test_heldout_sample_assigns_every_sequence_to_exactly_one_rank(
     stream: TokenStream, world_size: int, sequences: int
 ) -> None:
     read = []
+    sample = HeldoutSample(stream, SEQ_LEN, sequences, eos_id=0)
     for rank in range(world_size):
-        batches = list(heldout_batches(stream, SEQ_LEN, 4, sequences, rank, world_size))
+        batches = list(sample.batches(4, rank, world_size))
         assert all(len(inputs) == 4 for inputs, _ in batches[:-1])
         assert all(torch.equal(targets, inputs + 1) for inputs, targets in batches)
         read += [s for inputs, _ in batches for s in samples_of(inputs)]
@@ -177,10 +178,10 @@ def test_heldout_batches_assign_every_sequence_to_exactly_one_rank(
     assert sorted(read) == [i * SAMPLES // count for i in range(count)]
 
 
-def test_heldout_batches_refuse_split_shorter_than_a_sequence(prepared: TokenData) -> None:
+def test_heldout_sample_refuses_split_shorter_than_a_sequence(prepared: TokenData) -> None:
     stream = prepared.split("heldout")
     with pytest.raises(DataError, match=rf"its heldout split has {len(stream)} tokens, but seq"):
-        next(heldout_batches(stream, len(stream), 1, 1))
+        HeldoutSample(stream, len(stream), 1, eos_id=0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

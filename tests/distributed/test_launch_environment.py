@@ -325,10 +325,14 @@ def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
         ({}, 8, "8"),
         ({"OMP_NUM_THREADS": "3"}, 8, "3"),
         ({"OMP_NUM_THREADS": "3", "DIFFLLM_OMP_NUM_THREADS": "3"}, 8, "8"),  # of another machine
-        ({"LOCAL_WORLD_SIZE": "4"}, 8, "2"),
-        ({"LOCAL_WORLD_SIZE": "16"}, 8, "1"),
-        (SRUN | {"SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8"}, 8, "4"),
-        (SRUN | {"SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "16"}, 8, "8"),  # bound by srun
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 8, "2"),
+        (TORCHRUN | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "16"}, 8, "1"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "8"}, 8, "4"),
+        (
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "16"},
+            8,
+            "8",
+        ),  # bound by srun
     ],
 )
 def test_threads_divide_cores_by_processes_unless_user_sets_number(

@@ -1,7 +1,6 @@
 """World size, mesh and gradient accumulation do not change a training, except for rounding."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
+from diffllm.data.heldout import HeldoutSample
 from diffllm.distributed.gradients import local
 from diffllm.training.build import build
 from diffllm.training.measure import sample_loss
@@ -141,18 +141,12 @@ def test_masked_training_on_two_ranks_equals_training_on_single_rank(variant, tm
 
 
 class Stream:
-    """Tokens with the interface of a prepared corpus that evaluation uses."""
+    """Tokens with the interface of a prepared split."""
 
     masked = False
 
     def __init__(self, tokens):
         self.all = tokens
-        split = SimpleNamespace(tokens=len(tokens))
-        self.manifest = SimpleNamespace(splits={"heldout": split})
-
-    def split(self, name):
-        assert name == "heldout"
-        return self
 
     def loss_mask(self, start, stop):
         return np.ones(stop - start, bool)
@@ -173,7 +167,8 @@ def heldout_losses(overrides):
     losses = []
     for end in (END, None):
         t = build(cfg, torch.device("cpu"), end)
-        losses.append(sample_loss(t, Stream(tokens), cfg.eval.sequences))
+        sample = HeldoutSample(Stream(tokens), cfg.seq_len, cfg.eval.sequences, END)
+        losses.append(sample_loss(t, sample))
     model = build_model(cfg.model)
     for end in (END, None):
         parts = []

@@ -156,6 +156,13 @@ def test_evaluate_command_skips_task_that_exceeds_the_context_length(
     assert str(short) not in said.out.partition("note")[0]
 
 
+def test_evaluate_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " suite=  " in line]
+    assert all(name in line for name in suite.SUITES)
+
+
 def test_evaluate_command_skips_only_needle_task_if_seq_len_is_256(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

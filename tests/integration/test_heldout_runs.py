@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of
 
 from diffllm.config import load_config
+from diffllm.config.saved import load_run_config
+from diffllm.data.heldout import HeldoutSample
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_data import TokenData
 from diffllm.evaluation.heldout import document_losses
@@ -56,6 +59,20 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], (
         "eval/loss is the loss of a sample"
     )
+
+
+def test_logged_bits_per_byte_divide_by_bytes_of_sampled_text(corpus, straight, tmp_path):
+    """The corpus is ASCII, so the bytes of cut sequences can be counted separately."""
+    data, cfg = data_of(corpus), load_run_config(straight)
+    tokenizer, stream = data.tokenizer(), data.split("heldout")
+    sample = HeldoutSample(stream, cfg.seq_len, cfg.eval.sequences, data.manifest.eos_id)
+    targets = torch.cat([targets for _, targets in sample.batches(1)])
+    size = sum(len(tokenizer.decode(row.tolist())) for row in targets)
+    finish(corpus, tmp_path / "run", *WORDS, ranks=2)
+    for run in (straight, tmp_path / "run"):
+        last = metric_lines(run)[-1]
+        bits = last["eval/loss"] * targets.numel() / size / math.log(2)
+        assert last["eval/bits_per_byte"] == pytest.approx(bits)
 
 
 def assert_ended_as(run: Path, straight: Path) -> None:

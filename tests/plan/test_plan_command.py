@@ -6,8 +6,9 @@ import pytest
 from torch._dynamo.backends import common
 
 from diffllm import cli as tools
-from diffllm.cli.plan import head_text
-from diffllm.plan.estimate import Cluster, plan
+from diffllm.cli.plan_text import head_text
+from diffllm.plan.cluster import Cluster
+from diffllm.plan.estimate import plan
 from diffllm.plan.step import Call, Collective
 
 SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]

@@ -6,7 +6,8 @@ import pytest
 from tiers import slow_but
 
 from diffllm.distributed.recompute import ActivationCheckpointing
-from diffllm.plan.estimate import Cluster, plan
+from diffllm.plan.cluster import Cluster
+from diffllm.plan.estimate import plan
 from diffllm.plan.search import (
     MOST_TOKENS,
     longest,

@@ -1,6 +1,5 @@
 """The memory check before a run, and the memory limit of this machine."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,11 +101,11 @@ UNLIMITED = 2**63 - 4096
     ],
 )
 def test_machine_memory_respects_lowest_limit_of_control_groups(group, limits, expected, tmp_path):
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-    groups.write_text(f"3:name=systemd:/\n{group}\n")
-    for name, limit in limits.items():
-        file = mount / name
+    files = {f"sys/fs/cgroup/{name}": f"{limit}\n" for name, limit in limits.items()}
+    files["proc/self/cgroup"] = f"3:name=systemd:/\n{group}\n"
+    for name, text in files.items():
+        file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{limit}\n")
-    physical = machine_memory(Path("missing"))
-    assert machine_memory(groups, mount) == (expected or physical)
+        file.write_text(text)
+    physical = machine_memory(tmp_path / "missing")
+    assert machine_memory(tmp_path) == (expected or physical)

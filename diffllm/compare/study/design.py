@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from diffllm.compare.study.file import MOST_SEEDS, Power, Rule, Study, better
 from diffllm.core.errors import ConfigError
+from diffllm.statistics.gap_tests import MOST_ALPHA
 from diffllm.statistics.power_analysis import (
     largest_sd,
     least_seeds,
@@ -13,7 +14,6 @@ from diffllm.statistics.power_analysis import (
 )
 from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
-MOST_ALPHA = 0.1
 LEAST_POWER = 0.5
 """Smallest accepted power of an equivalence test at a true gap of 0."""
 PERMUTATION_KINDS = ("log_rank",)

@@ -52,6 +52,7 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         if root and path.suffix == ".json" and not contains_rows(path, cfg.text_column):
             problems[path] = "no rows of text"  # such as package.json
     kept = {path: each for path, each in facts.items() if not problems[path]}
+    check_columns_exist(cfg, list(kept), list(problems.values()))
     tokens = any(path.suffix in TOKEN_FILES for path in paths)
     if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
         hint = "; data=tokens reads its token files" * tokens
@@ -95,8 +96,29 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     if form != "parquet" and path.suffix.lower() not in COMPRESSIONS and not facts.is_utf8:
         return "not UTF-8 text"
     if form == "text" and cfg.prompt_column:
-        return "a text file has no columns, but data.prompt_column needs a column"
+        return without_columns("prompt_column", cfg.prompt_column)
     return ""
+
+
+def without_columns(key: str, column: str) -> str:
+    return (
+        f"data.{key}={column} needs files with columns, such as .parquet or .jsonl, and plain text "
+        f"has no columns; remove data.{key}"
+    )
+
+
+def check_columns_exist(cfg: DataConfig, paths: Sequence[Path], problems: Sequence[str]) -> None:
+    """Raise DataError if `cfg` names a column, but only plain text remains as text of the corpus.
+
+    `paths` are the usable files, and `problems` the results of `problem_of` for all files.
+    """
+    if paths and all(format_of(path) == "text" for path in paths):
+        if cfg.text_column != DataConfig.text_column:
+            raise DataError(without_columns("text_column", cfg.text_column))
+    elif not paths and cfg.prompt_column:
+        problem = without_columns("prompt_column", cfg.prompt_column)
+        if problem in problems:
+            raise DataError(problem)
 
 
 def contains_rows(path: Path, column: str) -> bool:
