@@ -259,7 +259,7 @@ class HeldoutSample:
 
     def __post_init__(self) -> None:
         check_counts(least=1, sequences=self.sequences)
-        _ = self.cut
+        _ = self.cut  # a short stream must fail here, not during training
 
     @cached_property
     def cut(self) -> StreamSequences:
