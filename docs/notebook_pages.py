@@ -13,18 +13,26 @@ def markdown_of(notebook: str) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(source)
-            continue
-        parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
-            parts.append(markdown_of_output(output))
+        else:
+            parts.append(f"```python\n{source}\n```")
+            parts += output_parts(cell["outputs"])
     return "\n\n".join(parts) + "\n"
 
 
-def markdown_of_output(output: dict[str, Any]) -> str:
-    if output["output_type"] == "stream":
-        return f"```\n{''.join(output['text'])}```"
-    png = "".join(output["data"]["image/png"]).replace("\n", "")
-    return f"![figure](data:image/png;base64,{png})"
+def output_parts(outputs: list[dict[str, Any]]) -> list[str]:
+    """Return a code block with all text of a cell, then its figures."""
+    texts, figures = [], []
+    for output in outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            png = "".join(data["image/png"]).replace("\n", "")
+            figures.append(f"![output of the code above](data:image/png;base64,{png})")
+        else:
+            texts += output.get("text") or data["text/plain"]
+    if texts:
+        text = "".join(texts).strip("\n")
+        return [f"```text\n{text}\n```", *figures]
+    return figures
 
 
 class NotebookParser(Parser):
