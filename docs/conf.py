@@ -30,6 +30,7 @@ include_patterns = [
     "*.md", "docs/*.md", "docs/*.ipynb", "data/*.md", "launch/*.md", "benchmarks/*.md",
     "benchmarks/**/*.md", "diffllm/*.md", "diffllm/**/*.md",
 ]  # fmt: skip
+highlight_language = "text"  # of blocks without a language, such as output
 html_theme = "furo"
 html_title = "diffllm"
 html_static_path = ["static"]

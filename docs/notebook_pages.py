@@ -31,7 +31,7 @@ def output_parts(outputs: list[dict[str, Any]]) -> list[str]:
             texts += output.get("text") or data["text/plain"]
     if texts:
         text = "".join(texts).strip("\n")
-        return [f"```text\n{text}\n```", *figures]
+        return [f"```\n{text}\n```", *figures]
     return figures
 
 
