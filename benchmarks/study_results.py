@@ -98,10 +98,10 @@ def quoted(text: str) -> str:
 
 
 def with_note(page: str, note: str) -> str:
-    """Insert the note before the claim of a page, or replace an earlier note."""
-    head, claim, rest = page.partition("**Claim**")
+    """Insert the note before the source of a page's claim, or replace an earlier note."""
+    head, label, rest = page.partition("**Source**")
     head = re.sub(r"> \*\*Judged again.*?\n\n", "", head, flags=re.S)
-    return f"{head}{note}\n\n{claim}{rest}"
+    return f"{head}{note}\n\n{label}{rest}"
 
 
 def main() -> None:

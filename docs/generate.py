@@ -136,7 +136,7 @@ def write_maps(page: Path, picture: Path) -> None:
     for ax, title in zip(axes, ("map 1", "map 2", "difference"), strict=True):
         weights = names[title.replace(" ", "")]
         image = ax.imshow(weights, cmap="RdBu_r", vmin=-0.6, vmax=0.6)
-        ax.set_title("map 1 - 0.8 map 2" if title == "difference" else title)
+        ax.set_title("map 1 - lambda map 2" if title == "difference" else title)
         ax.set_xticks(range(len(weights)), names["tokens"], rotation=45)
         ax.set_yticks(range(len(weights)), names["tokens"] if ax is axes[0] else [])
         for t, s in zip(*np.tril_indices(len(weights)), strict=True):

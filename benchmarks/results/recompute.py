@@ -211,7 +211,7 @@ class Page:
         for name, values in self.values.items():
             diverged, rates = self.arms[name]["diverged"], self.arms[name]["rates"]
             found += [*interval(values), len(values), diverged, len(values), *rates]
-        words.append(f"# {self.verdicts[0]}\n")
+        words.append(f"# {self.json['claim']}: {self.verdicts[0]}")
         return Expected(found, [*words, f"Corpus hash `{self.json['facts']['corpus'][0]}`"])
 
 

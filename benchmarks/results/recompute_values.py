@@ -120,7 +120,8 @@ class Raw:
         Args:
             page: content of the study's verdict.json.
         """
-        found = Expected(words=[f"`{self.json['sha256']}`", f"`{page['hash']}`"])
+        title = f"# {page['claim']}: {page['verdict']}"
+        found = Expected(words=[title, f"`{self.json['sha256']}`", f"`{page['hash']}`"])
         for name, arm in page["arms"].items():
             values = np.array([*self.values(name).values()])
             runs = [run for of_seed in self.runs.get(name, {}).values() for run in of_seed]

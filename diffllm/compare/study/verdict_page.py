@@ -63,6 +63,12 @@ def verdict_headline(found: Verdict) -> str:
     return found.verdict
 
 
+def verdict_title(found: Verdict) -> str:
+    """Return the claim with its verdict on one line, as the title of a page."""
+    claim = " ".join(found.study.claim.split())
+    return f"{claim}: {verdict_headline(found)}"
+
+
 def verdict_sentence(found: Verdict) -> str:
     """Return text with the result of the first rule and the sizes of the two compared models."""
     tested, arms = found.tested[0], found.numbers()["arms"]
@@ -191,6 +197,7 @@ def verdict_html(found: Verdict) -> str:
         found=found,
         study=found.study,
         headline=verdict_headline(found),
+        title=verdict_title(found),
         sentence=verdict_sentence(found),
         trend=trend_of(found),
         problems=problems(found),
@@ -268,12 +275,12 @@ def equal_lines(found: Verdict) -> list[str]:
 
 def markdown(found: Verdict) -> str:
     study, numbers = found.study, found.numbers()
+    source = [f"**Source**: {study.source}", ""] if study.source else []
     return "\n".join(
         [
-            f"# {verdict_headline(found)}",
+            f"# {verdict_title(found)}",
             "",
-            f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
-            "",
+            *source,
             " ".join(filter(None, (verdict_sentence(found), trend_of(found)))),
             "",
             *(f"- {problem}" for problem in problems(found)),

@@ -343,8 +343,9 @@ def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, cap
         "heldout_loss: v2 minus half is -0.09967 nats per token (95% upper bound -0.09709, 3 "
         "paired seeds), adjusted p 3.9e-05. v2 has "
     )
-    start = f"# shown\n\n**Claim**: v2 is better than half\n\n{sentence}"
-    assert markdown(found).startswith(start)
+    title = "v2 is better than half: shown"
+    assert markdown(found).startswith(f"# {title}\n\n{sentence}")
+    assert f"<title>{title}</title>" in text
     assert sentence in text
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
     assert main([*words, "--json"]) == 0
