@@ -256,7 +256,7 @@ def draw_gaps(
 
     Args:
         hollow: for each gap, whether to draw a ring instead of a dot, because the gap is not
-            significant after Holm's correction; if empty, draw only dots.
+            significant; if empty, draw only dots.
         sides: labels of the negative side and the positive side of the axis.
         ends: description of the intervals, for the legend.
     """
@@ -280,7 +280,9 @@ def draw_gaps(
             value = with_minus(f"{gap.mean:+.3g}")
             axes.text(end, y - 0.1, f" {value} ", horizontalalignment=side)
         fill = SURFACE if ring else colour
-        name = "does not survive Holm" if ring else "survives Holm" if hollow else "mean"
+        name = "mean"
+        if hollow:
+            name = "not significant" if ring else "significant"
         how = {"ms": 7, "mew": 1.8, "color": colour, "markerfacecolor": fill, "label": name}
         axes.plot(gap.mean, y, "o", **how)
     axes.set_yticks(range(len(gaps)), [short_label(style.label, 22) for style in styles])
