@@ -203,7 +203,7 @@ def frequency_text(loss: float, entropy: float) -> str:
     return f"{abs(entropy - loss):.2f} {side} than word frequencies alone"
 
 
-def spike_text(counts: Mapping[str, float]) -> str:
+def spike_text(counts: Mapping[str, Any]) -> str:
     """Describe the numbers of spikes: in loss and gradient norm, then in both without the trend."""
     return SPIKES.format_map(counts)
 

@@ -290,8 +290,6 @@ TESTS = (
 def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     """Return the table of tests; None if no gap has a test and no run diverged."""
     family = len(tested_rows(rows))
-    if not family and not any(row.diverged for row in rows):
-        return None
     lines = []
     for row, style in zip(rows, styles, strict=True):
         found = row.outcome
@@ -313,7 +311,7 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
                 diverged_cell(found),
             ]
         )
-    if not lines:
+    if not lines or not (family or any(row.diverged for row in rows)):
         return None
     table = Table.of(TESTS, lines)
     if family < 2:  # Holm's correction does not change a single p.
@@ -386,7 +384,7 @@ def runs_table(rows: list[Row]) -> Table:
                 compact(int(run.metrics.tokens[-1]) if len(run.metrics.tokens) else None),
                 Cell(fixed(loss), small=() if run.ended or loss is None else ("held-out sample",)),
                 clock((run.summary or {}).get("seconds")),
-                run_spikes(run),
+                spikes_cell(run),
                 run.state,
             ]
         )
@@ -394,12 +392,9 @@ def runs_table(rows: list[Row]) -> Table:
     return Table.of(heads, lines, (0, 2, 6, 7))
 
 
-def run_spikes(run: Run) -> str:
-    """Describe a run's numbers of spikes; a dash if they are unknown."""
-    counts = {}
-    for name in SPIKE_COUNTS:
-        count = run_value(run, metric_of(name))
-        if count is None:
-            return MISSING
-        counts[name] = count
-    return spike_text(counts)
+def spikes_cell(run: Run) -> Cell:
+    counts = {name: run_value(run, metric_of(name)) for name in SPIKE_COUNTS}
+    if None in counts.values():
+        return Cell(MISSING)
+    of_values, _, without_trend = spike_text(counts).partition("; ")
+    return Cell(of_values, small=(without_trend,))
