@@ -197,7 +197,7 @@ def pairing_note(
     """
     overlapping = apart = False
     for row in rows:
-        if row.gap is None or row.gap.interval is None or row.baseline is None:
+        if row.gap is None or row.baseline is None or not has_width(row.gap):
             continue
         own, base = range_of(row), range_of(row.baseline)
         if own is None or base is None:
@@ -219,6 +219,11 @@ def pairing_note(
     return " ".join(notes)
 
 
+def has_width(gap: Estimate) -> bool:
+    """Return whether a gap has an interval and is not equal in all seeds."""
+    return gap.interval is not None and not gap.all_equal
+
+
 def loss_interval(row: Row) -> tuple[float, float] | None:
     return row.loss.interval if row.loss else None
 
@@ -234,8 +239,10 @@ def noise_floor_note(rows: list[Row], floor: Series) -> str:
     """Explain why the noise floor and the interval of a paired gap seem to disagree, if they do."""
     inside = outside = False
     for row in rows:
-        band = gap_band(row) if row.gap and row.gap.interval else None
-        if row.gap is None or band is None or not np.isfinite(band.mean[-1]):
+        band = gap_band(row)
+        if row.gap is None or band is None or not has_width(row.gap):
+            continue
+        if not np.isfinite(band.mean[-1]):
             continue
         within = abs(band.mean[-1]) <= np.interp(band.x[-1], *floor)
         inside = inside or bool(within and not row.gap.holds_zero)
