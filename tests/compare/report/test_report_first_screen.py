@@ -98,6 +98,38 @@ def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     assert "commit" not in text.partition("How to read")[0]
 
 
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        (5000, "the whole held-out split (5,000 tokens of 21 documents)"),
+        (20_000, "a part of the held-out split (5,000 of its 20,000 tokens of 21 documents)"),
+        (None, "held-out documents (5,000 tokens of 21 documents)"),
+    ],
+)
+def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split, text):
+    """The config key eval.tokens is null in all cases; older runs did not record the split."""
+    facts = {"heldout_split_tokens": split}
+    for variant in ("standard", "gated"):
+        run = f"attention={variant}"
+        write_run(tmp_path / variant, run, facts=facts, summary={"heldout_documents": 21})
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    shown = Reader(page(found)).text
+    assert shown.count(text) == 2
+    assert ("whole held-out split" in shown) == (split == 5000)
+
+
+@pytest.mark.parametrize(("steps", "early"), [(2000, True), (100_000, False)])
+def test_report_names_early_training_below_20_tokens_per_parameter(tmp_path, steps, early):
+    words = ("attention=gated", f"steps={steps}")
+    write_run(tmp_path / "a", *words, lines=metric_lines(10, 256, 4.0))
+    ratio = 256 * steps / parameters(words)
+    found = compare(loaded([tmp_path / "a"]))
+    text = " ".join(Reader(page(found)).text.split())
+    assert f"{ratio:.2g} tokens per parameter" in text
+    assert ("(early training: fewer than 20)" in text) == early
+    assert ("Hoffmann" in text) == early
+
+
 # The line that explains a variant
 
 
