@@ -63,7 +63,7 @@ def measured_whole(run: Run) -> bool:
 def heldout_text(runs: Iterable[Run]) -> str:
     """Describe the text of the final held-out loss by the recorded numbers of tokens.
 
-    For example "the whole held-out split (2,048 tokens of 21 documents)". If runs differ in these
+    For example "the whole held-out split (21 documents, 2,048 tokens)". If runs differ in these
     numbers, or did not record them, return "held-out documents".
     """
     sizes = set()
@@ -74,12 +74,14 @@ def heldout_text(runs: Iterable[Run]) -> str:
     tokens, split, documents = sizes.pop() if len(sizes) == 1 else (None, None, None)
     if tokens is None:
         return "held-out documents"
-    of_documents = f" of {plural(int(documents), 'document')}" if documents else ""
+    noun = "document" if documents == 1 else "documents"
+    count = f"{documents:,.0f} " if documents else ""
     if split is None:
-        return f"held-out documents ({tokens:,.0f} tokens{of_documents})"
-    if tokens >= split:
-        return f"the whole held-out split ({tokens:,.0f} tokens{of_documents})"
-    return f"a part of the held-out split ({tokens:,.0f} of its {split:,.0f} tokens{of_documents})"
+        return f"{count}held-out {noun} ({tokens:,.0f} tokens)"
+    if tokens < split:
+        return f"{count}{noun} of the held-out split ({tokens:,.0f} of {split:,.0f} tokens)"
+    of_documents = f"{count}{noun}, " if documents else ""
+    return f"the whole held-out split ({of_documents}{tokens:,.0f} tokens)"
 
 
 def run_notes(run: Run) -> list[str]:

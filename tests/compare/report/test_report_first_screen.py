@@ -101,9 +101,9 @@ def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
 @pytest.mark.parametrize(
     ("split", "text"),
     [
-        (5000, "the whole held-out split (5,000 tokens of 21 documents)"),
-        (20_000, "a part of the held-out split (5,000 of its 20,000 tokens of 21 documents)"),
-        (None, "held-out documents (5,000 tokens of 21 documents)"),
+        (5000, "the whole held-out split (21 documents, 5,000 tokens)"),
+        (20_000, "21 documents of the held-out split (5,000 of 20,000 tokens)"),
+        (None, "21 held-out documents (5,000 tokens)"),
     ],
 )
 def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split, text):
