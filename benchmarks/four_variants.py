@@ -1,13 +1,13 @@
-"""Draw held-out loss against tokens for four variants, from the runs of one sweep.
+"""Draw the held-out sample loss of four variants against tokens, from the runs of one sweep.
 
     python train.py -m attention=standard,gated,diff_v1,diff_v2 seed=0,1,2 data=packages \\
         model=micro model.match_params_to=diff_v2 steps=1000 seq_len=256 global_batch_size=4 \\
         eval.interval=50 eval.sequences=128 eval.tokens=2e5 run.sweep=four_variants
     python benchmarks/four_variants.py outputs/four_variants
 
-The script writes curves.csv (every evaluation of every run) and runs.json (facts of the runs) into
-benchmarks/results/four_variants/, and losses.png from these two files. Without an argument, the
-script only redraws losses.png.
+The script writes curves.csv (every evaluation of every run) and runs.json (facts and final losses
+of the runs) into benchmarks/results/four_variants/, and losses.png from these two files. Without an
+argument, the script only redraws losses.png.
 """
 
 import csv
@@ -19,8 +19,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from diffllm.compare.report.figures import variant_style
+
 RESULTS = Path(__file__).parent / "results" / "four_variants"
-COLORS = {"standard": "#4d4d4d", "gated": "#d98200", "diff_v1": "#a02c5a", "diff_v2": "#0a6fb8"}
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 FACTS = ("parameters", "flops_per_token", "corpus", "device", "torch", "compute_dtype")
 FROM_TOKENS = 150_000
 """Start of the axis. In the first steps all curves fall steeply, which would hide differences."""
@@ -33,7 +35,7 @@ def write_curves(sweep: Path) -> None:
     runs = [load_run(path.parent) for path in sorted(sweep.glob("*/summary.json"))]
     with (RESULTS / "curves.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["variant", "seed", "tokens", "heldout_loss"])
+        table.writerow(["variant", "seed", "tokens", "heldout_sample_loss"])
         for run in runs:
             series = run.series("eval/loss")
             for tokens, loss in zip(series.tokens, series.values, strict=True):
@@ -50,30 +52,52 @@ def write_curves(sweep: Path) -> None:
     (RESULTS / "runs.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def overlap(first: list[float], second: list[float]) -> bool:
+    return min(first) <= max(second) and min(second) <= max(first)
+
+
 def draw() -> None:
-    """Draw losses.png: means over seeds as lines, ranges over seeds as bands."""
-    curves: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in COLORS}
+    """Draw losses.png: means over seeds as lines, ranges over seeds as bands.
+
+    The curves show the sample that is measured during training. The legend shows the loss of whole
+    documents after training, which the gaps of reports compare.
+    """
+    curves: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in VARIANTS}
     with (RESULTS / "curves.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            curves[row["variant"]][int(row["tokens"])].append(float(row["heldout_loss"]))
+            curves[row["variant"]][int(row["tokens"])].append(float(row["heldout_sample_loss"]))
     facts = json.loads((RESULTS / "runs.json").read_text())
     sizes = [run["parameters"] for run in facts.values()]
+    finals: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for run, values in facts.items():
+        finals[run.rpartition("-seed")[0]].append(values["final_heldout_loss"])
     (seeds,) = {len(each) for of_variant in curves.values() for each in of_variant.values()}
     figure = Figure(figsize=(8, 4.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for name, color in COLORS.items():
+    for name in VARIANTS:
+        color, _ = variant_style(name)
+        final = sum(finals[name]) / len(finals[name])
         losses = {at / 1e6: of for at, of in curves[name].items() if at >= FROM_TOKENS}
         tokens, means = list(losses), [sum(of) / len(of) for of in losses.values()]
         ends = ([end(of) for of in losses.values()] for end in (min, max))
-        axes.plot(tokens, means, color=color, label=f"{name}  {means[-1]:.3f}")
+        axes.plot(tokens, means, color=color, label=f"{name}  {final:.3f}")
         axes.fill_between(tokens, *ends, color=color, alpha=0.2, linewidth=0)
     axes.set_title(
-        f"Held-out loss of four attention variants: {sum(sizes) / len(sizes) / 1e6:.2f}M "
-        f"parameters, {seeds} seeds (lower is better)"
+        f"Four attention variants, {sum(sizes) / len(sizes) / 1e6:.2f}M parameters: mean and range "
+        f"of {seeds} seeds"
     )
     axes.set_xlabel("training tokens, millions")
-    axes.set_ylabel("held-out loss, nats per token")
-    axes.legend(title="final loss, mean of seeds (band: all seeds)", frameon=False)
+    axes.set_ylabel("held-out sample loss, nats per token\n(lower is better)")
+    axes.legend(
+        title="held-out loss of whole documents\nafter training, mean of seeds", frameon=False
+    )
+    if overlap(finals["gated"], finals["diff_v2"]):
+        at = sorted(curves["diff_v2"])[len(curves["diff_v2"]) // 2]
+        loss = sum(curves["diff_v2"][at]) / seeds
+        axes.annotate(
+            "gated and diff_v2 overlap", (at / 1e6, loss), (-150, -40),
+            textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "#5d6570"},
+        )  # fmt: skip
     axes.grid(color="#e5e5e5")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(RESULTS / "losses.png", dpi=160, metadata={"Software": None})

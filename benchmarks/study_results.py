@@ -18,14 +18,19 @@ from typing import Any
 import matplotlib
 
 from diffllm.compare.report.figures import RC, row_styles, to_svg
-from diffllm.compare.report.rows import Row
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.decision import Tested, apply_rules
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.unequal import undeclared
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import BOUNDS, draw_gaps_of_arms, exact_name, markdown
+from diffllm.compare.study.verdict_page import (
+    BOUNDS,
+    arm_row,
+    draw_gaps_of_arms,
+    exact_name,
+    markdown,
+)
 from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,14 +39,14 @@ RULES_OF = "2026-11-26"
 """Date of the last change to the rules."""
 
 
-def picture(numbers: dict[str, Any]) -> str:
+def picture(study: Study, numbers: dict[str, Any]) -> str:
     """Draw the gaps of a study's rules as a static SVG on a white background; "" without gaps.
 
     Args:
         numbers: content of verdict.json.
     """
     arms = {name: arm["variant"] for name, arm in numbers["arms"].items() if arm["variant"]}
-    styles = row_styles([Row(name, {"attention": variant}, []) for name, variant in arms.items()])
+    styles = row_styles([arm_row(study, name, variant) for name, variant in arms.items()])
     gaps = {
         (rule["arm"], rule["against"]): Estimate(
             rule["gap"], rule["gap_low"], rule["gap_high"], rule["seeds"]
@@ -114,7 +119,7 @@ def main() -> None:
         (place / "verdict.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
         (place / "verdict.md").write_text(markdown(found))
         (place / "values.json").write_text(values_text(study, found.evidence))
-        if drawn := picture(numbers):
+        if drawn := picture(study, numbers):
             (place / "gaps.svg").write_text(drawn)
         print(markdown(found))
     else:

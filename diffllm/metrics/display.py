@@ -15,6 +15,11 @@ from diffllm.core.errors import printable
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import KEPT
 
+SPIKES = (
+    "{spikes/loss_total:.0f} loss, {spikes/grad_total:.0f} gradient norm; without the trend: "
+    "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
+)
+
 
 class RunLog:
     """Log file of a run. Text is kept in memory until `open`. Write errors are ignored."""
@@ -187,6 +192,20 @@ def bits_per_byte(values: Mapping[str, Any], split: str) -> str:
     """Return the metric `<split>/bits_per_byte` as text, such as " (0.98 b/B)"; "" if missing."""
     value = values.get(f"{split}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
+
+
+def frequency_text(loss: float, entropy: float) -> str:
+    """Compare a loss with the entropy of the token frequencies, both in nats per token.
+
+    The entropy is the loss of a model that knows only how frequent each token is.
+    """
+    side = "better" if loss <= entropy else "worse"
+    return f"{abs(entropy - loss):.2f} {side} than word frequencies alone"
+
+
+def spike_text(counts: Mapping[str, Any]) -> str:
+    """Describe the numbers of spikes: in loss and gradient norm, then in both without the trend."""
+    return SPIKES.format_map(counts)
 
 
 def duration(seconds: float) -> str:

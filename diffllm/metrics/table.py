@@ -108,8 +108,8 @@ METRICS: list[Metric] = [
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`",
         "nats per token", summary="min",
         plots=(Curve("Held-out sample loss", "Loss of the held-out sample during training, in nats "
-                     "per token; the tables have the loss of the whole held-out split after the "
-                     "last step.{incomparable}", clip=True),),
+                     "per token; the tables have the loss of {heldout} after the last step."
+                     "{pairing}{incomparable}", clip=True),),
     ),
     Metric("train/bits_per_byte", LOSS, "`train/loss` in bits per byte, from the mean number of "
            "bytes per predicted token in the training split", "bits per byte"),

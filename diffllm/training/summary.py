@@ -16,17 +16,12 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.evaluation.heldout import DocumentLosses
-from diffllm.metrics.display import duration
+from diffllm.metrics.display import duration, frequency_text, spike_text
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
 from diffllm.training.state import LoopState, samples_of
-
-SPIKES = (
-    "loss {spikes/loss_total:.0f}, gradient norm {spikes/grad_total:.0f}; events without the trend "
-    "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
-)
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
@@ -125,6 +120,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "tokenizer": data.manifest.pieces_hash,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "heldout_tokens": heldout_tokens(heldout, eos_id, cfg.eval.tokens),
+        "heldout_split_tokens": heldout_tokens(heldout, eos_id),
         "packing": packing.numbers() if packing else None,
         "device": torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
@@ -210,7 +206,7 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
         if speed
         else "no steps were left to train",
         "visible keys": keys_text(summary["visible_keys"], cfg.seq_len),
-        "spikes": SPIKES.format_map(summary),
+        "spikes": spike_text(summary),
         "skipped": f"{skipped:.0f} updates" if skipped else "",
         "matched": cfg.run.matched.text() if cfg.run.matched else "",
         "run": f"{path}/: metrics.jsonl, checkpoints/, config.yaml",
@@ -232,9 +228,9 @@ def heldout_words(summary: dict[str, Any]) -> str:
     loss, entropy = summary["heldout_loss"], summary["heldout_unigram_entropy"]
     if loss is None or not math.isfinite(loss):
         return "not finite: the run diverged"
-    documents, side = summary["heldout_documents"], "under" if loss <= entropy else "over"
+    documents = summary["heldout_documents"]
     return (
-        f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; "
+        f"{loss:.3f}, {frequency_text(loss, entropy)} ({entropy:.3f}); "
         f"{bits_text(summary['heldout_bits_per_byte'], '{}; ')}"
         f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
     )

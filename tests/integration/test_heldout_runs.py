@@ -52,7 +52,8 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     assert summary["heldout_tokens"] == losses.tokens.sum() == split.tokens
     assert summary["heldout_loss"] == pytest.approx(total / split.tokens)
     assert summary["heldout_bits_per_byte"] == pytest.approx(total / split.bytes / math.log(2))
-    assert json.loads((straight / "run.json").read_text())["heldout_tokens"] == split.tokens
+    facts = json.loads((straight / "run.json").read_text())
+    assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == split.tokens
     texts = [json.loads(line)["text"].encode() for line in corpus.read_text().splitlines()]
     sizes = {int.from_bytes(hashlib.sha256(t).digest()[:8], signed=True): len(t) for t in texts}
     assert losses.bytes.tolist() == [sizes[text] for text in losses.texts.tolist()]

@@ -116,7 +116,8 @@ def test_training_and_heldout_losses_ignore_masked_tokens(tmp_path, packing):
     split = Manifest.load(directory).splits["heldout"]
     assert summary["heldout_tokens"] == left["heldout"] < split.tokens
     assert 0 < summary["heldout_loss"] < 7
-    assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == left["heldout"]
 
 
 def test_train_refuses_heldout_sample_that_contains_only_prompt_tokens(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 from diffllm.core.console import Console
 from diffllm.core.printing import to_stderr
 from diffllm.data import progress
-from diffllm.metrics.display import Copied, Display, RunLog
+from diffllm.metrics.display import Copied, Display, RunLog, frequency_text, spike_text
 
 STEPS = 2000
 
@@ -100,3 +100,13 @@ def test_stage_names_are_written_to_stderr_if_console_is_not_a_terminal(monkeypa
         say("first [a]")
         say("second")
     assert capsys.readouterr().err == "first [a]\nsecond\n"
+
+
+def test_texts_at_end_of_run_name_loss_against_word_frequencies_and_spikes():
+    assert frequency_text(4.87, 6.199) == "1.33 better than word frequencies alone"
+    assert frequency_text(6.25, 6.0) == "0.25 worse than word frequencies alone"
+    counts = {
+        "spikes/loss_total": 0.0, "spikes/grad_total": 1.0,
+        "spikes_detrended/loss_total": 0.0, "spikes_detrended/grad_total": 2.0,
+    }  # fmt: skip
+    assert spike_text(counts) == "0 loss, 1 gradient norm; without the trend: 0, 2"

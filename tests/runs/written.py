@@ -84,6 +84,7 @@ def facts_of(*overrides: str) -> dict[str, Any]:
         "tokenizer": "t0" * 32,
         "heldout_unigram_entropy": 6.0,
         "heldout_tokens": 5000,
+        "heldout_split_tokens": 5000,
         "device": "CPU",
         "ranks": 1,
         "compute_dtype": "float32",

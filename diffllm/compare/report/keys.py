@@ -25,6 +25,8 @@ CORPUS = (
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
+HELDOUT_SPLIT = "heldout_split_tokens"
+"""Number of tokens of the whole held-out split; unknown in runs of older versions."""
 FACTS = {
     "corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",),
     HELDOUT: ("eval.tokens",),

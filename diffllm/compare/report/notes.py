@@ -1,37 +1,30 @@
-"""Sentences of a report: the result of each row, and notes about runs and settings."""
+"""Sentences of a report about its runs: sizes, held-out text, settings and problems."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from diffllm.compare.report.keys import (
     CORPUS,
     FACTS,
     HELDOUT,
+    HELDOUT_SPLIT,
     MATCHES,
     SPEED,
     differs,
     shown_value,
     value_text,
 )
-from diffllm.compare.report.numbers import (
-    MISSING,
-    compact,
-    finite,
-    fixed,
-    plural,
-    share_words,
-    with_interval,
-)
+from diffllm.compare.report.numbers import compact, finite, plural, short
+from diffllm.compare.report.results import NAMED, progress, size_against
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist, skipped_text
 from diffllm.data.shards import thin_heldout
-from diffllm.statistics.gap_tests import ALPHA
 
-NAMED = 4
 TOLERANCE = 0.005
 """Relative difference in parameters above which a note warns."""
-EQUAL = 0.0005
-"""Relative difference below which parameters are called equal."""
+COMPUTE_OPTIMAL = 20
+"""Tokens per parameter of compute-optimal training (Hoffmann et al., 2022, arXiv 2203.15556,
+"Chinchilla"). A run with fewer tokens is called early training."""
 SETTINGS = (
     "data.source", "data.dataset", "data.name", "data.split", "data.paths", "data.packing",
     "data.mask_documents", "corpus", "model.vocab_size", "data.tokenizer", "steps",
@@ -39,35 +32,8 @@ SETTINGS = (
     "optim.warmup_steps", "optim.min_lr_ratio", "optim.weight_decay", "optim.beta1", "optim.beta2",
     "optim.clip_norm", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
     "model.head_dim", "model.ffn_dim", *MATCHES, "data.heldout_fraction", HELDOUT,
-    "eval.sequences", "device", "ranks", "precision", "compute_dtype", "torch",
+    HELDOUT_SPLIT, "eval.sequences", "device", "ranks", "precision", "compute_dtype", "torch",
 )  # fmt: skip
-
-
-def tested_rows(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row.p_holm is not None]
-
-
-def survives(row: Row) -> bool:
-    return row.p_holm is not None and row.p_holm < ALPHA
-
-
-def p_text(p: float | None) -> str:
-    if p is None or p < 0.0001:
-        return MISSING if p is None else "<0.0001"
-    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
-
-
-def holm_sentence(rows: list[Row]) -> str:
-    if not (tested := tested_rows(rows)):
-        return ""
-    kept = [(row.label, row.gap.mean) for row in tested if row.gap and survives(row)]
-    better, worse = ([name for name, x in kept if side * x > 0] for side in (-1, 1))
-    count = f"{len(kept)} of {plural(len(tested), 'gap')}"
-    verb = "survives" if len(tested) == 1 else "survive"
-    said = [f"{count} {verb} Holm's correction at {ALPHA:g}"]
-    said += [f"better: {shortlist(better, NAMED)}"] * bool(better)
-    said += [f"worse: {shortlist(worse, NAMED)}"] * bool(worse)
-    return f"{'; '.join(said)}."
 
 
 def thin_note(runs: Iterable[Run]) -> str:
@@ -75,72 +41,47 @@ def thin_note(runs: Iterable[Run]) -> str:
     found = []
     for run in runs:
         summary, data = run.summary or {}, run.cfg.data
+        whole = measured_whole(run)
         documents, tokens = (finite(summary.get(f"heldout_{of}")) for of in ("documents", "tokens"))
         if documents and tokens:
             masked = data.prompt_column or getattr(data, "answers_only", False)
-            key = "eval.tokens or " * bool(run.cfg.eval.tokens) + "data.heldout_fraction"
+            key = "data.heldout_fraction" if whole else "eval.tokens or data.heldout_fraction"
             thin = thin_heldout(int(documents), None if masked else int(tokens), key)
             found += [(documents, thin)] if thin else []
     return min(found, default=(0, ""))[1]
 
 
-def gap_tag(row: Row) -> str:
-    found, gap = row.outcome, row.gap
-    if found is None:
-        return ""
-    if found.paired is None or gap is None:
-        return "no common seed with finite losses"
-    if gap.low is None:
-        return "no interval from one seed"
-    if found.paired.zero_variance:
-        return "seeds do not vary: p counts as 1"
-    if found.favours_diverging:
-        return "favours the row with more diverged runs: p counts as 1"
-    if gap.holds_zero:
-        return "no difference shown"
-    return "" if survives(row) else "not significant after Holm"
+def measured_whole(run: Run) -> bool:
+    """Return whether run.json shows that the final loss covers the whole held-out split.
 
-
-def divergence(row: Row, of: str = "", share: bool = True) -> str:
-    """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
-
-    Args:
-        of: text inserted after "seeds", such as " of standard".
-        share: whether to add the percentage of diverged seeds with its confidence interval.
+    Older versions did not record the size of the split; the result is then False.
     """
-    if not row.diverged:
-        return ""
-    said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
-    return f"{said} ({share_words(row.diverged_share)})" if share else said
+    measured, split = (finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT))
+    return measured is not None and split is not None and measured >= split
 
 
-def size_against(row: Row, base: Row) -> str:
-    size, other = (finite(each.fact("parameters")) for each in (row, base))
-    if not size or not other:
-        return ""
-    share = size / other - 1
-    if abs(share) < EQUAL:
-        return "equal parameters"
-    return f"{abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters"
+def heldout_text(runs: Iterable[Run]) -> str:
+    """Describe the text of the final held-out loss by the recorded numbers of tokens.
 
-
-def finding(row: Row) -> str:
-    if row.gap is not None and (base := row.baseline):
-        parts = [f"{row.label} {with_interval(row.gap, signed=True)} against {base.label}"]
-        parts += [plural(row.gap.seeds, "seed"), size_against(row, base), divergence(row)]
-        return ", ".join(filter(None, [*parts, divergence(base, f" of {base.label}")]))
-    if row.loss is None or finite(row.loss.mean) is None:
-        ahead = max(row.runs, key=lambda run: run.last_step)
-        return f"{row.label}: {divergence(row) or f'not finished: {progress(ahead)}'}"
-    loss = f"{row.label} held-out loss {with_interval(row.loss)}"
-    parts = [loss, "the baseline" if row.is_baseline else "", plural(row.loss.seeds, "seed")]
-    return ", ".join(filter(None, [*parts, divergence(row)]))
-
-
-def progress(run: Run) -> str:
-    losses = run.series("eval/loss").values
-    sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
-    return f"step {run.last_step} of {run.cfg.steps}{sample}"
+    For example "the whole held-out split (21 documents, 2,048 tokens)". If runs differ in these
+    numbers, or did not record them, return "held-out documents".
+    """
+    sizes = set()
+    for run in runs:
+        if run.final_loss is not None:
+            numbers = [finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT)]
+            sizes.add((*numbers, finite((run.summary or {}).get("heldout_documents"))))
+    tokens, split, documents = sizes.pop() if len(sizes) == 1 else (None, None, None)
+    if tokens is None:
+        return "held-out documents"
+    noun = "document" if documents == 1 else "documents"
+    count = f"{documents:,.0f} " if documents else ""
+    if split is None:
+        return f"{count}held-out {noun} ({tokens:,.0f} tokens)"
+    if tokens < split:
+        return f"{count}{noun} of the held-out split ({tokens:,.0f} of {split:,.0f} tokens)"
+    of_documents = f"{count}{noun}, " if documents else ""
+    return f"the whole held-out split ({of_documents}{tokens:,.0f} tokens)"
 
 
 def run_notes(run: Run) -> list[str]:
@@ -236,4 +177,33 @@ def runs_summary(rows: list[Row]) -> str:
     count = f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}"
     tokens = [run.planned_tokens for run in runs]
     ends = " to ".join(dict.fromkeys(map(compact, (min(tokens), max(tokens)))))
-    return f"{count}: {finished} of {plural(len(runs), 'run')} finished; {ends} tokens per run."
+    sentence = f"{count}: {finished} of {plural(len(runs), 'run')} finished; {ends} tokens per run"
+    return ", ".join(filter(None, [sentence, training_length(runs)])) + "."
+
+
+def training_length(runs: Collection[Run]) -> str:
+    """Return a text such as "0.31 tokens per parameter (early training: fewer than 20)".
+
+    If the sizes of the models are unknown, return "".
+    """
+    ratios = tokens_per_parameter(runs)
+    if not ratios:
+        return ""
+    ends = " to ".join(dict.fromkeys(short(ratio, 2) for ratio in (min(ratios), max(ratios))))
+    early = f" (early training: fewer than {COMPUTE_OPTIMAL})" if is_early(runs) else ""
+    return f"{ends} tokens per parameter{early}"
+
+
+def is_early(runs: Collection[Run]) -> bool:
+    ratios = tokens_per_parameter(runs)
+    return bool(ratios) and max(ratios) < COMPUTE_OPTIMAL
+
+
+def tokens_per_parameter(runs: Iterable[Run]) -> list[float]:
+    """Return the ratios of complete runs; in mixtures of experts, active parameters count."""
+    ratios = []
+    for run in runs:
+        size = finite(run.facts.get("active_parameters")) or finite(run.facts.get("parameters"))
+        if size:
+            ratios.append(run.planned_tokens / size)
+    return ratios

@@ -12,15 +12,25 @@ from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.curves import POINTS, gap_band, rows_of_gaps, seed_noise
 from diffllm.compare.report.figures import RC, RowStyle, row_styles
 from diffllm.compare.report.notes import (
-    divergence,
-    finding,
-    holm_sentence,
+    COMPUTE_OPTIMAL,
+    heldout_text,
+    is_early,
     runs_summary,
     settings,
-    tested_rows,
     thin_note,
+    training_length,
 )
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed, with_interval
+from diffllm.compare.report.results import (
+    divergence,
+    few_seeds_note,
+    finding,
+    has_intervals,
+    holm_sentence,
+    loss_interval,
+    pairing_note,
+    tested_rows,
+)
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import cost_columns, csv_text, table_columns
@@ -61,6 +71,7 @@ def page(comparison: Comparison) -> str:
     import matplotlib
 
     rows, first_group, hidden = comparison.rows, comparison.groups[0], set()
+    runs = [run for row in rows for run in row.runs]
     if any(row.gap for row in first_group.rows):  # Figures then omit the other groups.
         hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
     styles = row_styles(rows)
@@ -80,7 +91,13 @@ def page(comparison: Comparison) -> str:
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
         holm=holm_sentence(rows),
-        thin=thin_note(run for row in rows for run in row.runs),
+        few_seeds=few_seeds_note(rows),
+        thin=thin_note(runs),
+        pairing=pairing_note(rows, "Intervals", loss_interval),
+        intervals=has_intervals(rows),
+        heldout=heldout_text(runs),
+        early=is_early(runs),
+        compute_optimal=COMPUTE_OPTIMAL,
         tests=tables.gap_table(rows, styles),
         costs=tables.cost_table(rows, comparison.baseline),
         family=len(tested_rows(rows)),
@@ -161,21 +178,27 @@ def table_text(comparison: Comparison) -> str:
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
     lines = [[row_cells(row)[i] for i in shown] for row in rows]
     text = Table.of([heads[i] for i in shown], lines, left=range(len(shown))).text(WIDTH)
-    if not any(row.loss and row.loss.low is not None for row in rows):
+    runs = [run for row in rows for run in row.runs]
+    if not has_intervals(rows):
         text.append("Nats per token; a single seed has no interval.")
     else:
         text.append("Nats per token, means over seeds; 95% intervals in brackets.")
         if any(row.gap and row.gap.holds_zero for row in rows):
             text.append("An interval that contains 0 shows no difference.")
+        text += wrap(pairing_note(rows, "Intervals", loss_interval), WIDTH)
         text += wrap(holm_sentence(rows), WIDTH)
-    text += wrap(thin_note(run for row in rows for run in row.runs), WIDTH)
+    warnings = [warning for warning in (few_seeds_note(rows), thin_note(runs)) if warning]
+    for warning in warnings:
+        text += wrap(f"warning: {warning}", WIDTH)
+    if is_early(runs):
+        text.append(training_length(runs))
     if lost := [f"{row.label}: {said}." for row in rows if (said := divergence(row))]:
         text += [*lost, "Losses and gaps exclude diverged runs; their share is in brackets."]
     if len(groups) > 1:
         text += ["", *wrap(f"{apart_text(groups, comparison.differences)}:", WIDTH)]
     for group in groups if len(groups) > 1 else []:
-        runs = [run.path for row in group.rows for run in row.runs]
-        where = runs[0] if len(runs) == 1 else os.path.commonpath([run.parent for run in runs])
+        paths = [run.path for row in group.rows for run in row.runs]
+        where = paths[0] if len(paths) == 1 else os.path.commonpath([p.parent for p in paths])
         name = f"  {group.letter}  {where}: "
         text.append(name + in_short(group, max(WIDTH - len(name), 20)))
     return "\n".join(map(ascii_minus, text))

@@ -21,8 +21,16 @@ from diffllm.compare.report.figures import (
     draw_gaps,
     to_image,
 )
-from diffllm.compare.report.notes import survives, tested_rows
-from diffllm.compare.report.numbers import plural, short
+from diffllm.compare.report.notes import heldout_text
+from diffllm.compare.report.numbers import short
+from diffllm.compare.report.results import (
+    has_intervals,
+    noise_floor_note,
+    pairing_note,
+    sample_range,
+    survives,
+    tested_rows,
+)
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.report.stages import over_stages, stages_of
@@ -109,7 +117,10 @@ class Figures:
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens per sequence; None if runs differ."""
         keys = keys_apart(comparison.groups, comparison.differences, 3)
+        pairing = pairing_note(self.rows, "Bands", sample_range)
         self.fields = {
+            "heldout": heldout_text(self.runs),
+            "pairing": f" {pairing}" if pairing else "",
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",
             "uniform": f" ({short(n**-0.5)} at n = {n:,})" if n else "",
@@ -183,13 +194,19 @@ class Figures:
     def intervals(self) -> list[Card]:
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
         title = f"Gap to {self.baseline} at the end"
-        caption = (
-            "Held-out loss minus the baseline's over common seeds: mean and 95% interval. Left of "
-            "0 is better; an interval that contains 0 shows no difference."
-        )
-        if self.tested:
-            gaps = plural(self.tested, "gap")
-            caption += f" Filled: survives Holm's correction over the {gaps} of this page."
+        caption = "Held-out loss minus the baseline's. Left of 0 is better."
+        if has_intervals(self.rows):
+            caption = (
+                "Held-out loss minus the baseline's over common seeds: mean and 95% interval. Left "
+                "of 0 is better; an interval that contains 0 shows no difference."
+            )
+        if self.tested == 1:
+            caption += " Filled: significant."
+        elif self.tested:
+            caption += (
+                " Filled: significant after Holm's correction over the "
+                f"{self.tested} gaps of this page."
+            )
         figure = draw_gaps(
             [row.gap for row, _ in found if row.gap], [style for _, style in found],
             hollow=[not survives(row) for row, _ in found] if self.tested else (),
@@ -201,7 +218,8 @@ class Figures:
         caption = "Held-out sample loss minus the baseline's at equal seeds; below 0 is better."
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
-            caption += " Noise floor: range of 95% of gaps between rows of equal expected loss."
+            caption += " Noise floor: range of 95% of gaps between rows of equal expected loss. "
+            caption += noise_floor_note(self.rows, floor)
         caption = " ".join([caption, *trend_sentences(self.rows)])
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats per token", bands, floor=floor)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from diffllm.compare.report.curves import BUDGETS
 from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.figures import RowStyle
-from diffllm.compare.report.notes import divergence, gap_tag, p_text
 from diffllm.compare.report.numbers import (
     MISSING,
     clock,
@@ -25,9 +24,18 @@ from diffllm.compare.report.numbers import (
     short,
     with_interval,
 )
-from diffllm.compare.report.rows import Group, Row, row_value
+from diffllm.compare.report.results import (
+    divergence,
+    gap_tag,
+    has_intervals,
+    p_text,
+    tested_rows,
+)
+from diffllm.compare.report.rows import Group, Row, row_value, run_value
+from diffllm.compare.report.runs import Run
 from diffllm.core.printing import Cell, Table, TableColumn
-from diffllm.metrics.table import METRICS
+from diffllm.metrics.display import spike_text
+from diffllm.metrics.table import METRICS, metric_of
 from diffllm.statistics.arm_comparison import ArmComparison
 
 
@@ -157,11 +165,11 @@ def events_cell(row: Row, series: str) -> Cell:
 
 PAGE = {
     "loss": PageColumn(
-        "Held-out loss", "nats per token, 95% interval",
+        "Held-out loss", "nats per token",
         "held-out loss after the last step, nats per token, mean over seeds", loss_cell,
     ),
     "gap": PageColumn(
-        "Gap to {}", "nats per token, 95% interval, paired",
+        "Gap to {}", "nats per token, paired",
         "loss minus the baseline's, mean over the common seeds", gap_cell,
     ),
     "parameters": PageColumn(
@@ -208,8 +216,14 @@ PAGE = {
     },
 }  # fmt: skip
 """Columns of the page, by name of the column in report.csv."""
+WITH_INTERVAL = ("loss", "gap")
+"""Columns with a 95% interval over seeds, if there are several seeds."""
 KEPT = ("Held-out loss", "Gap to", "Diverged")
 """Beginnings of titles of columns that are kept even if all rows have equal values."""
+SPIKE_COUNTS = (
+    "spikes/loss_total", "spikes/grad_total", "spikes_detrended/loss_total",
+    "spikes_detrended/grad_total",
+)  # fmt: skip
 EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
 
 
@@ -218,6 +232,8 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
         cells = [cell(row) for row in rows]
+        if name in WITH_INTERVAL and has_intervals(rows):
+            unit += ", 95% interval"
         if any(each.text != MISSING or each.tag for each in cells):
             made.append(TableColumn(title.format(baseline), cells, unit, f"{name}: {meaning}"))
     return made
@@ -262,8 +278,9 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
     return Table(kept), [f"{name}: {', '.join(said)}." for name, said in folded.items()]
 
 
+HOLM = "p, Holm"
 TESTS = (
-    "Row", "Pairs", ("Paired gap", "nats per token, 95%"), "p", "p, Holm",
+    "Row", "Pairs", ("Paired gap", "nats per token, 95%"), "p", HOLM,
     ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "bootstrap, 95%"),
     ("Correlation", "between seeds"), ("Trend", "per doubling of tokens, 95%"),
     ("Diverged", "95%, and p"),
@@ -271,6 +288,8 @@ TESTS = (
 
 
 def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
+    """Return the table of tests; None if no gap has a test and no run diverged."""
+    family = len(tested_rows(rows))
     lines = []
     for row, style in zip(rows, styles, strict=True):
         found = row.outcome
@@ -282,7 +301,7 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
                 Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch),
                 Cell(str(paired.seeds) if paired else "0"),
                 Cell(with_interval(paired.estimate, True, 4) if paired else MISSING),
-                Cell(p_text(paired.p if paired else None)),
+                Cell(p_text(paired.p if paired else None), tag=gap_tag(row) if family < 2 else ""),
                 Cell(p_text(row.p_holm), tag=gap_tag(row)),
                 Cell(with_interval(unpaired.estimate, True, 4) if unpaired else MISSING),
                 Cell(p_text(unpaired.p if unpaired else None)),
@@ -292,7 +311,12 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
                 diverged_cell(found),
             ]
         )
-    return Table.of(TESTS, lines) if lines else None
+    if not lines or not (family or any(row.diverged for row in rows)):
+        return None
+    table = Table.of(TESTS, lines)
+    if family < 2:  # Holm's correction does not change a single p.
+        table = Table([column for column in table.columns if column.title != HOLM])
+    return table
 
 
 def diverged_cell(found: ArmComparison) -> Cell:
@@ -322,6 +346,7 @@ def groups_table(groups: list[Group]) -> Table:
 
 
 def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
+    """Return a table of scores with one column per evaluated row of the report."""
 
     def cell(score: ScoreCell | None) -> Cell:
         if score is None:
@@ -333,12 +358,14 @@ def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
         return Cell(in_digits(score.mean.mean), small=tuple(filter(None, small)))
 
     guessed = any(line.chance is not None for line in lines)
-    heads = [name, *["Chance"] * guessed, *(row.label for row in rows)]
-    cells: list[list[str | Cell]] = [
-        [line.of or "all", *[fixed(line.chance, 3)] * guessed, *map(cell, line.cells)]
-        for line in lines
-    ]
-    return Table.of(heads, cells)
+    columns = [TableColumn(name, [Cell(line.of or "all") for line in lines], left=True)]
+    if guessed:
+        columns.append(TableColumn("Chance", [Cell(fixed(line.chance, 3)) for line in lines]))
+    for i, row in enumerate(rows):
+        scores = [line.cells[i] for line in lines]
+        if any(score is not None for score in scores):
+            columns.append(TableColumn(row.label, [cell(score) for score in scores]))
+    return Table(columns)
 
 
 def runs_table(rows: list[Row]) -> Table:
@@ -357,8 +384,17 @@ def runs_table(rows: list[Row]) -> Table:
                 compact(int(run.metrics.tokens[-1]) if len(run.metrics.tokens) else None),
                 Cell(fixed(loss), small=() if run.ended or loss is None else ("held-out sample",)),
                 clock((run.summary or {}).get("seconds")),
+                spikes_cell(run),
                 run.state,
             ]
         )
-    heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "State"]
-    return Table.of(heads, lines, (0, 2, 6))
+    heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "Spikes", "State"]
+    return Table.of(heads, lines, (0, 2, 6, 7))
+
+
+def spikes_cell(run: Run) -> Cell:
+    counts = {name: run_value(run, metric_of(name)) for name in SPIKE_COUNTS}
+    if None in counts.values():
+        return Cell(MISSING)
+    of_values, _, without_trend = spike_text(counts).partition("; ")
+    return Cell(of_values, small=(without_trend,))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from diffllm.compare.report.curves import LOSS
-from diffllm.compare.report.notes import NAMED
 from diffllm.compare.report.numbers import compact, digits_for, fixed, in_words, plural
+from diffllm.compare.report.results import NAMED
 from diffllm.compare.report.rows import Row
 from diffllm.statistics.gap_tests import ALPHA, Gap, holm, paired
 from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points, gap_trend
@@ -83,6 +83,7 @@ def trend_sentences(rows: Sequence[Row]) -> list[str]:
     kept = [each for (each, _), p in adjusted if p < ALPHA]
     row, base, trend = max(kept or found, key=lambda each: abs(each[2].slope.mean))
     return [
-        f"{len(kept)} of {len(tested)} trends over tokens survive Holm's correction at {ALPHA:g}. "
+        f"{len(kept)} of {len(tested)} trends over tokens are significant after Holm's correction "
+        f"at {ALPHA:g}. "
         f"Largest: {trend_sentence(row.label, base.label, trend)}"
     ]

@@ -17,6 +17,7 @@ from diffllm.compare.report.figures import (
     row_styles,
     to_image,
 )
+from diffllm.compare.report.keys import ATTENTION
 from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
@@ -157,8 +158,18 @@ def power_words(study: Study) -> str:
 def arm_styles(found: Verdict) -> list[RowStyle]:
     arms = sorted(found.arms, key=lambda arm: arm.name != found.study.baseline)
     return row_styles(
-        [Row(arm.name, {"attention": arm.runs[0].variant}, []) for arm in arms if arm.runs]
+        [arm_row(found.study, arm.name, arm.runs[0].variant) for arm in arms if arm.runs]
     )
+
+
+def arm_row(study: Study, name: str, variant: str) -> Row:
+    """Return a row without runs, whose keys determine the style of an arm in figures."""
+    keys = {"attention": variant}
+    for word in study.arms[name]:
+        key, _, value = word.partition("=")
+        if key.startswith(ATTENTION):
+            keys[key] = value
+    return Row(name, keys, [])
 
 
 def gaps_image(found: Verdict) -> Markup:

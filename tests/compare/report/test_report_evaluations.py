@@ -117,6 +117,15 @@ def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(runs:
     assert any("diff_v21, evaluated after another number of tokens" in n for n in comparison.notes)
 
 
+def test_table_of_scores_omits_rows_without_evaluation(runs: Path) -> None:
+    write_run(runs / "gated0", "attention=gated", "seed=0")
+    comparison = compared(runs)
+    table = score_table("mqar", comparison.evaluated[0].lines, comparison.rows)
+    heads = [column.title for column in table.columns]
+    assert [row.label for row in comparison.rows] == ["standard", "gated", "diff_v2"]
+    assert heads == ["mqar", "Chance", "standard", "diff_v2"]
+
+
 @pytest.mark.parametrize(
     ("shares", "text"),
     [

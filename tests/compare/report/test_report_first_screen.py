@@ -9,8 +9,8 @@ from test_report_page import Reader, figures_of, words_of
 
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.notes import finding
 from diffllm.compare.report.page import page, table_text
+from diffllm.compare.report.results import finding
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.help import variant_line
 
@@ -29,12 +29,16 @@ def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
     standard, gated, diff_v2 = (finding(row) for row in found.rows)
     more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
     assert diff_v2 == (
-        "diff_v2 −0.200 (equal in all seeds) against standard, 2 seeds, "
+        "diff_v2: held-out loss 0.200 nats per token (4.9%) lower than standard, "
+        "equal in all seeds, 2 seeds, "
         f"{more[1] / more[0] - 1:.1%} more parameters"
     )
-    assert gated.startswith("gated +0.150 (−0.485 to +0.785) against standard, 2 seeds, ")
-    assert standard.startswith("standard held-out loss 4.100 (")
-    assert standard.endswith("), the baseline, 2 seeds")
+    assert gated.startswith(
+        "gated: held-out loss 0.150 nats per token (3.7%) higher than standard, "
+        "95% interval −0.485 to +0.785 (contains 0), 2 seeds, "
+    )
+    assert standard.startswith("standard: held-out loss 4.100 nats per token, 95% interval 2.829 ")
+    assert standard.endswith(", 1.90 better than word frequencies alone, the baseline, 2 seeds")
     text = " ".join(Reader(page(found)).text.split())
     assert text.index(diff_v2) < text.index("Gap to standard at the end") < text.index("Results")
     assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
@@ -44,13 +48,15 @@ def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
-    assert lines[4:8] == [
+    end = lines.index("")
+    assert lines[4:7] == [
         "Nats per token, means over seeds; 95% intervals in brackets.",
         "An interval that contains 0 shows no difference.",
-        "0 of 2 gaps survive Holm's correction at 0.05.",
-        "",
+        "0 of 2 gaps are significant after Holm's correction at 0.05.",
     ]
-    assert lines[8].startswith("note: gated has ")
+    assert lines[7].startswith("warning: an interval from two seeds has one degree of freedom")
+    assert lines[end - 1].endswith(" tokens per parameter (early training: fewer than 20)")
+    assert lines[end + 1].startswith("note: gated has ")
     assert comparison_text([swept], "diff_v2").splitlines()[0].split()[2:5] == [
         "gap",
         "to",
@@ -90,6 +96,38 @@ def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     text = Reader(page(compare(loaded([path])))).text
     assert variant_line("gated", variant_config("gated")) in text
     assert "commit" not in text.partition("How to read")[0]
+
+
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        (5000, "the whole held-out split (21 documents, 5,000 tokens)"),
+        (20_000, "21 documents of the held-out split (5,000 of 20,000 tokens)"),
+        (None, "21 held-out documents (5,000 tokens)"),
+    ],
+)
+def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split, text):
+    """The config key eval.tokens is null in all cases; older runs did not record the split."""
+    facts = {"heldout_split_tokens": split}
+    for variant in ("standard", "gated"):
+        run = f"attention={variant}"
+        write_run(tmp_path / variant, run, facts=facts, summary={"heldout_documents": 21})
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    shown = Reader(page(found)).text
+    assert shown.count(text) == 2
+    assert ("whole held-out split" in shown) == (split == 5000)
+
+
+@pytest.mark.parametrize(("steps", "early"), [(2000, True), (100_000, False)])
+def test_report_names_early_training_below_20_tokens_per_parameter(tmp_path, steps, early):
+    words = ("attention=gated", f"steps={steps}")
+    write_run(tmp_path / "a", *words, lines=metric_lines(10, 256, 4.0))
+    ratio = 256 * steps / parameters(words)
+    found = compare(loaded([tmp_path / "a"]))
+    text = " ".join(Reader(page(found)).text.split())
+    assert f"{ratio:.2g} tokens per parameter" in text
+    assert ("(early training: fewer than 20)" in text) == early
+    assert ("Hoffmann" in text) == early
 
 
 # The line that explains a variant

@@ -12,8 +12,8 @@ from test_report_page import Reader, figures_of, words_of
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps, row_styles
-from diffllm.compare.report.notes import holm_sentence
 from diffllm.compare.report.page import page, table_text
+from diffllm.compare.report.results import holm_sentence
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import csv_text, gap_table, table_columns
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
@@ -76,7 +76,7 @@ def gap_cells(found):
 
 
 def test_report_states_number_of_significant_gaps_after_holm_correction(four, shown):
-    expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
+    expected = "1 of 3 gaps is significant after Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
     assert holm_sentence(four.rows) in table_text(four).splitlines()
@@ -90,7 +90,7 @@ def test_report_states_number_of_significant_gaps_after_holm_correction(four, sh
 
 def test_gap_figure_fills_marker_only_if_gap_is_significant(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
-    assert "survives Holm's correction over the 3 gaps" in card.caption
+    assert "significant after Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
     gaps = [row.gap for row in four.rows[1:]]
     axes = draw_gaps(gaps, styles[1:], hollow=[False, True, True]).axes[0]
@@ -99,11 +99,46 @@ def test_gap_figure_fills_marker_only_if_gap_is_significant(four):
     assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
-def test_gap_figure_does_not_mention_holm_correction_for_single_seed():
+def test_report_of_single_seed_mentions_no_interval_and_no_test():
     found = compared({"standard": [4.0], "gated": [3.9]})
-    (_, svg), *_ = figures_of(page(found)).items()
+    text = page(found)
+    (_, svg), *_ = figures_of(text).items()
     assert "mean" in words_of(svg)
-    assert "survives Holm" not in words_of(svg)
+    words = " ".join(Reader(text).text.split())
+    assert "A single seed has no interval and no test." in words
+    for absent in ("95% interval", "Student's t over", "The gap is", "Statistics of the gaps"):
+        assert absent not in words + table_text(found)
+    two = page(compared({"standard": [4.0, 4.1], "gated": [3.9, 4.05]}))
+    assert "95% interval" in two
+
+
+@pytest.mark.parametrize(
+    ("gaps", "sentence"),
+    [
+        ([-0.10, -0.11], "The gap is significant (p = 0.03, 2 seeds)."),
+        ([-0.10, 0.11], "The gap is not significant (p = 0.97, 2 seeds)."),
+    ],
+)
+def test_single_gap_is_reported_with_p_and_without_holm_correction(gaps, sentence):
+    base = [4.0, 4.2]
+    found = compared(
+        {"standard": base, "gated": [x + gap for x, gap in zip(base, gaps, strict=True)]}
+    )
+    assert holm_sentence(found.rows) == sentence
+    text = " ".join(Reader(page(found)).text.split())
+    assert sentence in text
+    assert "Holm" not in text
+    assert text.count("Warning: an interval from two seeds has one degree of freedom") == 1
+
+
+def test_report_explains_overlapping_losses_of_significant_paired_gap():
+    """Seeds move both rows by 0.2, but their gap is 0.1 for every seed up to 0.002."""
+    together = {"standard": [4.0, 4.2, 4.4], "gated": [3.9, 4.101, 4.302]}
+    overlap = "Intervals of two rows can overlap although the interval of their gap excludes 0"
+    assert overlap in " ".join(table_text(compared(together)).split())
+    assert overlap in " ".join(Reader(page(compared(together))).text.split())
+    alone = {"standard": [4.0, 4.001, 4.002], "gated": [3.9, 3.901, 3.9]}
+    assert overlap not in " ".join(Reader(page(compared(alone))).text.split())
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -123,9 +158,9 @@ def test_loss_gap_is_not_significant_if_gap_is_equal_for_all_seeds():
     gated, diff_v2 = found.rows[1:]
     assert (gated.p_holm, gated.values["gap_p"]) == (1, 1)
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
-    notes = [line["p, Holm"].tag for line in gap_cells(found)]
+    notes = [line["p"].tag for line in gap_cells(found)]
     assert notes == ["seeds do not vary: p counts as 1", "no interval from one seed"]
-    assert holm_sentence(found.rows) == "0 of 1 gap survives Holm's correction at 0.05."
+    assert holm_sentence(found.rows) == "The gap is not significant (p = 1.00, 2 seeds)."
     page(found)
 
 
@@ -150,7 +185,7 @@ def test_variant_is_not_significantly_better_if_more_runs_diverged():
     assert lines[0]["Diverged, 95%, and p"].text == "1 of 4 (1% to 81%) against 0 of 4"
     assert "favours the row with more diverged runs" in lines[0]["p, Holm"].tag
     assert lines[2]["p, Holm"].tag == "no common seed with finite losses"
-    expected = "1 of 2 gaps survive Holm's correction at 0.05; worse: diff_v1."
+    expected = "1 of 2 gaps is significant after Holm's correction at 0.05; worse: diff_v1."
     assert holm_sentence(found.rows) == expected
     text = " ".join(Reader(page(found)).text.split())
     assert "4 of 4 (40% to 100%) against 0 of 4" in text

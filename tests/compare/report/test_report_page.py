@@ -218,6 +218,22 @@ def test_attention_variant_has_same_colour_in_every_report():
         assert len({(s.colour, s.dash) for s in styles}) == len(styles)
 
 
+def test_ablation_by_overrides_has_same_style_next_to_other_ablations():
+    def styles(*values: float | None) -> dict[str, tuple[str, tuple[float, ...]]]:
+        rows = []
+        for value in values:
+            keys = {"attention": "diff_v2"}
+            if value is not None:
+                keys["model.attention.context_scale"] = value
+            rows.append(Row(f"scale {value}", keys, []))
+        return {style.label: (style.colour, style.dash) for style in row_styles(rows)}
+
+    every = styles(None, 0.25, 0.5, 2.0)
+    assert len(set(every.values())) == 4
+    assert styles(2.0).items() <= every.items()
+    assert styles(0.5, None).items() <= every.items()
+
+
 def series(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 

@@ -111,6 +111,8 @@ def test_report_describes_only_largest_trend_if_many_variants_exist():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8
     said = sentence(found)
-    assert said.startswith("note: 0 of 8 trends over tokens survive Holm's correction at 0.05.")
+    assert said.startswith(
+        "note: 0 of 8 trends over tokens are significant after Holm's correction "
+    )
     largest = max((row for row in found.rows if row.trend), key=lambda r: abs(r.trend.slope.mean))
     assert f"Largest: The gap of {largest.label} to standard shows no trend" in said

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from runs.written import study_file, write_arms
 
+from diffllm.compare.study.file import load_study
+
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
+STUDIES = ROOT / "conf" / "study"
 PAGES = ["README.md", *sorted(f"{p.parent.name}/verdict.md" for p in RESULTS.glob("*/verdict.md"))]
 
 
@@ -103,7 +106,7 @@ def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected)
 def test_result_figures_have_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
     numbers = json.loads((RESULTS / "context_rms_end" / "verdict.json").read_text())
-    drawn = picture(numbers)
+    drawn = picture(load_study(STUDIES / "context_rms_end.yaml"), numbers)
     figures = {path.parent.name: path.read_text() for path in RESULTS.glob("*/*.svg")}
     for name, svg in {**figures, "drawn": drawn}.items():
         assert "var(" not in svg, name
@@ -111,7 +114,8 @@ def test_result_figures_have_fixed_colours_and_white_background():
     root = ET.fromstring(drawn)
     labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"v2 − standard", "no_lambda − v2", "no_sigmoid − v2"} <= labels
-    assert picture(json.loads((RESULTS / "retrieval_mqar/verdict.json").read_text())) == ""
+    no_gaps = json.loads((RESULTS / "retrieval_mqar/verdict.json").read_text())
+    assert picture(load_study(STUDIES / "retrieval_mqar.yaml"), no_gaps) == ""
 
 
 def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monkeypatch):

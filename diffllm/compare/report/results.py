@@ -1,0 +1,261 @@
+"""Sentences of a report about the result of each row: losses, gaps, tests and divergence."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from diffllm.compare.report.curves import LOSS, gap_band
+from diffllm.compare.report.numbers import (
+    MISSING,
+    digits_for,
+    finite,
+    fixed,
+    in_words,
+    percent,
+    plural,
+    share_words,
+)
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.runs import Run, Series, shortlist
+from diffllm.metrics.display import frequency_text
+from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.gap_tests import ALPHA
+
+NAMED = 4
+EQUAL = 0.0005
+"""Relative difference below which parameters are called equal."""
+FEW_SEEDS = (
+    "an interval from two seeds has one degree of freedom: it is very wide (12.7 standard errors "
+    "to each side), and its width is uncertain; use at least three seeds"
+)
+
+
+def tested_rows(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.p_holm is not None]
+
+
+def survives(row: Row) -> bool:
+    return row.p_holm is not None and row.p_holm < ALPHA
+
+
+def p_text(p: float | None) -> str:
+    if p is None:
+        return MISSING
+    if p < 0.0001:
+        return "< 0.0001"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
+
+
+def holm_sentence(rows: list[Row]) -> str:
+    """State which gaps are significant; with several gaps, after Holm's correction."""
+    tested = tested_rows(rows)
+    significant = [row for row in tested if survives(row)]
+    if not tested:
+        return ""
+    if len(tested) == 1:
+        return single_gap_sentence(tested[0])
+    better = [row.label for row in significant if row.gap and row.gap.mean < 0]
+    worse = [row.label for row in significant if row.gap and row.gap.mean > 0]
+    verb = "is" if len(significant) == 1 else "are"
+    parts = [
+        f"{len(significant)} of {len(tested)} gaps {verb} significant after Holm's correction at "
+        f"{ALPHA:g}"
+    ]
+    if better:
+        parts.append(f"better: {shortlist(better, NAMED)}")
+    if worse:
+        parts.append(f"worse: {shortlist(worse, NAMED)}")
+    return f"{'; '.join(parts)}."
+
+
+def single_gap_sentence(row: Row) -> str:
+    p = p_text(row.p_holm)
+    sign = " " if p.startswith("<") else " = "
+    verdict = "significant" if survives(row) else "not significant"
+    seeds = plural(row.gap.seeds if row.gap else 0, "seed")
+    return f"The gap is {verdict} (p{sign}{p}, {seeds})."
+
+
+def few_seeds_note(rows: list[Row]) -> str:
+    """Return a warning if an interval of a loss or gap is from two seeds, otherwise ""."""
+    estimates = [estimate for row in rows for estimate in (row.loss, row.gap) if estimate]
+    return FEW_SEEDS if any(estimate.seeds == 2 for estimate in estimates) else ""
+
+
+def has_intervals(rows: list[Row]) -> bool:
+    return any(row.loss is not None and row.loss.low is not None for row in rows)
+
+
+def gap_tag(row: Row) -> str:
+    found, gap = row.outcome, row.gap
+    if found is None:
+        return ""
+    if found.paired is None or gap is None:
+        return "no common seed with finite losses"
+    if gap.low is None:
+        return "no interval from one seed"
+    if found.paired.zero_variance:
+        return "seeds do not vary: p counts as 1"
+    if found.favours_diverging:
+        return "favours the row with more diverged runs: p counts as 1"
+    if gap.holds_zero:
+        return "no difference shown"
+    return "" if survives(row) else "not significant after Holm"
+
+
+def divergence(row: Row, of: str = "", share: bool = True) -> str:
+    """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
+
+    Args:
+        of: text inserted after "seeds", such as " of standard".
+        share: whether to add the percentage of diverged seeds with its confidence interval.
+    """
+    if not row.diverged:
+        return ""
+    said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
+    return f"{said} ({share_words(row.diverged_share)})" if share else said
+
+
+def size_against(row: Row, base: Row) -> str:
+    size, other = (finite(each.fact("parameters")) for each in (row, base))
+    if not size or not other:
+        return ""
+    share = size / other - 1
+    if abs(share) < EQUAL:
+        return "equal parameters"
+    return f"{abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters"
+
+
+def finding(row: Row) -> str:
+    if row.gap is not None and row.baseline is not None:
+        base = row.baseline
+        gap = gap_words(row.gap, base.label, baseline_loss(row, base))
+        parts = [
+            f"{row.label}: held-out loss {gap}",
+            interval_words(row.gap, signed=True),
+            plural(row.gap.seeds, "seed"),
+            size_against(row, base),
+            divergence(row),
+            divergence(base, f" of {base.label}"),
+        ]
+        return ", ".join(filter(None, parts))
+    if row.loss is None or finite(row.loss.mean) is None:
+        ahead = max(row.runs, key=lambda run: run.last_step)
+        return f"{row.label}: {divergence(row) or f'not finished: {progress(ahead)}'}"
+    entropy = finite(row.fact("heldout_unigram_entropy"))
+    parts = [
+        f"{row.label}: held-out loss {fixed(row.loss.mean, digits_for(row.loss))} nats per token",
+        interval_words(row.loss),
+        frequency_text(row.loss.mean, entropy) if entropy is not None and entropy > 0 else "",
+        "the baseline" if row.is_baseline else "",
+        plural(row.loss.seeds, "seed"),
+        divergence(row),
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def baseline_loss(row: Row, base: Row) -> float | None:
+    """Return the mean loss of `base` over the seeds that have a loss in both rows."""
+    common = row.measured.keys() & base.measured.keys()
+    losses = [loss for seeds in common if (loss := base.measured[seeds].final_loss) is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+def gap_words(gap: Estimate, base: str, base_loss: float | None) -> str:
+    """Describe a mean gap, for example "0.168 nats per token (3.1%) lower than standard"."""
+    if gap.mean == 0:
+        return f"equal to that of {base}"
+    share = f" ({percent(abs(gap.mean / base_loss))})" if base_loss else ""
+    direction = "lower" if gap.mean < 0 else "higher"
+    size = fixed(abs(gap.mean), digits_for(gap))
+    return f"{size} nats per token{share} {direction} than {base}"
+
+
+def interval_words(estimate: Estimate, signed: bool = False) -> str:
+    """Return a text such as "95% interval 4.1 to 4.5", or "" if there is no interval."""
+    interval = in_words(estimate, signed, digits_for(estimate))
+    if not interval or estimate.all_equal:
+        return interval
+    contains_zero = " (contains 0)" if signed and estimate.holds_zero else ""
+    return f"95% interval {interval}{contains_zero}"
+
+
+def progress(run: Run) -> str:
+    losses = run.series("eval/loss").values
+    sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
+    return f"step {run.last_step} of {run.cfg.steps}{sample}"
+
+
+def pairing_note(
+    rows: list[Row], name: str, range_of: Callable[[Row], tuple[float, float] | None]
+) -> str:
+    """Explain why losses of rows and the interval of a paired gap seem to disagree, if they do.
+
+    Args:
+        name: name of the shown ranges of losses, such as "Bands".
+        range_of: function that returns the shown range of a row's loss.
+    """
+    overlapping = apart = False
+    for row in rows:
+        if row.gap is None or row.baseline is None or not has_width(row.gap):
+            continue
+        own, base = range_of(row), range_of(row.baseline)
+        if own is None or base is None:
+            continue
+        overlap = own[0] <= base[1] and base[0] <= own[1]
+        overlapping = overlapping or (overlap and not row.gap.holds_zero)
+        apart = apart or (row.gap.holds_zero and not overlap)
+    notes = []
+    if overlapping:
+        notes.append(
+            f"{name} of two rows can overlap although the interval of their gap excludes 0: a seed "
+            "shifts both rows alike, and the gap compares equal seeds."
+        )
+    if apart:
+        notes.append(
+            f"{name} of two rows can lie apart although the interval of their gap contains 0: the "
+            "interval includes the uncertainty of few seeds."
+        )
+    return " ".join(notes)
+
+
+def has_width(gap: Estimate) -> bool:
+    """Return whether a gap has an interval and is not equal in all seeds."""
+    return gap.interval is not None and not gap.all_equal
+
+
+def loss_interval(row: Row) -> tuple[float, float] | None:
+    return row.loss.interval if row.loss else None
+
+
+def sample_range(row: Row) -> tuple[float, float] | None:
+    """Return the range over seeds of the last held-out sample loss."""
+    curves = [run.series(LOSS).values for run in row.runs]
+    last = [float(curve[-1]) for curve in curves if len(curve) and np.isfinite(curve[-1])]
+    return (min(last), max(last)) if last else None
+
+
+def noise_floor_note(rows: list[Row], floor: Series) -> str:
+    """Explain why the noise floor and the interval of a paired gap seem to disagree, if they do."""
+    inside = outside = False
+    for row in rows:
+        band = gap_band(row)
+        if row.gap is None or band is None or not has_width(row.gap):
+            continue
+        if not np.isfinite(band.mean[-1]):
+            continue
+        within = abs(band.mean[-1]) <= np.interp(band.x[-1], *floor)
+        inside = inside or bool(within and not row.gap.holds_zero)
+        outside = outside or bool(row.gap.holds_zero and not within)
+    notes = []
+    if inside:
+        notes.append(
+            "A gap can be inside the noise floor although its interval excludes 0: the noise floor "
+            "ignores that rows share seeds."
+        )
+    if outside:
+        notes.append(
+            "A gap can be outside the noise floor although its interval contains 0: the noise "
+            "floor pools the variation of all rows, the interval uses only the seeds of its gap."
+        )
+    return " ".join(notes)
