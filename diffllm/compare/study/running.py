@@ -31,6 +31,7 @@ from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
+from diffllm.distributed.launcher import stopped_status
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
@@ -78,7 +79,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     if place is None:
         return 0
     if unfinished or stopped:
-        return 128 + stopped if stopped else 1
+        return stopped_status(stopped) if stopped else 1
     diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)

@@ -12,6 +12,7 @@ from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sw
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.files import fresh
 from diffllm.core.printing import echo
+from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
 
@@ -48,7 +49,7 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
         raise
     unfinished = print_outcomes(jobs, endings, directory)
     if stopped:
-        return 128 + stopped
+        return stopped_status(stopped)
     write_comparison(directory.path)
     return 1 if unfinished else 0
 

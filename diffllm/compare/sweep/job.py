@@ -131,7 +131,8 @@ class JobProcess:
             self.tee.wait()
         if code == 0 and (self.rank or self.job.has_summary):
             return Ending("finished", "", at)
-        if code == 0 or self.signalled:
+        # A signal that reached only the child also stopped the run: exit code 0, 130 after SIGINT.
+        if code in (0, 128 + signal.SIGINT) or self.signalled:
             return Ending("stopped", self.job.progress(), at)
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         ended += " (out of memory?)" if -code == signal.SIGKILL else ""

@@ -17,7 +17,7 @@ from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import print_outcomes
-from diffllm.compare.sweep.job import Ending, Job, last_error
+from diffllm.compare.sweep.job import Ending, Job, JobProcess, last_error
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
@@ -228,6 +228,17 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
 )
 def test_last_error_returns_error_line_of_job_output(said: str, expected: str) -> None:
     assert last_error(said) == expected
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "stopped"), (130, "stopped"), (1, "failed")])
+def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    fake = workplace / "python"
+    fake.write_text(f"#!/bin/sh\nexit {code}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    assert JobProcess(job(Path("s/seed0"))).wait().state == state
 
 
 # Clusters, simulated
