@@ -17,7 +17,7 @@ from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
-from diffllm.metrics.wandb_run import resolve_mode
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
@@ -97,13 +97,13 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
 
 
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
-    mode, place = resolve_mode(cfg.wandb), path / "wandb"
+    mode = resolve_mode(cfg.wandb)
     if mode == "disabled":
         return "off"
     if mode == "offline":
-        return f"offline; `wandb sync {place}/offline-run-*` uploads it"
+        return f"offline; `wandb sync {path}/{OFFLINE_RUNS}` uploads it"
     project = "/".join(filter(None, (cfg.wandb.entity, cfg.wandb.project)))
-    return f"online, project {project}, a copy in {place}"
+    return f"online, project {project}, a copy in {path / 'wandb'}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
