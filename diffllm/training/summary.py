@@ -21,6 +21,7 @@ from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
+from diffllm.training.process import in_sweep
 from diffllm.training.state import LoopState, samples_of
 
 SPIKES = (
@@ -69,7 +70,10 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     lines += sources_text(cfg, data)
     if counts := packing_counts(data, cfg.data, cfg.seq_len):
         lines.append(f"packing: {counts.text()}")
-    lines += [f"wandb: {wandb_text(cfg, path)}", "chosen for this device:"]
+    # A sweep prints one command that uploads all of its runs.
+    if not (in_sweep() and resolve_mode(cfg.wandb) == "offline"):
+        lines.append(f"wandb: {wandb_text(cfg, path)}")
+    lines.append("chosen for this device:")
     lines += [
         f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})"
         for name, setting in facts["choices"].items()
