@@ -37,10 +37,13 @@ forward() { # Send the signal to the workers, or SIGTERM to torchrun if it has n
 }
 trap 'forward TERM' TERM
 trap 'forward USR1' USR1
-trap 'forward INT' INT
+trap 'interrupted=1; forward INT' INT
 
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done # A signal interrupts `wait`.
 wait "$agent"
 code=$?
+# After Ctrl-C the workers save and exit with 0, because torchrun would report any other status as
+# a failure and could restart them.
+[[ $code == 0 && ${interrupted:-} ]] && code=130
 [[ $code == 0 && -n ${RUN_DIR:-} && -e $RUN_DIR/requeue ]] && code=75
 exit "$code"

@@ -4,7 +4,7 @@ import warnings
 from argparse import ArgumentParser
 from typing import NoReturn
 
-from diffllm.distributed.launcher import end_with_torchrun
+from diffllm.distributed.launcher import end_with_torchrun, stopped_status
 
 end_with_torchrun()  # before the imports that take seconds
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -65,6 +65,10 @@ def train_command(argv: list[str]) -> int:
         return run_sweep(args.overrides, config_dirs)
     else:
         from diffllm.cli.run import run_and_report
+        from diffllm.distributed.stop import REQUEUE
 
-        run_and_report(load_config(args.overrides))
+        stopped = run_and_report(load_config(args.overrides)).stopped
+        # A scheduler requeues the run after its own signals and must not see a failure.
+        if stopped and stopped not in REQUEUE:
+            return stopped_status(stopped)
     return 0

@@ -122,13 +122,28 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
+def is_torchrun_worker() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
+
+
+def stopped_status(number: int) -> int:
+    """Return the exit code of a command after signal `number` has stopped it: 128 + `number`.
+
+    Return 0 on ranks other than rank 0, which ends last: srun --kill-on-bad-exit kills the other
+    ranks when one rank fails. Also return 0 after SIGINT in a worker of torchrun, which would print
+    a traceback and could restart the run. launch/torchrun.sh exits with 130 in this case.
+    """
+    if own_rank() or (number == signal.SIGINT and is_torchrun_worker()):
+        return 0
+    return 128 + number
+
+
 def end_with_torchrun() -> None:
     """Ask Linux to kill this process when torchrun exits; do nothing without torchrun.
 
     Otherwise this process would keep its GPU and the lock of the run directory.
     """
-    worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
-    if worker and sys.platform == "linux":
+    if is_torchrun_worker() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

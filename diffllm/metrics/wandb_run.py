@@ -30,6 +30,8 @@ FINISH_SECONDS = 60
 BACKLOG = 4096
 """Maximum number of lines in the queue to wandb."""
 LONGEST_TAG = 64
+OFFLINE_RUNS = "wandb/offline-run-*"
+"""Pattern of wandb's directories of offline runs in a run directory, one per start of the run."""
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
@@ -66,6 +68,10 @@ class WandbConfig:
                 raise ConfigError(f"wandb.tags: {tag!r} must have 1 to {LONGEST_TAG} characters")
 
 
+def new_id() -> str:
+    return secrets.token_hex(4)
+
+
 def resolve_mode(cfg: WandbConfig) -> str:
     """Return the mode that is passed to wandb: `cfg.mode`, or the replacement for `auto`.
 
@@ -93,6 +99,7 @@ class WandbRun:
             "mini"}. "attention" is the wandb group if `cfg.group` is None; "model" is the job type.
         sweep: name of the sweep that started the run; the first 64 characters become a tag.
         run_id: id of the wandb run to resume; None creates a new run.
+        resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
     """
 
@@ -105,8 +112,9 @@ class WandbRun:
         config: dict[str, Any],
         run_id: str | None,
         over_tokens: Sequence[str] = (),
+        resume: bool = True,
     ):
-        self.id = run_id or secrets.token_hex(4)
+        self.id = run_id or new_id()
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
@@ -124,7 +132,7 @@ class WandbRun:
             "job_type": choices["model"],
             "tags": list(dict.fromkeys(filter(None, [*cfg.tags, (sweep or "")[:LONGEST_TAG]]))),
             "id": self.id,
-            "resume": "allow",
+            "resume": "allow" if resume else None,
             "dir": str(directory),
             "config": config,
         }

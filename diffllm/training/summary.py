@@ -17,10 +17,11 @@ from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
-from diffllm.metrics.wandb_run import resolve_mode
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
+from diffllm.training.process import in_sweep
 from diffllm.training.state import LoopState, samples_of
 
 
@@ -68,7 +69,10 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     lines += sources_text(cfg, data)
     if counts := packing_counts(data, cfg.data, cfg.seq_len):
         lines.append(f"packing: {counts.text()}")
-    lines += [f"wandb: {wandb_text(cfg, path)}", "chosen for this device:"]
+    # A sweep prints one command that uploads all of its runs.
+    if not (in_sweep() and resolve_mode(cfg.wandb) == "offline"):
+        lines.append(f"wandb: {wandb_text(cfg, path)}")
+    lines.append("chosen for this device:")
     lines += [
         f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})"
         for name, setting in facts["choices"].items()
@@ -96,13 +100,13 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
 
 
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
-    mode, place = resolve_mode(cfg.wandb), path / "wandb"
+    mode = resolve_mode(cfg.wandb)
     if mode == "disabled":
         return "off"
     if mode == "offline":
-        return f"offline; `wandb sync {place}/offline-run-*` uploads it"
+        return f"offline; `wandb sync {path}/{OFFLINE_RUNS}` uploads it"
     project = "/".join(filter(None, (cfg.wandb.entity, cfg.wandb.project)))
-    return f"online, project {project}, a copy in {place}"
+    return f"online, project {project}, a copy in {path / 'wandb'}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:

@@ -83,26 +83,38 @@ def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finis
 
     last = command(train_command(words), tmp_path, environment)
     assert last.code == 0, last
-    assert "outputs/mine/diff_v2 is finished" in last.out
+    assert "sweep outputs/mine: 2 runs, 1 already finished" in last.out
     assert re.search(r"^outputs/mine/standard resumes from step \d+$", last.out, re.M), last.out
     assert "run 2 of 2" not in last.out
     assert_finished(runs[0])
 
 
 @pytest.mark.slow
-def test_sweep_starts_no_other_run_after_ctrl_c(tmp_path, tiny, environment, finished_run):
-    words = ["-m", "seed=0,1", *tiny, *LONGER, "steps=5000", "run.sweep=mine"]
+def test_sweep_reports_finished_runs_and_starts_no_other_run_after_ctrl_c(
+    tmp_path, tiny, environment, finished_run
+):
+    words = ["-m", *tiny, *LONGER, "steps=8,5000,6000", "run.sweep=mine", "wandb.mode=offline"]
     sweep = start(words, tmp_path, environment)
-    run = tmp_path / "outputs" / "mine" / "seed0"
+    run = tmp_path / "outputs" / "mine" / "steps5000"
     wait_for(lambda: has_saved(run), sweep, "checkpoint")
     os.killpg(sweep.pid, signal.SIGINT)
     output = sweep.communicate(timeout=PATIENCE_S)[0]
     assert sweep.returncode == 130, output
     assert not re.search("Traceback|SIGTERM", output)
     assert output.count("stopping after this step") == output.count("stopped by SIGINT") == 1
-    assert re.search(r"^outputs/mine/seed0 +stopped, saved at step \d+ of 5000$", output, re.M)
-    assert re.search(r"^outputs/mine/seed1 +not started$", output, re.M), output
-    assert "2 of 2 runs did not finish; the same command with run.sweep=mine" in output
+    assert re.search(r"^run 2 of 3: steps5000\n2 runs left, ETA [\d:]+ \(at the", output, re.M), (
+        output
+    )
+    assert re.search(r"^outputs/mine/steps8 +held-out loss \d", output, re.M), output
+    assert re.search(r"^outputs/mine/steps5000 +stopped, saved at step \d+ of", output, re.M), (
+        output
+    )
+    assert re.search(r"^outputs/mine/steps6000 +not started$", output, re.M), output
+    assert "2 of 3 runs did not finish; the same command with run.sweep=mine" in output
+    assert "\ncomparison outputs/mine/report.html, outputs/mine/report.csv\n" in output
+    assert (tmp_path / "outputs" / "mine" / "report.html").is_file()
+    (upload,) = [line for line in output.splitlines() if "wandb sync" in line]
+    assert "`wandb sync outputs/mine/*/wandb/offline-run-*` uploads all runs" in upload
 
 
 @pytest.mark.slow

@@ -154,15 +154,15 @@ def started(words: list[str], **variables: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen) -> str:
-    """Return the output of a process that exits with 0; kill its process tree after a timeout."""
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """Return the output of a process that exits with `code`; kill its process tree at a timeout."""
     try:
         output, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         for pid in [process.pid, *descendants(process.pid)] if process.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 0, output
+    assert process.returncode == code, output
     return output
 
 
@@ -175,13 +175,13 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
     """The run is stopped by each signal in turn, and resumed."""
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     last = 0
-    stops = ((signal.SIGTERM, "2"), (signal.SIGUSR1, "1"), (signal.SIGINT, "1"))
-    for number, ranks in stops:
+    stops = ((signal.SIGTERM, "1", 0), (signal.SIGUSR1, "1", 0), (signal.SIGINT, "2", 130))
+    for number, ranks, code in stops:
         words = [*overrides_of(corpus, run), *SMALL]
         process = started([SCRIPT, *words], NPROC_PER_NODE=ranks)
         wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
         process.send_signal(number)
-        output = finish(process)
+        output = finish(process, code)
         assert f"stopped by {number.name} after step" in output
         assert "Traceback" not in output
         assert (run / "requeue").exists() == (number != signal.SIGINT)

@@ -106,11 +106,17 @@ class ForkedRun:
             time.sleep(0.005)
 
     def stop_at(self, gate: "Gate", number: int = signal.SIGTERM, *ranks: int) -> str:
-        """Signal ranks (default: all) while the run waits at a gate; return the output."""
+        """Signal ranks (default: all) while the run waits at a gate; return the output.
+
+        Rank 0 must exit with 130 after SIGINT, all other processes with 0.
+        """
         self.wait_for(gate.reached, "gate")
         self.signal(number, *ranks)
         gate.open()
-        return self.finish()
+        first, *others = self.codes()
+        assert first == (130 if number == signal.SIGINT else 0), self.text()
+        assert not any(others), f"{others}: {self.text()}"
+        return self.text()
 
     def kill_at(self, gate: "Gate", saved: Path | None = None) -> None:
         """Kill the run at a gate, after the checkpoint `saved` exists."""

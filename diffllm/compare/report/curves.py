@@ -9,10 +9,13 @@ import numpy as np
 
 from diffllm.compare.report.rows import EqualGap, Row
 from diffllm.compare.report.runs import Run, Series, flops_facts, keys_seen
-from diffllm.statistics.estimates import CONFIDENCE, estimate
+from diffllm.statistics.estimates import CONFIDENCE, Estimate, estimate
+from diffllm.statistics.gap_tests import paired
 from diffllm.statistics.seed_variance import pooled_variance
 
 Array = np.ndarray
+Losses = dict[tuple[int, int], float]
+"""Losses by (seed, model.init_seed)."""
 LOSS = "eval/loss"
 POINTS = 300
 MACHINE = ("device", "ranks", "torch", "compiled")
@@ -127,6 +130,33 @@ def gap_band(row: Row) -> Band | None:
             tokens, i, j = np.intersect1d(own.tokens, other.tokens, return_indices=True)
             gaps.append(Series(tokens, own.values[i] - other.values[j]))
     return over_seeds(gaps)
+
+
+def pairs_of_gap(row: Row) -> list[tuple[Run, Run]]:
+    """Return the runs from which `row.gap` is computed, with the baseline run of the same seed."""
+    bases = row.baseline.measured if row.baseline else {}
+    return [(run, bases[seeds]) for seeds, run in row.measured.items() if seeds in bases]
+
+
+def sample_gaps(row: Row) -> dict[int, Estimate]:
+    """Return the gap of a row in held-out sample loss, by number of training tokens.
+
+    The gap and its interval are computed like `row.gap`, from the same runs. A number of tokens is
+    omitted if a run has no finite loss there.
+    """
+    losses: dict[int, tuple[Losses, Losses]] = {}
+    pairs = pairs_of_gap(row)
+    for pair in pairs:
+        for side, run in enumerate(pair):
+            for tokens, loss in zip(*map(np.ndarray.tolist, run.series(LOSS)), strict=True):
+                if np.isfinite(loss):
+                    losses.setdefault(tokens, ({}, {}))[side][run.seeds] = loss
+    gaps = {}
+    for tokens in sorted(losses):
+        gap = paired(*losses[tokens])
+        if gap is not None and gap.seeds == len(pairs):
+            gaps[tokens] = gap.estimate
+    return gaps
 
 
 def rows_of_gaps(rows: list[Row]) -> list[Row]:
@@ -244,9 +274,7 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     both = [*row.runs, *row.baseline.runs]
     if len({str([run.facts.get(fact) for fact in budget.facts]) for run in both}) > 1:
         return None
-    bases = row.baseline.measured
-    pairs = [(run, bases[seeds]) for seeds, run in row.measured.items() if seeds in bases]
-    curves = [(spent_curve(a, budget), spent_curve(b, budget)) for a, b in pairs]
+    curves = [(spent_curve(a, budget), spent_curve(b, budget)) for a, b in pairs_of_gap(row)]
     known = [(a, b) for a, b in curves if a is not None and b is not None]
     if not known or len(known) < len(curves):
         return None

@@ -1,15 +1,16 @@
 """Outputs of a comparison: an HTML page, a text for the terminal, and a wandb run."""
 
 import os
+import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import numpy as np
-
 from diffllm.compare.report import tables
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.curves import POINTS, gap_band, rows_of_gaps, seed_noise
+from diffllm.compare.report.curves import POINTS, rows_of_gaps, sample_gaps, seed_noise
 from diffllm.compare.report.figures import RC, RowStyle, row_styles
 from diffllm.compare.report.notes import (
     COMPUTE_OPTIMAL,
@@ -39,7 +40,8 @@ from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn
-from diffllm.metrics.wandb_run import WandbRun, resolve_mode
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, WandbRun, new_id, resolve_mode
+from diffllm.statistics.estimates import Estimate
 
 MOST = 12
 
@@ -213,33 +215,62 @@ def row_cells(row: Row) -> list[str]:
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Log the loss gap of each row to its baseline, over training tokens, to a new wandb run.
+    """Log the loss gap of each row to its baseline, over training tokens, to a wandb run.
 
-    `gap/<row>` is the mean over seeds, and `gap/<row>/low` and `gap/<row>/high` are the minimum and
-    maximum. `gap/noise_floor` is half the width of the noise floor. The wandb mode and project come
-    from the config of the first run. If no row has a gap, or if wandb is disabled, log nothing and
-    return False; otherwise return True.
+    `gap/<row>` is the gap in held-out sample loss, and `gap/<row>/low` and `gap/<row>/high` are the
+    ends of its 95% interval, which a single seed does not have. The summary contains the gaps of
+    the report. `gap/noise_floor` is half the width of the noise floor. The wandb mode and project
+    come from the config of the first run. Another call for the same directory replaces the content
+    of the wandb run. If no row has a gap, or if wandb is disabled, log nothing and return False;
+    otherwise return True.
     """
     rows = [row for row in comparison.rows if row.gap]
-    bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}
+    gaps = {row.label: gaps for row in rows if (gaps := sample_gaps(row))}
     cfg = comparison.rows[0].runs[0].cfg.wandb
-    if not bands or resolve_mode(cfg) == "disabled":
+    if not gaps or resolve_mode(cfg) == "disabled":
         return False
     lines: dict[int, dict[str, float]] = {}
-
-    def note(name: str, tokens: np.ndarray, values: np.ndarray) -> None:
-        for x, value in zip(tokens.tolist(), values.tolist(), strict=True):
-            lines.setdefault(int(x), {})[name] = value
-
-    for label, band in bands.items():
-        for end, values in (("", band.mean), ("/low", band.low), ("/high", band.high)):
-            note(f"gap/{label}{end}", band.x, values)
+    for label, by_tokens in gaps.items():
+        for tokens, gap in by_tokens.items():
+            lines.setdefault(tokens, {}).update(gap_values(label, gap))
     if floor := seed_noise(rows_of_gaps(comparison.rows)):
-        note("gap/noise_floor", floor.tokens, floor.values)
+        for tokens, half in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
+            lines.setdefault(int(tokens), {})["gap/noise_floor"] = half
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
     choices = dict.fromkeys(("attention", "model"), "comparison")
-    run = WandbRun(cfg, directory, choices, directory.name, facts, None, over_tokens=("gap/*",))
+    run_id = comparison_id(directory)
+    for earlier in directory.glob(f"{OFFLINE_RUNS}-{run_id}"):
+        shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
+    run = WandbRun(
+        cfg, directory, choices, directory.name, facts, run_id, over_tokens=("gap/*",), resume=False
+    )
     for step, (tokens, line) in enumerate(sorted(lines.items())):
         run.log({"step": step, "tokens": tokens, **line})
-    run.finish({f"gap/{row.label}": row.gap.mean for row in rows if row.gap})
+    summary = {}
+    for row in rows:
+        assert row.gap
+        summary.update(gap_values(row.label, row.gap))
+    run.finish(summary)
     return True
+
+
+def gap_values(label: str, gap: Estimate) -> dict[str, float]:
+    values = {f"gap/{label}": gap.mean}
+    if gap.interval:
+        values[f"gap/{label}/low"], values[f"gap/{label}/high"] = gap.interval
+    return values
+
+
+def comparison_id(directory: Path) -> str:
+    """Return the id of the wandb run of the comparison in `directory`; choose and store a new id.
+
+    An id derived from the path would not be unique: many sweeps have the same path.
+    """
+    file = directory / ".wandb-id"
+    with suppress(OSError, UnicodeDecodeError):
+        stored = file.read_text().strip()
+        if re.fullmatch(r"[0-9a-f]{8}", stored):
+            return stored
+    run_id = new_id()
+    replace_file(file, f"{run_id}\n")
+    return run_id

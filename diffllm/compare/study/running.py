@@ -20,7 +20,14 @@ from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends
 from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
-from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
+from diffllm.compare.sweep.command import (
+    Place,
+    join_ranks,
+    print_outcomes,
+    print_upload,
+    run_here,
+)
+from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
@@ -31,6 +38,7 @@ from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
+from diffllm.distributed.launcher import stopped_status
 from diffllm.training.memory import check_memory
 
 
@@ -78,8 +86,9 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         unfinished = print_outcomes(jobs, endings, directory)
     if place is None:
         return 0
+    print_upload(out)
     if unfinished or stopped:
-        return 128 + stopped if stopped else 1
+        return stopped_status(stopped) if stopped else 1
     diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
@@ -98,9 +107,10 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
         for number, planned in enumerate(runs, start=1):
             words = start_words(planned, out, digest)
             directory.record["runs"][planned.name] = words
-            path, steps = str(out / planned.name), config_of_planned(planned).steps
-            arguments = [*added, *words]
-            jobs.append(vars(Job(number, len(runs), planned.name, path, steps, arguments, False)))
+            cfg = config_of_planned(planned)
+            path, flops, arguments = str(out / planned.name), flops_of_step(cfg), [*added, *words]
+            job = Job(number, len(runs), planned.name, path, cfg.steps, flops, arguments, False)
+            jobs.append(vars(job))
             advance(1)
     directory.record["keys"] = []
     directory.write()

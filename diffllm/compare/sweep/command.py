@@ -2,18 +2,22 @@
 
 import math
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
+from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.files import fresh
 from diffllm.core.printing import echo
+from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
+from diffllm.metrics.wandb_run import OFFLINE_RUNS
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
@@ -41,15 +45,21 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
         return 0
     directory, cluster = planned
     announce(jobs, directory)
+    earlier = Pace.of_summaries(job for job in jobs if job.finished)
     try:
-        stopped, endings = cluster.run(to_run, directory) if cluster else run_here(to_run, world)
+        if cluster:
+            stopped, endings = cluster.run(to_run, directory)
+        else:
+            stopped, endings = run_here(to_run, world, earlier)
     except UserError:  # The cluster did not accept the jobs.
         directory.withdraw()
         raise
     unfinished = print_outcomes(jobs, endings, directory)
+    if unfinished < len(jobs) or not stopped:
+        write_comparison(directory.path)
+    print_upload(directory.path)
     if stopped:
-        return 128 + stopped
-    write_comparison(directory.path)
+        return stopped_status(stopped)
     return 1 if unfinished else 0
 
 
@@ -78,13 +88,33 @@ def join_ranks() -> World:
     return world
 
 
-def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
+def run_here(
+    jobs: list[Job], world: World, earlier: Pace | None = None
+) -> tuple[int, dict[str, Ending]]:
+    """Execute `jobs` one after the other in this process's group of ranks.
+
+    Args:
+        earlier: pace of the runs that finished before this start, used for the remaining time until
+            the first of `jobs` has finished.
+
+    Returns:
+        The number of the received signal (0 for none), and {job name: how the job ended}.
+    """
     endings: dict[str, Ending] = {}
+    pace, first_step = Pace(), 0
     with Stops() as stops:
-        for job in jobs:
+        for index, job in enumerate(jobs):
             if world.rank == 0:
                 echo(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
+                known = pace if pace.flops else earlier
+                if known and (eta := known.eta(jobs[index:])):
+                    echo(eta, flush=True)
+                first_step = job.saved_step
+            start = time.monotonic()
             endings[job.name] = ending = stops.run(job, world.rank)
+            if world.rank == 0 and ending.state == "finished":
+                steps = job.saved_step - first_step
+                pace.add(time.monotonic() - start, job.flops_of_step * steps)
             if world.rank == 0 and ending.state == "failed":
                 echo(f"{job.path} failed, {ending.reason}", flush=True)
             if stops.received:
@@ -96,10 +126,6 @@ def announce(jobs: list[Job], directory: SweepDirectory) -> None:
     done = [job for job in jobs if job.finished]
     others = f", {len(done)} already finished" if done else ""
     echo(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
-    for job in done:
-        ended = read_ending(Path(job.path)) or {}
-        how = "diverged, stopped" if ended.get("stopped") else "is finished"
-        echo(f"{job.path} {how}: {ended.get('steps')} steps", flush=True)
 
 
 def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
@@ -128,6 +154,15 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
         again = f"the same command{named} resumes them"
         echo(f"{unfinished} of {len(jobs)} runs did not finish{lost}; {again}")
     return unfinished
+
+
+def print_upload(directory: Path) -> None:
+    """Print one command that uploads all offline wandb runs in `directory`, if there are any."""
+    patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
+    place = shlex.quote(str(directory))
+    paths = [f"{place}/{pattern}" for pattern in patterns if any(directory.glob(pattern))]
+    if paths:
+        echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
 
 
 def loss_words(summary: dict[str, Any]) -> str:

@@ -55,6 +55,8 @@ class Job:
     path: str
 
     steps: int
+    flops_of_step: float
+    """Training FLOPs of one step; 0 if unknown."""
     words: list[str]
     """Arguments of `diffllm train`."""
     finished: bool
@@ -68,11 +70,16 @@ class Job:
     def has_summary(self) -> bool:
         return Path(self.path, "summary.json").is_file()
 
-    def progress(self) -> str:
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint; 0 without a checkpoint."""
         saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")
         names = (file.parent.name.removeprefix("step-") for file in saved)
-        steps = [int(name) for name in names if name.isdecimal()]
-        return f"saved at step {max(steps)} of {self.steps}" if steps else "nothing saved yet"
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
+    def progress(self) -> str:
+        step = self.saved_step
+        return f"saved at step {step} of {self.steps}" if step else "nothing saved yet"
 
 
 class JobProcess:
@@ -131,7 +138,8 @@ class JobProcess:
             self.tee.wait()
         if code == 0 and (self.rank or self.job.has_summary):
             return Ending("finished", "", at)
-        if code == 0 or self.signalled:
+        # A signal that reached only the child also stopped the run: exit code 0, 130 after SIGINT.
+        if code in (0, 128 + signal.SIGINT) or self.signalled:
             return Ending("stopped", self.job.progress(), at)
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         ended += " (out of memory?)" if -code == signal.SIGKILL else ""

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import ListConfig
 
+from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Job
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import hydra
@@ -228,7 +229,10 @@ def plan_sweep(
     jobs_of_runs = []
     for number, (name, cfg) in enumerate(configs.items(), start=1):
         path, arguments = directory.path / name, [*words[name], added, f"run.name={name}"]
-        planned = Job(number, len(configs), name, str(path), cfg.steps, arguments, finished[name])
+        planned = Job(
+            number, len(configs), name, str(path), cfg.steps, flops_of_step(cfg), arguments,
+            finished[name],
+        )  # fmt: skip
         jobs_of_runs.append(vars(planned))
     return directory, jobs_of_runs
 

@@ -176,7 +176,7 @@ def test_sweep_prints_outcome_of_each_run(tmp_path, capsys):
     for number, loss in enumerate((4.0, math.nan, None)):
         path = tmp_path / f"run{number}"
         path.mkdir()
-        jobs.append(Job(number + 1, 3, path.name, str(path), 20, [], False))
+        jobs.append(Job(number + 1, 3, path.name, str(path), 20, 1e9, [], False))
         if loss is not None:
             (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}))
     stopped = {"steps": 10, "stopped": "9 updates in a row were skipped"}

@@ -1,7 +1,9 @@
 """Gaps over tokens in a wandb run."""
 
+import shutil
+
 import pytest
-from test_report_budgets import TOKENS, written
+from test_report_budgets import TOKENS, loss, written
 from wandb_file import OfflineRun
 
 from diffllm.cli import main
@@ -9,26 +11,61 @@ from diffllm.compare.report.comparison import read
 from diffllm.compare.report.page import record_gaps
 
 
+def curve(variant, tokens, seed):
+    """The gap of `gated` differs between seeds."""
+    return loss(variant, tokens, seed) + 0.02 * seed * (variant == "gated")
+
+
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for variant in ("standard", "gated"):
         for seed in (0, 1):
-            written(tmp_path / "swept" / f"{variant}{seed}", variant, seed)
+            written(tmp_path / "swept" / f"{variant}{seed}", variant, seed, curve)
     return tmp_path / "swept"
 
 
-def test_record_gaps_logs_loss_gaps_and_noise_floor_to_wandb(swept):
-    assert record_gaps(read([swept])[0], swept)
+def gap_of(values):
+    return [values[f"gap/gated{end}"] for end in ("", "/low", "/high")]
+
+
+def test_record_gaps_logs_gaps_with_interval_of_report_to_wandb(swept):
+    comparison, _ = read([swept])
+    assert record_gaps(comparison, swept)
     run = OfflineRun(swept)
     assert (run.header.run_group, run.header.display_name) == ("comparison", "swept")
     assert run.metrics["gap/*"].step_metric == "tokens"
     assert [line["tokens"] for line in run.history] == [step * TOKENS for step in (5, 10, 15, 20)]
-    for line in run.history:
-        assert line["gap/gated"] == pytest.approx(-0.1)
-        assert line["gap/gated/low"] == pytest.approx(line["gap/gated/high"])
+    values = comparison.rows[1].values
+    reported = [values[name] for name in ("gap", "gap_low", "gap_high")]
+    assert gap_of(run.summary) == pytest.approx(reported)
+    assert reported[1] < reported[0] - 0.01, "wider than the range over seeds"
+    for line in run.history:  # These runs have the same gap at every step and at the end.
+        assert gap_of(line) == pytest.approx(reported)
         assert line["gap/noise_floor"] > 0
     assert run.config["baseline"] == "standard"
+
+
+def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
+    assert record_gaps(read([swept])[0], swept)
+    first = OfflineRun(swept)
+    for variant in ("standard", "gated"):
+        written(swept / f"{variant}2", variant, 2, curve)
+    assert record_gaps(read([swept])[0], swept)
+    second = OfflineRun(swept)
+    assert second.header.run_id == first.header.run_id
+    assert not second.header.resumed
+    assert gap_of(second.summary) != gap_of(first.summary)
+
+
+def test_record_gaps_of_single_seed_has_no_interval(swept):
+    for variant in ("standard", "gated"):
+        shutil.rmtree(swept / f"{variant}1")
+    assert record_gaps(read([swept])[0], swept)
+    run = OfflineRun(swept)
+    for values in (*run.history, run.summary):
+        assert values["gap/gated"] == pytest.approx(-0.1)
+        assert not {"gap/gated/low", "gap/gated/high"} & {*values}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import print_outcomes
-from diffllm.compare.sweep.job import Ending, Job, last_error
+from diffllm.compare.sweep.eta import Pace
+from diffllm.compare.sweep.job import Ending, Job, JobProcess, last_error
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep, split_overrides
 from diffllm.config import load_config
+from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
 
 RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
@@ -196,7 +199,7 @@ def test_sweep_with_invalid_config_writes_no_files(workplace: Path) -> None:
 
 
 def job(path: Path, number: int = 1) -> Job:
-    return Job(number, 2, path.name, str(path), 10, [], False)
+    return Job(number, 2, path.name, str(path), 10, 1e9, [], False)
 
 
 def test_sweep_output_contains_loss_or_error_of_each_run(
@@ -228,6 +231,39 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
 )
 def test_last_error_returns_error_line_of_job_output(said: str, expected: str) -> None:
     assert last_error(said) == expected
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "stopped"), (130, "stopped"), (1, "failed")])
+def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    fake = workplace / "python"
+    fake.write_text(f"#!/bin/sh\nexit {code}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    assert JobProcess(job(Path("s/seed0"))).wait().state == state
+
+
+def test_eta_scales_measured_seconds_by_remaining_training_flops(workplace: Path) -> None:
+    finished, begun = job(Path("s/finished")), job(Path("s/begun"), 2)
+    for path, step in ((finished.path, 10), (begun.path, 4)):
+        checkpoint = Path(path, "checkpoints", f"step-{step:08d}")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+    Path(finished.path, "summary.json").write_text(json.dumps({"seconds": 20.0, "steps": 10}))
+    pace = Pace.of_summaries([finished])
+    assert (pace.seconds, pace.flops) == (20.0, 10 * finished.flops_of_step)
+    other = replace(job(Path("s/other")), flops_of_step=3 * finished.flops_of_step)
+    seconds = 2 * 6 + 3 * 2 * 10
+    assert pace.eta([begun, other]).startswith(f"2 runs left, ETA 1:{seconds - 60:02d} ")
+    assert Pace().eta([other]) == ""
+
+
+def test_planned_runs_contain_training_flops_of_their_variant() -> None:
+    for run in planned("attention=standard,diff_v1", "global_batch_size=4", "seq_len=32"):
+        cfg = load_config(run["words"])
+        per_token = totals(cfg.model)["flops"]
+        assert run["flops_of_step"] == 4 * 32 * per_token
 
 
 # Clusters, simulated
