@@ -1,5 +1,5 @@
-# make train   set up, then the quickstart under a fresh run name
-# make test    set up, then lint, format check, types and the fast tests
+# make train   set up what a run needs, then the quickstart under a fresh run name
+# make test    set up the rest, then lint, format check, types and the fast tests
 # make test-slow    the other tests
 # make fuzz    the tests that draw their cases, fast and slow, with a new seed or with SEED=
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
@@ -14,6 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RUN_READY := $(VENV)/.run-ready
 TORCH ?= 2.15.0
 TRANSFORMERS ?= 4.57.6
 # One more than cores, for some tests wait; few, for each takes up to 2 GiB.
@@ -33,7 +34,7 @@ stage = @start=$$(date +%s); $(2); code=$$?; \
 
 .PHONY: train test test-slow fuzz test-torch test-transformers test-vllm test-cluster gpu-wheels gpu-data docs docs-site lint clean
 
-train: $(READY)
+train: $(RUN_READY)
 	$(BIN)/python train.py experiment=quickstart
 
 test: lint
@@ -100,17 +101,21 @@ lint: $(READY)
 define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --disable-pip-version-check -c $(1) -e '.[dev]'
+	$(@D)/bin/python -m pip install --disable-pip-version-check -c $(1) -e '.$(2)'
 	touch $@
 endef
 
+$(RUN_READY): pyproject.toml constraints.txt
+	$(call install,constraints.txt,)
+
 $(READY): pyproject.toml constraints.txt
-	$(call install,constraints.txt)
+	$(call install,constraints.txt,[dev])
+	touch $(RUN_READY)
 
 .venv-torch-%/.ready: pyproject.toml constraints.txt
 	mkdir -p $(@D)
 	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
-	$(call install,$(@D)/constraints.txt)
+	$(call install,$(@D)/constraints.txt,[dev])
 
 .venv-transformers-%/.ready:
 	$(PYTHON) -m venv $(@D)

@@ -1,5 +1,6 @@
 """CPUs that this process may use: CPU affinity, physical cores and cgroup quotas."""
 
+import math
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -37,13 +38,14 @@ def allowed_cpus() -> Collection[int]:
 
 
 def within_quota(count: int, root: Path) -> int:
-    """Return `count`, reduced to whole CPUs of the quota; at least 1.
+    """Return `count`, reduced to the CPUs of the quota; at least 1.
 
-    Round the quota down: with more threads than the quota, all threads wait for the slowest one.
+    Round the quota up: `benchmarks/threads.py` measures two threads as faster than one with a quota
+    of 1.5 cores.
     """
     quota = cpu_quota(root)
     if quota is not None:
-        count = min(count, int(quota))
+        count = min(count, math.ceil(quota))
     return max(1, count)
 
 

@@ -189,7 +189,7 @@ def processes_on_cpus(env: Mapping[str, str]) -> int:
     """Return how many processes of this launch share the CPUs of this process's affinity."""
     on_node = env.get("SLURM_CPUS_ON_NODE", "")
     if "RANK" not in env and on_node.isdigit() and len(allowed_cpus()) < int(on_node):
-        return 1  # srun has bound each task to CPUs of its own
+        return 1  # srun has bound each task to separate CPUs
     with suppress(LaunchError):  # a run raises this error later; other commands ignore ranks
         return ranks_on_first_node(env)
     return 1

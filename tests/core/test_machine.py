@@ -44,7 +44,7 @@ def test_cpu_quota_is_smallest_quota_of_all_groups_of_process(tmp_path, files, e
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores", "cpus"), [("max", 2, 4), (30_000, 1, 1), (190_000, 1, 1), (300_000, 2, 3)]
+    ("quota", "cores", "cpus"), [("max", 2, 4), (30_000, 1, 1), (110_000, 2, 2), (300_000, 2, 3)]
 )
 def test_hyperthreads_share_a_core_and_quota_limits_both_counts(
     tmp_path, monkeypatch, quota, cores, cpus

@@ -55,7 +55,7 @@ def test_max_tokens_setting_determines_number_of_steps():
         (["model=micro", "experiment=compare_small"], None),  # its published runs measured all
     ],
 )
-def test_heldout_tokens_follow_length_of_run_unless_config_sets_them(words, expected):
+def test_heldout_tokens_follow_length_of_run_unless_config_sets_number(words, expected):
     assert load_config(["model=tiny", *words]).eval.tokens == expected
 
 
