@@ -1,5 +1,6 @@
 """Texts printed at the start and end of a run; content of run.json and summary.json."""
 
+import json
 import math
 import shlex
 from pathlib import Path
@@ -218,7 +219,13 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
         "sample again": again,
     }
     table = "\n".join(f"{name:<14}{what}" for name, what in rows.items() if what)
-    return f"\n{summary['sample']}\n\n{table}"
+    return f"\n{sample_label(cfg.data.sample_prompt)}\n{summary['sample']}\n\n{table}"
+
+
+def sample_label(prompt: str | None) -> str:
+    """Return the line above the generated text, which begins with `prompt`."""
+    start = "the beginning of the held-out text" if prompt is None else json.dumps(prompt)
+    return f"sample after {start}:"
 
 
 def keys_text(keys: float | None, seq_len: int) -> str:

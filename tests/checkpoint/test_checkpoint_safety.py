@@ -401,6 +401,7 @@ GUARDED = [
     ("checkpoint/reader.py", "pickle.Unpickler"),  # Restricted to metadata of tensors.
     ("cli/convert.py", "trust_remote_code="),  # A help text.
     ("config/compose.py", "register_new_resolver"),  # Arithmetic; not used for saved configs.
+    ("config/compose.py", "register_new_resolver"),
     ("interop/export.py", "trust_remote_code="),  # The README of an export.
     ("interop/export.py", "trust_remote_code="),
 ]

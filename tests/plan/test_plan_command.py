@@ -105,7 +105,7 @@ def test_visible_keys_setting_reduces_planned_flops_for_masked_documents():
         ),
         (
             ["experiment=quickstart"],
-            "seq_len=256 (experiment=quickstart), micro_batch_size=1 (from global_batch_size)",
+            "seq_len=256 (experiment=quickstart), micro_batch_size=2 (from global_batch_size)",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_max_tokens_setting_determines_number_of_steps():
     cfg = load_config(["model=tiny", "max_tokens=1e6", "seq_len=100", "global_batch_size=7"])
     assert cfg.steps == 1428  # 999,600 tokens
     assert cfg.optim.warmup_steps == 143
-    assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 10
+    assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 5
 
 
 @pytest.mark.parametrize(
