@@ -32,8 +32,9 @@ from harness.machine import facts
 GNU = "300,000 spins"
 SETTINGS = {
     GNU: {"GOMP_SPINCOUNT": "300000"},
-    "10,000 spins": {"GOMP_SPINCOUNT": "10000"},
+    "3,000 spins": {"GOMP_SPINCOUNT": "3000"},
     "1,000 spins": {"GOMP_SPINCOUNT": "1000"},
+    "300 spins": {"GOMP_SPINCOUNT": "300"},
     "100 spins": {"GOMP_SPINCOUNT": "100"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "1 thread": {"OMP_NUM_THREADS": "1"},
