@@ -32,9 +32,9 @@ class Evaluation:
 
         Raises AgreedByAll if a rank cannot read the held-out data.
         """
-        self.t, self.tasks = t, tasks
-        self.samples = heldout_samples(t.cfg, data)
-        self.bits_per_nat = sample_bits_per_nat(list(self.samples.values()), data, t.device)
+        self.t, self.data, self.tasks = t, data, tasks
+        samples = heldout_samples(t.cfg, data)
+        self.bits_per_nat = sample_bits_per_nat(list(samples.values()), data, t.device)
 
     def measure(self, due: Due) -> tuple[dict[str, float], AgreedByAll | None]:
         """Compute held-out losses if `due.sample` is true; call `tasks` if `due.tasks` is true.
@@ -55,8 +55,11 @@ class Evaluation:
         return values, failure
 
     def sample_losses(self) -> dict[str, float]:
+        """Return held-out losses and bits per byte; raise AgreedByAll if a rank cannot read."""
+        # Open the files each time: an open file would hide that it was removed.
+        samples = read_together(partial(heldout_samples, self.t.cfg, self.data))
         values = {}
-        for (name, sample), bits in zip(self.samples.items(), self.bits_per_nat, strict=True):
+        for (name, sample), bits in zip(samples.items(), self.bits_per_nat, strict=True):
             end = f"/{name}" if name else ""
             values[f"eval/loss{end}"] = loss = sample_loss(self.t, sample)
             if bits is not None:
