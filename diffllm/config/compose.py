@@ -200,7 +200,8 @@ Runs of 200,000 tokens or more evaluate at least 50,000.
 
 def auto_tokens(root: DictConfig) -> float:
     """Return the number of held-out tokens of the last loss, from the length of the run."""
-    tokens = root.steps * root.global_batch_size * root.seq_len
+    # Not the steps, if max_tokens determines them: their number is rounded down.
+    tokens = root.max_tokens or root.steps * root.global_batch_size * root.seq_len
     return float(min(MOST_HELDOUT, HELDOUT_SHARE * tokens))
 
 

@@ -188,7 +188,8 @@ def set_if_ours(env: MutableMapping[str, str], name: str, value: str) -> None:
 def processes_on_cpus(env: Mapping[str, str]) -> int:
     """Return how many processes of this launch share the CPUs of this process's affinity."""
     on_node = env.get("SLURM_CPUS_ON_NODE", "")
-    if "RANK" not in env and on_node.isdigit() and len(allowed_cpus()) < int(on_node):
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env  # its workers share the CPUs of one task
+    if not by_torchrun and on_node.isdigit() and len(allowed_cpus()) < int(on_node):
         return 1  # srun has bound each task to separate CPUs
     with suppress(LaunchError):  # a run raises this error later; other commands ignore ranks
         return ranks_on_first_node(env)

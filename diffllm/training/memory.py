@@ -55,7 +55,11 @@ def check_memory(cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
     """
     if cfg.force or not ranks_here:
         return
-    model, sizes = without_storage(cfg.model), cfg.parallel.sizes(world_size)
+    try:
+        model = without_storage(cfg.model)
+    except Exception:  # The run itself fails with a message; other runs of a sweep can start.
+        return
+    sizes = cfg.parallel.sizes(world_size)
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         needed, available = training_state(model, sizes, 0).total, gpu.total_memory

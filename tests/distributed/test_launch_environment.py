@@ -40,6 +40,7 @@ SRUN = SALLOC | {
     "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "a[1-2]",
     "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9",
 }  # fmt: skip
+SUBMITIT = SRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
@@ -328,6 +329,8 @@ def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 8, "2"),
         (TORCHRUN | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "16"}, 8, "1"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "8"}, 8, "4"),
+        (SUBMITIT | {"SLURM_CPUS_ON_NODE": "32"}, 8, "8"),  # bound by srun
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "32"}, 8, "2"),
         (
             SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "16"},
             8,

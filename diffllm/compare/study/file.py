@@ -175,11 +175,6 @@ class Study:
     def rules(self) -> list[Rule]:
         return [self.rule, *self.also]
 
-    def overrides(self, arm: str) -> list[str]:
-        """Return the overrides of an arm; later words replace earlier words of the same key."""
-        # eval.tokens=auto would give arms of unequal length unequal documents.
-        return ["eval.tokens=null", *self.base, *self.arms[arm]]
-
 
 def better(metric: str) -> int:
     """Return 1 if larger values of a metric are better, -1 if smaller values are, else 0."""

@@ -51,7 +51,7 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
         name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
-        words = [*study.overrides(arm), f"seed={seed}"]
+        words = [*study.base, *study.arms[arm], f"seed={seed}"]
         words += [f"optim.lr={rate!r}"] if rate else []
         runs.append(Planned(DECIDING, arm, seed, rate, name, words))
     return runs
@@ -59,7 +59,7 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
-    words = study.overrides(arm)
+    words = [*study.base, *study.arms[arm]]
     if study.lr.steps is not None:
         words = [word for word in words if word.partition("=")[0] not in LENGTHS]
         words.append(f"steps={study.lr.steps}")
@@ -128,8 +128,21 @@ def only_init_seed_uses_seed(overrides: tuple[str, ...], study_sets_lr: bool) ->
 
 @cache
 def config_of_arm(overrides: tuple[str, ...], study_sets_lr: bool) -> DictConfig:
-    """Compose the config of an arm; cached, because Hydra needs 0.1 s per config."""
-    return compose_with_origin([*overrides, "seed=0", *["optim.lr=1.0"] * study_sets_lr])
+    """Compose the config of an arm; cached, because Hydra needs 0.1 s per config.
+
+    The default of eval.tokens is null here: "auto" would give arms of unequal length unequal
+    documents.
+    """
+    config = compose_with_origin([*overrides, "seed=0", *["optim.lr=1.0"] * study_sets_lr])
+    if measures_whole_split(config, overrides):
+        config.eval.tokens = None
+    return config
+
+
+def measures_whole_split(config: DictConfig, overrides: tuple[str, ...]) -> bool:
+    """Return whether neither a YAML file nor an override of the study sets eval.tokens."""
+    by_default = OmegaConf.is_interpolation(config.eval, "tokens")
+    return by_default and not any(word.startswith("eval.tokens=") for word in overrides)
 
 
 def read_mark(path: Path) -> str | None:
@@ -151,7 +164,10 @@ def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     path = out / planned.name
     if (mark := read_mark(path)) is None:
         mark = f"{digest}/{planned.stage}/{planned.arm}"
-    return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={mark}"]
+    words = [*planned.words, "run.report=false"]
+    if config_of_planned(planned).eval.tokens is None:
+        words.insert(0, "eval.tokens=null")
+    return [*words, f"run.dir={path}", f"run.study={mark}"]
 
 
 def is_ended(path: Path) -> bool:

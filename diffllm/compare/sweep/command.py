@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     starts if a config is invalid.
 
     Returns:
-        The exit status: 0 if all runs are finished. If signal n stopped the sweep, 128 + n.
-        Otherwise 1.
+        The exit status: 0 if all runs are finished. If a signal stopped the sweep, the result
+        of `stopped_status`. Otherwise 1.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -55,7 +56,9 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
         directory.withdraw()
         raise
     unfinished = print_outcomes(jobs, endings, directory)
-    if unfinished < len(jobs) or not stopped:
+    # A scheduler's signal leaves too little time for a comparison.
+    by_user = stopped == signal.SIGINT and unfinished < len(jobs)
+    if by_user or not stopped:
         write_comparison(directory.path)
     print_upload(directory.path)
     if stopped:

@@ -212,8 +212,12 @@ def plan_sweep(
     try:
         finished = {name: has_ended(directory.path / name, cfg) for name, cfg in configs.items()}
         for name, cfg in configs.items():
-            if not finished[name]:
+            if finished[name]:
+                continue
+            try:
                 check_memory(cfg, world_size, ranks_here)
+            except ConfigError as error:
+                raise ConfigError(f"run {name}: {error}") from error
         if keys != directory.record["keys"]:  # Runs that have not begun get new names.
             check_queue({n: i for n, i in directory.record["jobs"].items() if n not in begun})
             known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
