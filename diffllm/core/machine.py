@@ -40,8 +40,8 @@ def allowed_cpus() -> Collection[int]:
 def within_quota(count: int, root: Path) -> int:
     """Return `count`, reduced to the CPUs of the quota; at least 1.
 
-    Round the quota up: `benchmarks/threads.py` measures two threads as faster than one with a quota
-    of 1.5 cores.
+    Round the quota up: with a quota of 1.5 cores, two threads that sleep when they wait are faster
+    than one (`benchmarks/threads.py --only quota`).
     """
     quota = cpu_quota(root)
     if quota is not None:
