@@ -139,7 +139,7 @@ def test_sweep_counts_diverged_run_as_finished(tmp_path, environment, tiny):
     assert "did not finish" not in ended.out
     again = train(swept, tmp_path, environment)
     assert again.code == 0, again
-    assert "outputs/rates/lr1e+20 diverged, stopped: 5 steps" in again.out
+    assert "lr1e+20  diverged, stopped after step 5: 4 updates in a row were skipped" in again.out
     assert "run 2 of 2" not in again.out
 
 

@@ -89,6 +89,8 @@ def unigram_entropy():
 
 class Run(NamedTuple):
     training: Training
+    initial_loss: float
+    """Mean over four draws of initial values, because a single loss varies by 3%."""
     losses: list[float]
     first_gradients: dict[str, Tensor | None]
     initial: dict[str, Tensor]
@@ -96,15 +98,18 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module", params=slow_but(["diff_v1", "diff_v2"], VARIANTS))
 def run(request):
-    t = training(request.param, Precision.fp32, head_dim=16, init_std=0.05)
+    shape = {"head_dim": 16, "init_std": 0.05}
+    drawn = [training(request.param, Precision.fp32, **shape, init_seed=seed) for seed in range(4)]
+    initial_loss = sum(loss_and_gradients(t, 0)[0] for t in drawn) / len(drawn)
+    t = training(request.param, Precision.fp32, **shape)
     initial, (_, gradients) = copies(t.params), loss_and_gradients(t, 0)
     losses = [train_step(t, iter([batch(step)]), step).nll.item() for step in range(STEPS)]
-    return Run(t, losses, gradients, initial)
+    return Run(t, initial_loss, losses, gradients, initial)
 
 
 def test_training_reduces_loss_below_unigram_entropy(run):
     first, last = sum(run.losses[:5]) / 5, sum(run.losses[-5:]) / 5
-    assert run.losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert run.initial_loss == pytest.approx(math.log(256), rel=0.05)
     assert first - last > 1.5  # measured: 2.07 to 2.69
     assert last < unigram_entropy() - 0.2  # measured: 2.12 to 2.57 of 3.00
 
