@@ -89,9 +89,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def quota_of(directory: Path) -> float:
     """Return the quota of a control group, negative without a limit (version 1)."""
-    both = directory / "cpu.max"
-    if both.exists():
-        quota, period = both.read_text().split()
+    quota_file = directory / "cpu.max"  # version 2
+    if quota_file.exists():
+        quota, period = quota_file.read_text().split()
     else:
         quota = (directory / "cpu.cfs_quota_us").read_text()
         period = (directory / "cpu.cfs_period_us").read_text()
