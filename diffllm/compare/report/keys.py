@@ -36,8 +36,9 @@ FROM_CORPUS = (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)
 CAUSES = {
     **FACTS, "tokenizer": FROM_CORPUS,
     HELDOUT: ("eval.tokens", "data.heldout_fraction", "tokenizer", *FROM_CORPUS),
+    "eval.tokens": ("steps", "global_batch_size", "seq_len"),
 }  # fmt: skip
-"""Keys that explain a difference in a fact: a label then shows the key without the fact."""
+"""Keys that explain a difference in a fact or key: a label then shows the causes alone."""
 
 MATCHES = ("model.match_params_to", "model.match_flops_to")
 PLUGINS = "plugins"

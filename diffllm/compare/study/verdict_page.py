@@ -29,6 +29,7 @@ from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
+from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table
@@ -165,10 +166,10 @@ def arm_styles(found: Verdict) -> list[RowStyle]:
 def arm_row(study: Study, name: str, variant: str) -> Row:
     """Return a row without runs, whose keys determine the style of an arm in figures."""
     keys = {"attention": variant}
-    for word in study.arms[name]:
+    for word in [*study.base, *study.arms[name]]:
         key, _, value = word.partition("=")
         if key.startswith(ATTENTION):
-            keys[key] = value
+            keys[key] = parse_yaml(value)  # Spellings of one value have one style.
     return Row(name, keys, [])
 
 

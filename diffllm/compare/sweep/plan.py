@@ -201,13 +201,19 @@ def plan_sweep(
     keys = naming_keys(directory, swept, by_key)
     begun = begun_runs(directory)
     names = {name_run(cfg, keys): name for name, cfg in begun.items()}
+    same: list[str] = []
+    if "eval.tokens" not in by_key and any(cfg.eval.tokens is None for cfg in begun.values()):
+        # Runs of older versions measured the whole held-out split by default: so do the others.
+        same.append("eval.tokens=null")
+        for cfg in loaded:
+            cfg.eval.tokens = None
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
         name = name_run(cfg, keys)
         cfg.run.name = name = names.get(name, name)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
         cfg.run.swept = keys
-        words[name], configs[name] = job, cfg  # Spellings of one value give one run.
+        words[name], configs[name] = [*job, *same], cfg  # Spellings of one value give one run.
     directory.hold()
     try:
         finished = {name: has_ended(directory.path / name, cfg) for name, cfg in configs.items()}

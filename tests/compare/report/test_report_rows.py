@@ -397,6 +397,13 @@ def test_runs_are_comparable_if_eval_tokens_exceed_heldout_size(
     assert "gated tokens=900.0" in labels(found)
 
 
+def test_labels_of_runs_of_several_lengths_omit_eval_tokens_that_follow_from_length(tmp_path):
+    runs = [(f"standard steps={n} eval.tokens=auto", 4.0, {"heldout_tokens": n}) for n in (20, 40)]
+    found = compare(written(tmp_path, *runs))
+    assert labels(found) == ["standard steps=20", "standard steps=40"]
+    assert {"steps", "eval.tokens"} <= {*found.differences}
+
+
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
 def test_additional_runs_with_different_config_do_not_change_loss_gaps(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))

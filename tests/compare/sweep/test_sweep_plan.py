@@ -69,6 +69,15 @@ def test_resumed_sweep_runs_only_new_combinations_if_values_are_added() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("words", "tokens"), [([], None), (["eval.tokens=2e4"], 2e4)])
+def test_new_runs_of_sweep_measure_whole_heldout_split_if_its_begun_runs_do(
+    words: list[str], tokens: float | None
+) -> None:
+    pretend(planned("seed=0,1", "eval.tokens=null"))
+    new = [run for run in planned("seed=0,1,2", *words) if not run["finished"]]
+    assert [load_config(run["words"]).eval.tokens for run in new] == [tokens]
+
+
 def test_resumed_sweep_raises_error_if_fixed_config_value_has_changed() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
