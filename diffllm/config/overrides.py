@@ -197,6 +197,8 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{word[:LONGEST_QUOTED]!r} is not of the form key=value{flag_suggestion(word)}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
+    if key and key[1] in AUTO:
+        text += f", null, or auto (in a YAML file: {AUTO[key[1]]})"
     file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
     where = f"{file[1]}={file[2]}: " if file else ""
     if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '\w+')", text):
