@@ -152,7 +152,8 @@ def needing_interop(command: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f'diffllm {command} needs transformers 5: {error}; run pip install "diffllm[interop]"'
+            f"diffllm {command} needs transformers 5: {error}; run "
+            "pip install -c constraints.txt -e '.[interop]'"
         ) from error
 
 

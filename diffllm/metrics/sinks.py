@@ -28,7 +28,8 @@ class MetricsConfig:
 def check_installed(cfg: MetricsConfig) -> None:
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            'metrics.tensorboard=true needs a package; run pip install "diffllm[tensorboard]"'
+            "metrics.tensorboard=true needs a package; run "
+            "pip install -c constraints.txt -e '.[tensorboard]'"
         )
 
 

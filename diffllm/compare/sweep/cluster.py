@@ -65,7 +65,8 @@ class ClusterLauncher:
             return None
         if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
             raise ConfigError(
-                f'hydra/launcher={name} needs a package; run pip install "diffllm[slurm]"'
+                f"hydra/launcher={name} needs a package; run "
+                "pip install -c constraints.txt -e '.[slurm]'"
             )
         if ranks > 1:
             raise ConfigError(f"hydra/launcher={name} starts its own ranks; do not use torchrun")
