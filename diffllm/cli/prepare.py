@@ -7,6 +7,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
+from diffllm.data.text.skipped import SKIPPED
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
@@ -28,13 +29,16 @@ def prepare_command(argv: list[str]) -> None:
 
 def prepared_text(data: Prepared) -> str:
     manifest, heldout = data.manifest, data.manifest.splits["heldout"]
+    names = data.directory / SKIPPED
+    named_in = f", named in {names}" if names.is_file() else ""
     lines = [
         str(data.directory),
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
         *([f"corpus   {manifest.note}"] if manifest.note else []),
         *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} hidden or "
-        f"unsupported; held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} other files"
+        f"{named_in}; held-out unigram entropy "
+        f"{manifest.heldout_unigram_entropy:.3f} nats",
         thin_heldout(heldout.documents, heldout.tokens),
     ]
     return "\n".join(filter(None, lines))
