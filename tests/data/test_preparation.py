@@ -16,6 +16,7 @@ from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.prepare import held_out_pieces, prepare
 from diffllm.data.text.corpus import open_corpus
+from diffllm.data.text.skipped import skipped_text
 from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
@@ -120,7 +121,7 @@ def test_prepare_names_each_skipped_file_once(
     data = prepare(cfg)
     first, *messages = printed()
     listing = data.directory / "skipped.txt"
-    assert first.startswith(f"data.paths: skipped 12 entries of directories; all are in {listing};")
+    assert first.startswith(f"data.paths: skipped 12 entries of directories, listed in {listing};")
     listed = listing.read_text().splitlines()
     assert messages == [*(f"skipped {line}" for line in listed[:10]), "skipped 2 more"]
     reason = "plain text; of docs/, only JSON is read ("
@@ -134,6 +135,8 @@ def test_prepare_names_each_skipped_file_once(
     assert prepare(cfg).directory == data.directory
     assert printed()[-1] == "skipped 3 more"
     assert f"{docs}/README.md: " in listing.read_text()
+    text = f"data.paths: skipped 13 entries of directories, listed in {listing}"
+    assert skipped_text(data.directory) == text
 
 
 @pytest.mark.parametrize("given", [True, False])

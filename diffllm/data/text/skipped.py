@@ -36,15 +36,24 @@ def report_skipped(skipped: Skipped, directory: Path, final: Path) -> None:
     place = ""
     with suppress(OSError):  # the cache may be read-only
         replace_file(directory / SKIPPED, content)
-        place = f"; all are in {final / SKIPPED}"
+        place = f", listed in {final / SKIPPED}"
     if not lines:
         return
-    entries = "entry" if len(lines) == 1 else "entries"
-    to_stderr(
-        f"data.paths: skipped {len(lines):,} {entries} of directories{place}; to read a file, add "
-        "its own path to data.paths"
-    )
+    to_stderr(f"{counted(len(lines))}{place}; to read a file, add its own path to data.paths")
     for line in lines[:PRINTED]:
         to_stderr(f"skipped {line}")
     if len(lines) > PRINTED:
         to_stderr(f"skipped {len(lines) - PRINTED:,} more")
+
+
+def skipped_text(directory: Path) -> str:
+    """Return the number of skipped files of a prepared corpus, or "" if no file was skipped."""
+    file = directory / SKIPPED
+    lines: list[str] = []
+    with suppress(OSError, ValueError):
+        lines = read_text(file, LARGEST).splitlines()
+    return f"{counted(len(lines))}, listed in {file}" if lines else ""
+
+
+def counted(number: int) -> str:
+    return f"data.paths: skipped {number:,} {'entry' if number == 1 else 'entries'} of directories"
