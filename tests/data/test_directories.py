@@ -187,3 +187,16 @@ def test_directory_with_equal_bytes_of_two_kinds_is_read_as_the_first_kind(
     size = write_kind(tmp_path / "docs", "json", 3).stat().st_size
     (tmp_path / "docs" / "a.txt").write_text("x" * size)
     assert texts(make_config(tmp_path / "docs")) == ["json 0", "json 1", "json 2"]
+
+
+def test_directory_next_to_files_that_a_glob_matches_is_listed_as_skipped(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    write_tree(tmp_path / "docs", {"a.txt": b"a", "sub/b.txt": b"b"})
+    corpus = opened(make_config(tmp_path / "docs" / "*"))
+    assert list(corpus.texts()) == ["a"]
+    reason = f"a directory, and {tmp_path}/docs/* also matches files"
+    assert corpus.skipped == {tmp_path / "docs" / "sub": reason}
+    for patterns in (["**"], ["*/*"], ["*", "sub"]):
+        paths = [tmp_path / "docs" / pattern for pattern in patterns]
+        assert not opened(make_config(*paths)).skipped, patterns

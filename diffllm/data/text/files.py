@@ -272,7 +272,7 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], Skipped]:
     Return a dict, and the skipped entries of directories. The keys of the dict are the files. If
     `cfg.paths` lists or matches the file itself, its value is None. Otherwise, its value is the
     listed or matched directory in which the file was found; of nested directories, the innermost.
-    If a glob pattern matches files and directories, the directories are ignored. Raises DataError
+    If a glob pattern matches files and directories, the directories are skipped. Raises DataError
     if an entry of `cfg.paths` matches nothing.
     """
     roots: dict[Path, Path | None] = {}
@@ -288,15 +288,22 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], Skipped]:
         for each in paths:  # refuse pipes and sockets, which could block
             with usable(each), open_regular(each, 2**63, follow=True):
                 roots[each] = None
-        for root in () if paths else names:
+        if paths:
+            searched = {parent for file in paths for parent in file.parents}
+            for directory in names:
+                if directory.is_dir() and directory not in searched:
+                    skipped[directory] = f"a directory, and {pattern} also matches files"
+            continue
+        for root in names:
             below, skipped_below = files_below(root)
             skipped |= skipped_below
             for file in below:
                 outer = roots.setdefault(file, root)
                 if outer not in (None, root) and root.is_relative_to(outer):
                     roots[file] = root
-    # One entry of data.paths may list a file that another entry skips.
-    return roots, {path: problem for path, problem in skipped.items() if path not in roots}
+    # One entry of data.paths may list a file or directory that another entry skips.
+    listed = roots.keys() | roots.values()
+    return roots, {path: problem for path, problem in skipped.items() if path not in listed}
 
 
 def files_below(root: Path) -> tuple[list[Path], Skipped]:
