@@ -7,6 +7,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
+from diffllm.data.text.skipped import skipped_text
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
@@ -33,8 +34,9 @@ def prepared_text(data: Prepared) -> str:
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
         *([f"corpus   {manifest.note}"] if manifest.note else []),
         *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} hidden or "
-        f"unsupported; held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+        f"skipped  {manifest.skipped_empty} empty and {manifest.skipped_undecodable} other files; "
+        f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+        skipped_text(data.directory),
         thin_heldout(heldout.documents, heldout.tokens),
     ]
     return "\n".join(filter(None, lines))

@@ -75,7 +75,8 @@ class TextConfig:
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
-    """Files, directories, globs: parquet, json, jsonl, text; json, jsonl, txt also .gz, .zst."""
+    """Files, directories, globs: parquet, json, jsonl, text; json, jsonl, txt also .gz, .zst. Of a
+    directory, only the kind with the most bytes is read: parquet, json and jsonl, or text."""
     text_column: str = "text"
     """Column that holds the text, in parquet and json."""
     prompt_column: str | None = None

@@ -19,6 +19,7 @@ from diffllm.data.text.file_index import (
     names_of,
 )
 from diffllm.data.text.files import paths_of
+from diffllm.data.text.skipped import report_skipped
 from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import (
     OPENERS,
@@ -116,14 +117,17 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             "tokenizer that encoded the tokens"
         )
     tokenizer = Tokenizer.from_file(cfg.tokenizer)
-    found, _ = paths_of(cfg)
-    paths = [path for path, root in found.items() if root is None or path.suffix in OPENERS]
+    roots, skipped = paths_of(cfg)
+    paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
     if not paths:
         raise DataError(
             f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file; "
             "for text files, set data=files"
         )
     beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
+    for path, root in roots.items():
+        if root and path.suffix not in OPENERS and path not in beside:
+            skipped[path] = f"not a {' or '.join(OPENERS)} file"
     paths = [path for path in paths if path not in beside]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:
         raise DataError(
@@ -137,11 +141,14 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     corpus = combined_hash(["tokens", fingerprints, cfg.heldout_fraction, hashes])
     directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
 
-    def build(directory: Path) -> None:
-        write_tokenizer(located(str(cfg.tokenizer)), directory)
+    def build(scratch: Path) -> None:
+        report_skipped(skipped, scratch, directory)
+        write_tokenizer(located(str(cfg.tokenizer)), scratch)
         manifest = manifest_of(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
-        manifest.save(directory)
+        manifest.save(scratch)
 
+    if directory.is_dir():
+        report_skipped(skipped, directory, directory)
     build_once(directory, build)
     return ImportedData(directory, tuple(map(str, paths)), facts)
 

@@ -256,6 +256,7 @@ class Answers(Evaluation):
 
     def __init__(self, task: Task):
         self.task, self.name = task, task.name
+        self.examples_file = task.examples_file
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:
         version = [VERSION, SCORES, self.task.version]

@@ -2,7 +2,8 @@
 
 A results file is a JSON Lines file in a run directory. Its first line contains "key" (all settings
 that the result depends on), "unit" (the unit of the scores), "scores" and "sha256". The checksum
-"sha256" detects changed files. Each further line describes one example, document or layer.
+"sha256" detects changed files. "examples_file" names the file of a user's task. Each further line
+describes one example, document or layer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffllm.core.errors import CheckpointError
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import parse_json, read_lines, readable, write_atomic
 from diffllm.core.printing import to_stderr
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from diffllm.config import TrainConfig
-    from diffllm.data.tasks.task import Level
+    from diffllm.data.tasks.task import ExamplesFile, Level
     from diffllm.data.tokenizer import Tokenizer
     from diffllm.model import Transformer
 
@@ -91,10 +92,12 @@ class Evaluation(ABC):
     """Base class of evaluations of a checkpoint.
 
     `name` identifies the evaluation in commands and file names. `unit` is the unit of all scores.
+    `examples_file` is set for a user's file of examples; other evaluations have unique names.
     """
 
     name: str
     unit: str
+    examples_file: ExamplesFile | None = None
 
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
@@ -131,6 +134,25 @@ def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
             to_stderr(f"{error}; evaluating again")
         return None
     return first if first["key"] == key else None
+
+
+def check_examples_file(file: Path, examples_file: ExamplesFile | None) -> None:
+    """Raise ConfigError if a results file stores the results of another file of examples.
+
+    Results of an edited file, and of an equal file at another path, can be overwritten. Older
+    versions did not store the path.
+    """
+    try:
+        stored = read_first(file).get("examples_file")
+    except (OSError, ValueError):
+        return  # missing or damaged: `read_result` explains
+    if examples_file is None or not isinstance(stored, dict):
+        return
+    if stored.get("path") != examples_file.path and stored.get("sha256") != examples_file.sha256:
+        raise ConfigError(
+            f"tasks: {examples_file.path} has the name of {stored.get('path')}, whose results "
+            f"would be overwritten; rename the file, or delete {file}"
+        )
 
 
 def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:

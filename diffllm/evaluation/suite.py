@@ -29,6 +29,7 @@ from diffllm.evaluation.evaluation import (
     Asked,
     Evaluation,
     Subject,
+    check_examples_file,
     read_result,
     results_of,
     store_result,
@@ -66,8 +67,8 @@ def chosen(
     """Return the chosen evaluations, and an `Asked` that contains their levels of difficulty.
 
     The chosen evaluations are those in `names` or, if `names` is empty, all evaluations of `suite`.
-    Raises ConfigError if a name or the suite is unknown, or if `levels` is not empty and several
-    evaluations are chosen.
+    Raises ConfigError if a name or the suite is unknown, if two files have one name, or if `levels`
+    is not empty and several evaluations are chosen.
 
     Args:
         names: names of tasks or evaluations, or paths of .jsonl or .ndjson files of examples.
@@ -75,15 +76,29 @@ def chosen(
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} does not exist{choose_from(suite, list(SUITES))}")
-    wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
-    if levels and len(wanted) != 1:
+    by_name: dict[str, Evaluation] = {}
+    for name in names or SUITES[suite]:
+        evaluation = evaluation_named(name)
+        check_same_examples(by_name.setdefault(evaluation.name, evaluation), evaluation)
+    if levels and len(by_name) != 1:
         raise ConfigError(
-            f"level={list(map(dict, levels))} applies to a single task, but {len(wanted)} are "
+            f"level={list(map(dict, levels))} applies to a single task, but {len(by_name)} are "
             "selected; select one with tasks=[NAME]"
         )
-    found = [evaluation_named(name) for name in wanted]
-    own = {name: fixed for name, fixed in SUITES[suite].items() if fixed and name in wanted}
-    return found, Asked(levels={found[0].name: levels} if levels else own)
+    fixed = {name: SUITES[suite][name] for name in by_name if SUITES[suite].get(name)}
+    asked = Asked(levels=dict.fromkeys(by_name, levels) if levels else fixed)
+    return list(by_name.values()), asked
+
+
+def check_same_examples(first: Evaluation, second: Evaluation) -> None:
+    """Raise ConfigError if two evaluations of one name read different files of examples."""
+    files = first.examples_file, second.examples_file
+    if files[0] != files[1]:
+        paths = " and ".join(file.path for file in files if file)
+        raise ConfigError(
+            f"tasks: {paths} have the same name {first.name}, which identifies their results; "
+            "rename one of the files, or add a link with another name"
+        )
 
 
 def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
@@ -94,7 +109,7 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
     """
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
-        if task.name in TASKS or task.name in EVALUATIONS:
+        if task.name.removeprefix(PREFIX) in TASKS or task.name in EVALUATIONS:
             raise ConfigError(
                 f"tasks: {name} has the name of the task {task.name}; rename the file"
             )
@@ -118,11 +133,15 @@ def evaluate(
     """Run all evaluations; return results by evaluation name, and a message per skipped evaluation.
 
     An evaluation is skipped if its task does not fit into the model's maximum length. A stored
-    result is reused if the checkpoint, the tokenizer and all settings are unchanged.
+    result is reused if the checkpoint, the tokenizer and all settings are unchanged. Raises
+    ConfigError before the first evaluation if a result of another file would be overwritten.
     """
     results: dict[str, Result] = {}
     skipped = []
     directory = results_of(subject.run, step_of(subject.checkpoint))
+    files = {each.name: directory / f"{each.name}.jsonl" for each in evaluations}
+    for each in evaluations:
+        check_examples_file(files[each.name], each.examples_file)
     manifest = (subject.checkpoint / MANIFEST).read_bytes()
     for each in evaluations:
         try:
@@ -136,8 +155,7 @@ def evaluate(
             "tokenizer": subject.tokenizer.pieces_hash,
             **settings,
         }
-        file = directory / f"{each.name}.jsonl"
-        first = read_result(file, key)
+        first = read_result(files[each.name], key)
         if first is None:
             lines = each.lines(subject, settings)
             scores = []
@@ -147,7 +165,9 @@ def evaluate(
                 # A diverged model may have an infinite value, which JSON cannot hold.
                 scores.append({**content, "value": finite(score.value), **more})
             first = {"key": key, "unit": each.unit, "scores": scores}
-            store_result(file, first, lines)
+            if each.examples_file:
+                first["examples_file"] = each.examples_file._asdict()
+            store_result(files[each.name], first, lines)
         results[each.name] = {name: first[name] for name in ("unit", "scores")}
     return results, skipped
 
@@ -160,7 +180,9 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
     The argument of the returned function is the tokenizer. The returned function raises ConfigError
     if a task does not fit into the sequence length of the run.
     """
-    found: dict[Answers, Sequence[Level]] = {}
+    tasks: dict[str, Answers] = {}
+    levels: dict[str, Sequence[Level]] = {}
+    selected_by: dict[str, str] = {}
     known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
     for name in cfg.eval.suites:
         try:
@@ -168,6 +190,8 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
                 evaluations, asked = chosen(name, [], [])
             else:
                 evaluations, asked = [evaluation_named(name, known)], Asked()
+            for each in evaluations:
+                check_same_examples(tasks.get(each.name, each), each)
         except ConfigError as error:
             raise ConfigError(f"eval.suites: {str(error).removeprefix('tasks: ')}") from None
         for each in evaluations:
@@ -176,16 +200,25 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
                     f"eval.suites: {each.name} cannot be evaluated during training; after "
                     f"training, use diffllm evaluate tasks=[{each.name}]"
                 )
-            found[each] = asked.levels.get(each.name, ())
-    by_name = {each.name: each for each in found}
+            of_suite = asked.levels.get(each.name, ())
+            if levels.get(each.name, of_suite) != of_suite and each.name not in cfg.eval.levels:
+                raise ConfigError(
+                    f"eval.suites: {selected_by[each.name]} and {name} contain the task "
+                    f"{each.name} at different levels; keep one of them, or set "
+                    f"eval.levels={{{each.name}: ...}}"
+                )
+            tasks[each.name], levels[each.name], selected_by[each.name] = each, of_suite, name
     for name, level in cfg.eval.levels.items():
-        if name not in by_name:
+        if name not in tasks:
             raise ConfigError(
                 f"eval.levels: {name} must be a task of eval.suites={cfg.eval.suites}; "
                 f"add {name} to eval.suites, or remove it from eval.levels"
             )
-        found[by_name[name]] = levels_of(level, f"eval.levels: {name}")
-    return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None
+        levels[name] = levels_of(level, f"eval.levels: {name}")
+    if not tasks:
+        return None
+    by_task = {task: levels[name] for name, task in tasks.items()}
+    return lambda tokenizer: TasksWhileTraining(cfg, by_task, tokenizer)
 
 
 class TasksWhileTraining:

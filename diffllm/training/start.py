@@ -22,6 +22,7 @@ from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
+from diffllm.data.text.skipped import skipped_text
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
@@ -132,6 +133,10 @@ def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.dev
     here.watch.reached("the preparation of the corpus")
     here.display.print(f"run {path}: preparing data")
     data = prepare(cfg.data, cfg.prepare)
+    for directory in [source.directory for source in data.sources.values()] or [data.directory]:
+        # Preparation names the files once; later runs only point to the list.
+        if text := skipped_text(directory):
+            here.display.print(text)
     check_fit(cfg, data)
     # Fill the cache here: counting may take longer than the timeout of collectives.
     packing_counts(data, cfg.data, cfg.seq_len)

@@ -1,10 +1,14 @@
 """Texts for small corpora, and contents of prepared data."""
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 
+from diffllm.data.config import DataConfig
 from diffllm.data.mixture import Prepared
+from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.token_data import TokenData
 
 
@@ -26,3 +30,16 @@ def documents_of(data: Prepared, split: str) -> list[str]:
     tokens = stream.tokens(0, len(stream))
     parts = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id) + 1)[:-1]
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
+
+
+def opened(cfg: DataConfig) -> Corpus:
+    return open_corpus(cfg, Path(cfg.cache_dir))
+
+
+def texts(cfg: DataConfig) -> list[str | None]:
+    parts = opened(cfg).parts
+    return [text for part in parts for documents in part.read() for text in documents.texts]
+
+
+def json_lines(*documents: str | None, column: str = "text") -> str:
+    return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))

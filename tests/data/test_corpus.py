@@ -1,5 +1,4 @@
 import gzip
-import json
 import os
 import re
 import sysconfig
@@ -11,28 +10,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from sample_texts import json_lines, opened, texts
 
 import diffllm
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import file_index, files, readers
-from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import combined_hash, file_facts
 
 MakeConfig = Callable[..., DataConfig]
-
-
-def opened(cfg: DataConfig) -> Corpus:
-    return open_corpus(cfg, Path(cfg.cache_dir))
-
-
-def texts(cfg: DataConfig) -> list[str | None]:
-    parts = opened(cfg).parts
-    return [text for part in parts for documents in part.read() for text in documents.texts]
-
-
-def json_lines(*documents: str | None, column: str = "text") -> str:
-    return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
 
 
 def test_stdlib_corpus_counts_skipped_blank_and_undecodable_files(
@@ -183,91 +169,6 @@ def test_data_paths_glob_without_matches_raises_error_with_glob(
     for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
         with pytest.raises(DataError, match=re.escape(f"{path} matches no file")):
             opened(make_config(path))
-
-
-TREE = {
-    "z.md": b"z",
-    "a/b.py": b"b = 1",
-    "a/c/d.jsonl": b'{"text": "d"}',
-    "a/e": b"e",
-    "a/package.json": b'{\n  "name": "a"\n}',
-    "a.csv": b"f,g",
-    "blank.txt": b" \n",
-    "image.png": b"\x89PNG",
-    "latin.txt": b"\xe9",
-    "tokens.bin": b"0",
-    ".hidden": b"h",
-    ".git/config": b"h",
-    "a/.h/i.txt": b"h",
-}
-
-
-def write_tree(root: Path, tree: dict[str, bytes]) -> Path:
-    for name, content in tree.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    return root
-
-
-def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    docs = write_tree(tmp_path / "home" / "docs", TREE)
-    (docs / "a" / "loop").symlink_to(docs)
-    (docs / "y").symlink_to(docs / "a")
-    (docs / "gone").symlink_to(tmp_path / "none")
-    os.mkfifo(docs / "pipe")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    found = opened(make_config(Path("~/docs")))
-    assert found.description == "5 files in docs/"
-    assert list(found.texts()) == ["f,g", "b = 1", "d", "e", "z"]
-    assert (found.skipped_empty, found.skipped_undecodable) == (1, 7)
-    names = ["a.csv", "a/b.py", "a/c/d.jsonl", "a/e", "z.md"]
-    docs.rename(tmp_path / "moved")
-    others = ([tmp_path / "moved"], [tmp_path / "mov*"], [tmp_path / "moved" / n for n in names])
-    for paths in others:
-        assert opened(make_config(*paths)).identity == found.identity
-    (tmp_path / "moved" / "new.rst").write_text("new")
-    assert opened(make_config(tmp_path / "moved")).identity != found.identity
-    assert list(opened(make_config(tmp_path / "moved" / "*.md")).texts()) == ["z"]
-
-
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
-        ({".hidden": b"h"}, "has no text file, .parquet file or .jsonl file"),
-        ({"a.png": b"\x89PNG", "b.txt": b"\n"}, "has no text file, .parquet file or .jsonl file"),
-        ({"a.bin": b"0", "a.idx": b"0"}, "file; data=tokens reads its token files"),
-        ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
-    ],
-)
-def test_directory_without_text_files_raises_error_with_directory_path(
-    tmp_path: Path, make_config: MakeConfig, tree: dict[str, bytes], said: str
-) -> None:
-    (tmp_path / "docs").mkdir()
-    with pytest.raises(DataError) as caught:
-        opened(make_config(write_tree(tmp_path / "docs", tree)))
-    assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
-
-
-@pytest.mark.parametrize("tree", [["a.txt"], ["a.md", "b.py"], ["a.csv", "b.txt.gz", "p.json"]])
-@pytest.mark.parametrize("column", [{"text_column": "body"}, {"prompt_column": "body"}])
-def test_column_key_with_only_plain_text_files_raises_error_with_fix(
-    tmp_path: Path, make_config: MakeConfig, tree: list[str], column: dict[str, str]
-) -> None:
-    (tmp_path / "docs").mkdir()
-    content = {"b.txt.gz": gzip.compress(b"text"), "p.json": b"{}"}
-    contents = {name: content.get(name, b"text") for name in tree}
-    docs = write_tree(tmp_path / "docs", contents)
-    (key,) = column
-    for paths in ([docs], [docs / tree[0]]):
-        with pytest.raises(DataError) as caught:
-            opened(make_config(*paths, **column))
-        assert f"data.{key}=body needs files with columns" in str(caught.value)
-        assert str(caught.value).endswith(f"plain text has no columns; remove data.{key}")
-    (docs / "c.jsonl").write_text(json_lines("text", column="body"))
-    if key == "text_column":
-        assert len(texts(make_config(docs, **column))) == 1 + sum(name != "p.json" for name in tree)
 
 
 def test_hub_dataset_keeps_first_commit_if_branch_changes(

@@ -113,6 +113,9 @@ def test_corpus_identity_does_not_change_if_token_files_are_moved(
     assert second.paths == (str(moved),)
     (tmp_path / "moved" / "README.md").write_text("Tokens.")
     assert prepare(make(tmp_path / "moved")) == second
+    reason = "not a .bin or .ds file"
+    listing = second.directory / "skipped.txt"
+    assert listing.read_text() == f"{tmp_path / 'moved' / 'README.md'}: {reason}\n"
     assert np.array_equal(second.split("heldout").tokens(0, 9), first.split("heldout").tokens(0, 9))
 
 

@@ -16,6 +16,7 @@ from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.prepare import held_out_pieces, prepare
 from diffllm.data.text.corpus import open_corpus
+from diffllm.data.text.skipped import skipped_text
 from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
@@ -96,6 +97,46 @@ def test_prepare_excludes_and_counts_blank_documents(
     data = prepare(make_config(corpus, vocab_size=300))
     assert data.manifest.skipped_empty == 3
     assert sum(split.documents for split in data.manifest.splits.values()) == 30
+
+
+def test_prepare_names_each_skipped_file_once(
+    tmp_path: Path,
+    make_config: MakeConfig,
+    prepared: TokenData,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in sample_documents(30))
+    )
+    for number in range(12):
+        (docs / f"{number:02}.md").write_text("a note")
+    cfg = make_config(docs, tokenizer=str(prepared.directory))
+
+    def printed() -> list[str]:
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if "skipped" in line]
+
+    data = prepare(cfg)
+    first, *messages = printed()
+    listing = data.directory / "skipped.txt"
+    assert first.startswith(f"data.paths: skipped 12 entries of directories, listed in {listing};")
+    listed = listing.read_text().splitlines()
+    assert messages == [*(f"skipped {line}" for line in listed[:10]), "skipped 2 more"]
+    reason = "plain text; of docs/, only JSON is read ("
+    expected = [f"{docs}/{number:02}.md: {reason}" for number in range(12)]
+    assert [line[: len(start)] for line, start in zip(listed, expected, strict=True)] == expected
+    assert data.manifest.skipped_undecodable == 12
+    prepare(cfg)
+    assert not printed()
+    # The text is the same, so the prepared tokens are reused.
+    (docs / "README.md").write_text("more")
+    assert prepare(cfg).directory == data.directory
+    assert printed()[-1] == "skipped 3 more"
+    assert f"{docs}/README.md: " in listing.read_text()
+    text = f"data.paths: skipped 13 entries of directories, listed in {listing}"
+    assert skipped_text(data.directory) == text
 
 
 @pytest.mark.parametrize("given", [True, False])

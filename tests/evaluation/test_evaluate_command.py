@@ -1,5 +1,6 @@
 """`diffllm evaluate`: output, stored results and errors."""
 
+import codecs
 import json
 import re
 import shutil
@@ -262,6 +263,59 @@ def test_evaluate_command_runs_task_from_examples_file(
     assert json.loads(capsys.readouterr().out)["own"]["scores"][0]["examples"] == 5
 
 
+def test_evaluate_command_refuses_two_examples_files_of_one_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
+    for folder in ("arc", "piqa"):
+        (tmp_path / folder).mkdir()
+    arc = write_lines(tmp_path / "arc" / "test.jsonl", example)
+    piqa = write_lines(tmp_path / "piqa" / "test.jsonl", example, example)
+    words = ["evaluate", f"run={run}", "--json"]
+
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main([*words, *more]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    error = refused(f"tasks=[{arc},{piqa}]")
+    assert error.startswith(f"error: tasks: {arc} and {piqa} have the same name test,")
+    assert not (run / "evaluation").exists()
+    link = tmp_path / "piqa.jsonl"
+    link.symlink_to(piqa)
+    again = arc.parent / ".." / "arc" / "test.jsonl"
+    assert main([*words, f"tasks=[{arc},{again},{link}]"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    counts = {name: result["scores"][0]["examples"] for name, result in results.items()}
+    assert counts == {"test": 1, "piqa": 2}
+    # Stored results of one file are not overwritten by those of another.
+    stored = run / "evaluation" / "step-00000000" / "test.jsonl"
+    before = stored.read_bytes()
+    error = refused(f"tasks=[mqar,{piqa}]", "limit=4")
+    assert error.startswith(f"error: tasks: {piqa} has the name of {arc}, whose results would be")
+    assert stored.read_bytes() == before
+    assert not stored.with_name("mqar.jsonl").exists()
+    # An edited file replaces its results, and a copy reuses them.
+    write_lines(arc, example, example)
+    assert main([*words, f"tasks=[{arc}]"]) == 0
+    edited = stored.read_bytes()
+    assert edited != before
+    assert main([*words, f"tasks=[{piqa}]"]) == 0
+    assert stored.read_bytes() == edited
+
+
+def test_evaluate_command_reads_examples_file_with_byte_order_mark(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
+    outputs = []
+    for mark in (b"", codecs.BOM_UTF8):
+        own.write_bytes(mark + own.read_bytes())
+        assert main(["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -291,6 +345,7 @@ def test_evaluate_command_refuses_invalid_task_and_level_arguments(
     scores = json.loads(capsys.readouterr().out)["mqar"]["scores"]
     assert [score["level"] for score in scores] == [{"filler": 4}, {"filler": 6}]
     mqar = write_lines(tmp_path / "mqar.jsonl", {"prompt": "a", "answer": "b"})
+    mass = write_lines(tmp_path / "attention_mass_mqar.jsonl", {"prompt": "a", "answer": "b"})
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),
@@ -307,6 +362,7 @@ def test_evaluate_command_refuses_invalid_task_and_level_arguments(
         (["level={filler: 5}"], "level=[{'filler': 5}] applies to a single task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
+        ([f"tasks=[{mass}]"], f"tasks: {mass} has the name of the task attention_mass_mqar"),
     ):
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]

@@ -59,15 +59,26 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         (["eval.suites=[mqar]", "eval.levels={mqar: {filler: 90}}"], "the task mqar at"),
         (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar must be a task of eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be a mapping"),
+        (
+            ["eval.suites=[needle_4k,needle]"],
+            "eval.suites: needle_4k and needle contain the task needle at different levels",
+        ),
+        (
+            ["eval.suites=[arc/test.jsonl,piqa/test.jsonl]"],
+            "eval.suites: {place}/arc/test.jsonl and {place}/piqa/test.jsonl have the same name",
+        ),
     ],
 )
 def test_train_refuses_invalid_task_setting(place, environment, words, said):
     run = place / "refused"
+    for folder in ("arc", "piqa"):
+        (place / folder).mkdir(exist_ok=True)
+        (place / folder / "test.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 2, result
     (line,) = (line for line in result.err.splitlines() if line.startswith("error: "))
-    assert line.startswith(f"error: {said}"), line
+    assert line.startswith(f"error: {said.replace('{place}', str(place))}"), line
     assert not run.exists()
 
 

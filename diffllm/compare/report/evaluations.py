@@ -98,7 +98,10 @@ def gathered(
                 own[run.seeds] = checkpoints(run, name, steps)
             else:
                 others.append(str(run.path))
-    why = "evaluated after another number of tokens, with another tokenizer or at other levels"
+    why = (
+        "evaluated after another number of tokens, with another tokenizer, at other levels or on "
+        "other examples"
+    )
     note = f"{name}: skipped {shortlist(others, 3)}, {why}." if others else ""
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]

@@ -32,6 +32,7 @@ from diffllm.data.shards import LARGEST_SHARE, SPLITS, Manifest, together, unigr
 from diffllm.data.streams import TokenStream, as_targets, token_counts
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.text.skipped import report_skipped
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark, usable
 
@@ -69,6 +70,7 @@ class TokensJob:
             started = time.monotonic()
             tokens = self.partial / "tokens"
             tokens.mkdir(parents=True, exist_ok=True)
+            report_skipped(self.corpus.skipped, tokens, self.final)
             write_tokenizer(self.tokenizer, tokens)
             tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
             below = math.floor(self.heldout_fraction * 2**64) - HALF

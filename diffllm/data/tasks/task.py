@@ -3,6 +3,7 @@
 A level is a dict of settings that determines the difficulty of examples, such as {"filler": 64}.
 """
 
+import codecs
 import hashlib
 import inspect
 import math
@@ -16,7 +17,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from diffllm.core.bounds import at_most
 from diffllm.core.errors import ConfigError
@@ -72,6 +73,13 @@ def levels_of(settings: Any, key: str) -> list[Level]:
     return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
 
+class ExamplesFile(NamedTuple):
+    """File of examples: its path, with links resolved, and the SHA-256 of its content."""
+
+    path: str
+    sha256: str
+
+
 class Task(ABC):
     """Base class of tasks, which generate examples; the decorator `@task` registers a subclass.
 
@@ -84,12 +92,14 @@ class Task(ABC):
             least one token.
         cluster: key of `Example.facts`; examples with the same value of this fact are dependent.
             An empty string means that all examples are independent.
+        examples_file: the file that contains the examples; None if they are generated.
     """
 
     name: str
     by: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[Mapping[str, Sequence[int]]] = {}
     cluster: ClassVar[str] = ""
+    examples_file: ExamplesFile | None = None
 
     @cached_property
     def version(self) -> str:
@@ -258,7 +268,7 @@ class OwnFile(Task):
     """
 
     def __init__(self, path: Path):
-        self.name, self.path = path.stem, path
+        self.name = path.stem
         try:
             content = read_bytes(path, LARGEST, follow=True)
         except (OSError, ValueError) as error:
@@ -266,8 +276,10 @@ class OwnFile(Task):
             near = similar_path(path, os.path.isfile)
             raise ConfigError(f"tasks: {path} cannot be read: {reason}{near}") from None
         self.version = hashlib.sha256(content).hexdigest()
+        self.examples_file = ExamplesFile(str(path.resolve()), self.version)
         self.by_level: dict[str, tuple[Level, list[Example]]] = {}
-        for number, line in enumerate(content.splitlines(), 1):
+        lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
                     level, example = example_in(line)

@@ -1,7 +1,7 @@
 """A corpus of documents, divided into parts that separate processes can read."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from diffllm.core.errors import DataError
 from diffllm.core.registry import SOURCES
 from diffllm.data.config import DataConfig
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.text.skipped import Skipped
 
 ROWS = 256
 TEXT_TYPES = ("string", "large_string", "string_view")
@@ -64,6 +65,7 @@ class Corpus:
         note: with data=packages, the packages that differ from the reference versions; else "".
         skipped_empty: number of skipped files that are empty or contain only whitespace.
         skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
+        skipped: skipped files of the directories in data.paths, with reasons.
         parts_for: if the texts depend on the tokenizer, lists the parts for a tokenizer file;
             otherwise None.
     """
@@ -75,6 +77,7 @@ class Corpus:
     note: str = ""
     skipped_empty: int = 0
     skipped_undecodable: int = 0
+    skipped: Skipped = field(default_factory=dict)
     has_prompts: bool = False
     parts_for: Callable[[Path], Sequence[Part]] | None = None
 

@@ -37,12 +37,18 @@ class FileFacts(NamedTuple):
     is_blank: bool
 
 
+def ending_of(path: Path) -> str:
+    """Return the ending of a file name in lower case, without .gz or .zst, such as ".json"."""
+    stem, suffix = os.path.splitext(path.name.lower())
+    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
 def format_of(path: Path) -> str:
     """Return the format implied by a file name: "parquet", "json", "text", or "" if unsupported."""
-    stem, suffix = os.path.splitext(path.name.lower())
-    if suffix in COMPRESSIONS:
-        return TEXT_FORMATS.get(os.path.splitext(stem)[1], "")
-    return "" if suffix in TOKEN_FILES else FORMATS.get(suffix, "text")
+    ending = ending_of(path)
+    if path.suffix.lower() in COMPRESSIONS:
+        return TEXT_FORMATS.get(ending, "")
+    return "" if ending in TOKEN_FILES else FORMATS.get(ending, "text")
 
 
 def names_of(names: Sequence[str]) -> str:

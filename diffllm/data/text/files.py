@@ -2,8 +2,8 @@
 
 import codecs
 import glob
-import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,15 +22,19 @@ from diffllm.data.text.file_index import (
     FileFacts,
     check_unchanged,
     combined_hash,
+    ending_of,
     file_facts,
     format_of,
     names_of,
 )
+from diffllm.data.text.skipped import EMPTY, HIDDEN, Skipped, reasons_text
 from diffllm.data.verified import usable
 
 if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
 
+KINDS = {"parquet": "parquet", "json": "JSON", "text": "plain text"}
+"""Kinds of files by format. If kinds of a directory have equal size, the first kind is read."""
 PART_BYTES = 32_000_000
 """Bytes of text per part of a small corpus."""
 MOST_PARTS = 4096
@@ -40,45 +44,108 @@ MOST_PARTS = 4096
 def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the files, directories and glob patterns in `cfg.paths` as a corpus.
 
-    Raises DataError if a file in `cfg.paths` cannot be used, or if no file contains text.
+    Of each directory, only one kind of file is read: the kind with the most bytes. The other files
+    of a directory are skipped, see `Corpus.skipped`. Raises DataError if a file in `cfg.paths`
+    cannot be used, or if no file contains text.
     """
-    paths, hidden = paths_of(cfg)
-    supported = [path for path in paths if format_of(path)]
+    roots, left_out = paths_of(cfg)
+    supported = [path for path in roots if format_of(path)]
     facts = dict(zip(supported, file_facts(supported, cache_dir), strict=True))
-    problems = {path: problem_of(path, facts.get(path), cfg) for path in paths}
-    for path, root in paths.items():
-        if problems[path] and root is None:
-            raise DataError(f"{path} cannot be used as text: {problems[path]}")
-        if root and path.suffix == ".json" and not contains_rows(path, cfg.text_column):
-            problems[path] = "no rows of text"  # such as package.json
-    kept = {path: each for path, each in facts.items() if not problems[path]}
+    problems = problems_of(roots, facts, cfg)
+    usable_facts = {path: facts[path] for path in supported if path not in problems}
+    other = other_kinds(usable_facts, roots, cfg)
+    kept = {path: usable_facts[path] for path in usable_facts if path not in other}
     check_columns_exist(cfg, list(kept), list(problems.values()))
-    tokens = any(path.suffix in TOKEN_FILES for path in paths)
+    skipped = {**other, **problems, **left_out}
+    # Only the first reasons are printed; empty and hidden files are the least surprising ones.
+    skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
+    tokens = any(path.suffix in TOKEN_FILES for path in roots)
     if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
-        hint = "; data=tokens reads its token files" * tokens
+        hint = "; data=tokens reads its token files" if tokens else ""
+        reasons = f"; skipped {reasons_text(skipped)}" if skipped else ""
         named = ", ".join(map(str, cfg.paths[:3]))
-        raise DataError(f"data.paths={named} has no text file, .parquet file or .jsonl file{hint}")
-    empty = sum(each.is_blank for each in facts.values())
+        raise DataError(
+            f"data.paths={named} has no text file, .parquet file or .jsonl file{hint}{reasons}"
+        )
     contents = []
     for path, of_file in kept.items():
         form = format_of(path)
         # Older versions kept the byte order mark, so they use a different hash.
         marked = " behind a mark" * (form == "text" and begins_with_mark(path))
         contents.append([of_file.sha256, f"{form}{marked}"])
+    empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
-        description=description_of({path: paths[path] for path in kept}),
+        description=description_of({path: roots[path] for path in kept}),
         identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
         list_parts=lambda: parts_of(kept, cfg),
         check=partial(check_all, kept),
         skipped_empty=empty,
-        skipped_undecodable=len(paths) - len(kept) - empty + hidden,
+        skipped_undecodable=len(skipped) - empty,
+        skipped=skipped,
     )
 
 
-def description_of(paths: Mapping[Path, Path | None]) -> str:
-    names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in paths.items())
-    link = ":" if None in paths.values() else " in"
-    return f"{len(paths)} file{'s'[: len(paths) > 1]}{link} {names_of([*names])}"
+def description_of(roots: Mapping[Path, Path | None]) -> str:
+    """Describe the files of a corpus, such as "2 parquet files in corpus/" or "1 file: a.txt"."""
+    names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in roots.items())
+    files_word = "file" if len(roots) == 1 else "files"
+    kinds = {format_of(path) for path in roots}
+    if None in roots.values() or len(kinds) > 1:
+        link = ":" if None in roots.values() else " in"
+        return f"{len(roots)} {files_word}{link} {names_of([*names])}"
+    return f"{len(roots)} {KINDS[kinds.pop()]} {files_word} in {names_of([*names])}"
+
+
+def problems_of(
+    roots: Mapping[Path, Path | None], facts: Mapping[Path, FileFacts], cfg: DataConfig
+) -> Skipped:
+    """Return the unusable files of directories with reasons.
+
+    `facts` contains the files of a supported format. Raises DataError for an unusable file with the
+    root None.
+    """
+    problems = {}
+    for path, root in roots.items():
+        problem = problem_of(path, facts.get(path), cfg)
+        if problem and root is None:
+            raise DataError(f"{path} cannot be used as text: {problem}")
+        if root and not problem and ending_of(path) == ".json":
+            problem = rows_problem(path, cfg.text_column)  # such as package.json
+        if problem:
+            problems[path] = problem
+    return problems
+
+
+def other_kinds(
+    facts: Mapping[Path, FileFacts], roots: Mapping[Path, Path | None], cfg: DataConfig
+) -> Skipped:
+    """Return the usable files that are not of the kind that is read from their directory.
+
+    Of a directory, the kind with the most bytes on disk is read. Plain text is not read if `cfg`
+    names a text column and the directory contains files with columns. Files with the root None are
+    always read.
+    """
+    sizes: dict[Path, Counter[str]] = {}
+    for path, of_file in facts.items():
+        root = roots[path]
+        if root is not None:
+            sizes.setdefault(root, Counter())[format_of(path)] += of_file.size
+    skipped = {}
+    for path in facts:
+        root, kind = roots[path], format_of(path)
+        if root is None:
+            continue
+        by_kind = sizes[root]
+        candidates = [name for name in KINDS if name in by_kind]
+        if cfg.text_column != DataConfig.text_column and len(candidates) > 1:
+            candidates = [name for name in candidates if name != "text"]
+        chosen = max(candidates, key=by_kind.__getitem__)
+        if kind != chosen:
+            skipped[path] = (
+                f"{KINDS[kind]}; of {root.name}/, only {KINDS[chosen]} is read "
+                f"({by_kind[chosen]:,} of {by_kind.total():,} bytes)"
+            )
+    return skipped
 
 
 def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
@@ -92,7 +159,7 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
         known = f".parquet, {formats} (also compressed) and other text"
         return f"unsupported format; data=files reads {known}, data=tokens .bin and .ds"
     if facts.is_blank:
-        return "the file is empty"
+        return EMPTY
     if form != "parquet" and path.suffix.lower() not in COMPRESSIONS and not facts.is_utf8:
         return "not UTF-8 text"
     if form == "text" and cfg.prompt_column:
@@ -121,17 +188,27 @@ def check_columns_exist(cfg: DataConfig, paths: Sequence[Path], problems: Sequen
             raise DataError(problem)
 
 
-def contains_rows(path: Path, column: str) -> bool:
-    """Return whether the first line of a .json file suggests that the file contains rows.
+def rows_problem(path: Path, column: str) -> str:
+    """Return the reason why a .json file has no rows of text, or "" if the file has such rows.
 
-    The line must begin with "[" (the rest is not checked), or be a JSON object with the key
-    `column`. Other lines are not read.
+    An array is not read, because reading it as a corpus raises an error for wrong rows. Otherwise
+    the lines are read up to the first row with the key `column`. Raises DataError for an unreadable
+    file.
     """
-    with path.open("rb") as file, suppress(ValueError):
-        line = file.readline().lstrip()
-        row = [] if line[:1] == b"[" else json.loads(line)
-        return isinstance(row, list) or (isinstance(row, dict) and column in row)
-    return False
+    from diffllm.data.text.readers import begins_with, json_rows
+
+    columns: dict[str, None] = {}
+    with naming(path):
+        if begins_with(path) == b"[":
+            return ""
+        try:
+            for row in json_rows(path):
+                if column in row:
+                    return ""
+                columns |= dict.fromkeys(row)
+        except (ValueError, RecursionError):
+            return "neither an array nor a JSON object per line"
+    return f"no row has data.text_column={column} (columns: {names_of(list(columns))})"
 
 
 def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
@@ -189,17 +266,17 @@ def naming(source: Path | str) -> Iterator[None]:
         raise DataError(f"{source} cannot be {done}: {reason(error)}") from error
 
 
-def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
+def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], Skipped]:
     """Find the files for `cfg.paths`, a list of files, directories and glob patterns.
 
-    Return a dict, and the number of skipped hidden files and hidden subdirectories. The keys of the
-    dict are the files. If `cfg.paths` lists or matches the file itself, its value is None.
-    Otherwise, its value is the listed or matched directory in which the file was found. If a glob
-    pattern matches files and directories, the directories are ignored. Raises DataError if an entry
-    of `cfg.paths` matches nothing.
+    Return a dict, and the skipped entries of directories. The keys of the dict are the files. If
+    `cfg.paths` lists or matches the file itself, its value is None. Otherwise, its value is the
+    listed or matched directory in which the file was found; of nested directories, the innermost.
+    If a glob pattern matches files and directories, the directories are skipped. Raises DataError
+    if an entry of `cfg.paths` matches nothing.
     """
-    found: dict[Path, Path | None] = {}
-    all_hidden = 0
+    roots: dict[Path, Path | None] = {}
+    skipped: Skipped = {}
     for pattern in cfg.paths:
         path = Path(pattern).expanduser().absolute()
         exists = os.path.lexists(path)
@@ -210,24 +287,39 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
         paths = [each for each in names if not each.is_dir()]
         for each in paths:  # refuse pipes and sockets, which could block
             with usable(each), open_regular(each, 2**63, follow=True):
-                found[each] = None
-        for root in () if paths else names:
-            below, hidden = files_below(root)
-            found |= {each: root for each in below if each not in found}
-            all_hidden += hidden
-    return found, all_hidden
+                roots[each] = None
+        if paths:
+            searched = {parent for file in paths for parent in file.parents}
+            for directory in names:
+                if directory.is_dir() and directory not in searched:
+                    skipped[directory] = f"a directory, and {pattern} also matches files"
+            continue
+        for root in names:
+            below, skipped_below = files_below(root)
+            skipped |= skipped_below
+            for file in below:
+                outer = roots.setdefault(file, root)
+                if outer not in (None, root) and root.is_relative_to(outer):
+                    roots[file] = root
+    # One entry of data.paths may list a file or directory that another entry skips.
+    listed = roots.keys() | roots.values()
+    return roots, {path: problem for path, problem in skipped.items() if path not in listed}
 
 
-def files_below(root: Path) -> tuple[list[Path], int]:
-    """Return the regular files below a directory, and the number of skipped hidden entries.
+def files_below(root: Path) -> tuple[list[Path], Skipped]:
+    """Return the regular files below a directory, and the skipped entries with reasons.
 
-    Hidden files and hidden subdirectories are skipped. The files are sorted by relative path. Links
-    are followed, but no directory is searched twice.
+    Hidden files, hidden subdirectories, and entries that are neither files nor directories are
+    skipped. The files are sorted by relative path. Links are followed, but no directory is searched
+    twice.
     """
     files: list[Path] = []
-    hidden, seen = 0, {os.path.realpath(root)}
+    skipped: Skipped = {}
+    seen = {os.path.realpath(root)}
     for directory, subdirectories, names in os.walk(root, onerror=unreadable, followlinks=True):
-        hidden += sum(name.startswith(".") for name in (*subdirectories, *names))
+        for name in (*subdirectories, *names):
+            if name.startswith("."):
+                skipped[Path(directory, name)] = HIDDEN
         targets = {
             os.path.realpath(os.path.join(directory, name)): name
             for name in sorted(subdirectories, reverse=True)
@@ -235,9 +327,15 @@ def files_below(root: Path) -> tuple[list[Path], int]:
         }
         subdirectories[:] = sorted(targets[target] for target in targets.keys() - seen)
         seen |= targets.keys()
-        paths = (Path(directory, name) for name in names if not name.startswith("."))
-        files += filter(Path.is_file, paths)
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix()), hidden
+        for name in names:
+            path = Path(directory, name)
+            if path in skipped:
+                continue
+            if path.is_file():
+                files.append(path)
+            else:
+                skipped[path] = "not a regular file"
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix()), skipped
 
 
 def unreadable(error: OSError) -> None:

@@ -230,6 +230,21 @@ def raw(path: Path) -> Any:
     return pyarrow.OSFile(os.fsencode(path))  # pyarrow would encode a str as UTF-8.
 
 
+def json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with one JSON object per line; skip blank and null lines.
+
+    Raises ValueError or RecursionError for another line.
+    """
+    for number, block in enumerate(blocks(path, 0, None)):
+        text = block if number else block.removeprefix(codecs.BOM_UTF8)
+        for line in io.BytesIO(text):
+            row = json.loads(line.decode()) if line.strip() else None
+            if isinstance(row, dict):
+                yield row
+            elif row is not None:
+                raise ValueError(f"the JSON value must be an object, not {type(row).__name__}")
+
+
 def begins_with(path: Path) -> bytes:
     with unpacked(path) as file:
         while block := file.read(1 << 16):
