@@ -13,6 +13,7 @@ import torch
 from diffllm.core.atomic_directories import build_once
 from diffllm.core.bounds import check_counts
 from diffllm.core.errors import DataError
+from diffllm.core.targets import PADDING
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.packing import PLAN_VERSION, WINDOW, PackingCounts, PackingPlan, write_plan
@@ -22,7 +23,7 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets, (m, T) int64 each; negative targets are ignored."""
+"""Inputs and targets, (m, T) int64 each; negative targets are ignored (diffllm/core/targets.py)."""
 
 
 class StreamSequences:
@@ -41,8 +42,8 @@ class StreamSequences:
     def read(self, places: np.ndarray) -> Batch:
         """Read the m sequences with the indices `places`; return (inputs, targets).
 
-        Both are (m, seq_len) int64; context tokens have target -1. Raises DataError for unreadable
-        tokens.
+        Both are (m, seq_len) int64; context tokens have target CONTEXT. Raises DataError for
+        unreadable tokens.
         """
         inputs, targets = [], []
         for start in (places * self.seq_len).tolist():
@@ -74,7 +75,8 @@ class PackedSequences:
 
     A document longer than a sequence is cut into pieces. `plan` lists the documents and pieces of
     each sequence, in corpus order. The first token of a document is predicted from an EOS,
-    so every token of `stream` except context is a target once. Padding has input EOS and target -1.
+    so every token of `stream` except context is a target once. Padding has input EOS and target
+    PADDING, also the EOS that separates a piece of a cut document from the document before.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -85,7 +87,7 @@ class PackedSequences:
 
     def read(self, places: np.ndarray) -> Batch:
         inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
-        targets = np.full_like(inputs, -1)
+        targets = np.full_like(inputs, PADDING)
         for row, place in enumerate(places.tolist()):
             at = 0
             for start, length in self.plan[place]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import open_regular
+from diffllm.core.targets import CONTEXT
 from diffllm.data.shards import Manifest, token_dtype
 from diffllm.data.verified import again, identity_in, identity_of, matches, usable
 
@@ -143,13 +144,13 @@ class Stream(Readable, Protocol):
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return `tokens` with -1 in place of each token that the loss mask of `stream` excludes.
+    """Return `tokens` with CONTEXT in place of each token that the loss mask of `stream` excludes.
 
     `tokens`, (n,) int64, are the tokens of `stream` from position `start` on.
     """
     if not stream.masked:
         return tokens
-    return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
+    return np.where(stream.loss_mask(start, start + len(tokens)), tokens, CONTEXT)
 
 
 def token_counts(

@@ -302,29 +302,30 @@ METRICS: list[Metric] = [
 
     Metric(
         "expert_load_max/*", EXPERTS,
-        "Load of the busiest expert in the global batch", "load",
+        "Load of the busiest expert in the global batch, without padding", "load",
         summary="max",
         plots=(Curve("Load of the busiest expert, maximum over layers", log=True),
                Layers("Load of the busiest expert, by layer")),
     ),
     Metric(
         "expert_load_min/*", EXPERTS,
-        "Load of the least busy expert in the global batch", "load",
+        "Load of the least busy expert in the global batch, without padding", "load",
         summary="min", plots=(Layers("Load of the least busy expert, by layer"),),
     ),
     Metric(
         "router_entropy/*", EXPERTS,
-        "Entropy of a token's scores over all E experts, mean over tokens; ln E if uniform",
+        "Entropy of a token's scores over all E experts, mean over tokens without padding; ln E if "
+        "uniform",
         "nats", combine="mean", plots=(Layers("Entropy of the router, by layer"),),
     ),
     Metric(
         "router_bias_range/*", EXPERTS, "Largest minus smallest of the experts' biases", "score",
         summary="max", plots=(Layers("Range of the balancing bias, by layer"),),
     ),
-    Metric("train/balance_loss", EXPERTS, "Balance loss of the logged step, weighted",
-           "nats per token"),
-    Metric("train/router_z_loss", EXPERTS, "z-loss of the routers in the logged step, weighted",
-           "nats per token"),
+    Metric("train/balance_loss", EXPERTS, "Balance loss of the logged step, weighted, mean over "
+           "tokens without padding", "nats per token"),
+    Metric("train/router_z_loss", EXPERTS, "z-loss of the routers in the logged step, weighted, "
+           "mean over tokens without padding", "nats per token"),
 ]
 # fmt: on
 

@@ -33,7 +33,8 @@ def block_stats(x: Tensor, aux: Aux | None, slices: Slices | None = None) -> Blo
     - "residual" (B, T, D): input of the block.
     - "attn_write" and "ffn_write" (B, T, D): outputs of attention and of the FFN.
     - "lambda": factor on the second attention map. "gate": output gate of attention.
-    - "router" (B * T, E): expert scores of a MoE layer, scaled to sum 1 per token.
+    - "router" (B * T, E): expert scores of a MoE layer, scaled to sum 1 per token; 0 for padding,
+      which then adds 0 to the mean "router_entropy".
     """
     if aux is None:
         return {}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.targets import PADDING
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache
 from diffllm.model.attention.ops import Backend, Documents, Mask, Sliced, sdpa_for_any_length
 from diffllm.model.attention.slices import Slices
@@ -55,6 +56,7 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         diagnose: bool = False,
         probe: Probe | None = None,
+        padding: Tensor | None = None,
     ) -> tuple[Tensor, BlockStats, Routed | None]:
         """Apply the block to x (B, T, D).
 
@@ -64,6 +66,7 @@ class Block(nn.Module):
             cache: KV cache of earlier positions; the block appends the T new keys and values.
             diagnose: whether to compute statistics.
             probe: with diagnose=True, also measure attention maps at these query positions.
+            padding: (B, T) boolean; positions that the router of a MoE layer does not count.
 
         Returns:
             Three values: the output (B, T, D); statistics by name, empty if `diagnose` is False;
@@ -75,7 +78,7 @@ class Block(nn.Module):
         between = x + attended
         slices = mask.slices if isinstance(mask, Sliced) else None
         if self.routes:
-            fed, routed = self.ffn(self.ffn_norm(between), aux, slices)
+            fed, routed = self.ffn(self.ffn_norm(between), aux, slices, padding)
         else:
             fed, routed = self.ffn(self.ffn_norm(between)), None
         if aux is not None:
@@ -135,7 +138,8 @@ class Transformer(nn.Module):
         """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput if `targets` is given.
 
         Args:
-            targets: (B, T) int64; negative targets are ignored.
+            targets: (B, T) int64; negative targets are ignored. Targets equal to PADDING mark
+                padding, which router losses and token counts of experts exclude.
             caches: one KV cache per layer, for decoding; `tokens` follow the cached tokens.
             diagnose: with targets, also return statistics of each layer.
             documents: if given, attention stays within each document, where positions start at 0.
@@ -153,12 +157,13 @@ class Transformer(nn.Module):
             rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
         length = tokens.shape[1] * (slices.size if slices else 1)
         looked = None if probe is None else probe_at(probe, length, documents)
+        padding = targets == PADDING if targets is not None and self.cfg.moe.n_experts else None
         stats: list[BlockStats] = []
         routed: list[Routed] = []
         with sdpa_for_any_length(x.device) if caches else nullcontext():
             for i, layer in enumerate(self.layers):
                 x, layer_stats, left = layer(
-                    x, rope, mask, caches[i] if caches else None, diagnose, looked
+                    x, rope, mask, caches[i] if caches else None, diagnose, looked, padding
                 )
                 stats.append(layer_stats)
                 routed += [left] if left else []

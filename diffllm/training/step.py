@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.config import TrainConfig
+from diffllm.core.targets import PADDING
 from diffllm.data.sequences import Batch
 from diffllm.distributed.gradients import Norms, change_norm, copies, finish_gradients
 from diffllm.metrics.diagnostics import (
@@ -79,7 +80,22 @@ def due(cfg: TrainConfig, step: int) -> Due:
 
 NOTHING = Due()
 OVER_TARGETS = ("nll", "train/z_loss")
-"""Losses that are means over targets; the remaining losses are means over tokens."""
+"""Losses that are means over targets; the remaining losses are means over tokens.
+
+Padding is no token, and ignored targets do not count.
+"""
+
+
+class Counts(NamedTuple):
+    """Numbers over which the losses of a step are means, each () int64 on the device, at least 1.
+
+    The numbers are sums over the global batch.
+    """
+
+    targets: Tensor
+    """Targets that the loss does not ignore."""
+    tokens: Tensor
+    """Positions that are not padding."""
 
 
 class StepResult(NamedTuple):
@@ -117,20 +133,18 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         step: number of optimizer steps before this step; decides the learning rate.
         due: actions that are due at this step, such as statistics.
     """
-    cfg, mesh, counted = t.cfg, t.meshes.dense, None
+    cfg, mesh, counts = t.cfg, t.meshes.dense, None
     if t.ignores_targets:
         own = list(islice(batches, t.micro_batches))
         batches = iter(own)
-        targets = torch.stack([(sliced(targets, t.slices) >= 0).sum() for _, targets in own]).sum()
-        counted = moved(targets, t.device)
-        dist.all_reduce(counted)
-        counted = counted.clamp_min(1)  # Without targets the losses are 0: avoid 0 / 0 = NaN.
-    done = forward_backward(t, batches, due, probe(t, step, due), counted)
+        counts = global_counts(t, [targets for _, targets in own])
+    done = forward_backward(t, batches, due, probe(t, step, due), counts)
     dist.all_reduce(done.losses)
     over: Tensor | int = t.tokens
-    if counted is not None:
-        whole = torch.full_like(counted, t.tokens)
-        over = torch.stack([counted if name in OVER_TARGETS else whole for name in done.names])
+    if counts is not None:
+        over = torch.stack(
+            [counts.targets if name in OVER_TARGETS else counts.tokens for name in done.names]
+        )
     means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
     grad_norms = finish_gradients(t.params, mesh)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
@@ -143,13 +157,16 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     t.weights.changed()
     t.optimizer.zero_grad(set_to_none=True)
     stats = reduce_stats(done.stats, t.micro_batches)
+    if counts is not None and "router_entropy" in stats:
+        # The entropy of padding is 0, but the mean is over all positions.
+        stats["router_entropy"] = stats["router_entropy"] * (t.tokens / counts.tokens)
     if done.routed is not None:
         dist.all_reduce(done.routed)
         t.model.rebalance(done.routed, skipped)
         if due.statistics:
             stats |= {**expert_load(done.routed), "router_bias_range": t.model.router_bias_range()}
     update_norm = None if before is None else change_norm(t.params, before, mesh)
-    share = None if counted is None else counted / t.tokens
+    share = None if counts is None else counts.targets / t.tokens
     weights = {
         "train/z_loss": cfg.model.z_loss,
         "train/balance_loss": cfg.model.moe.balance_loss,
@@ -168,7 +185,7 @@ class Passed(NamedTuple):
     losses: Tensor
     """One sum for each element of `names`, (n,)."""
     routed: Tensor | None
-    """Number of tokens per layer and expert, (L, E); None without experts."""
+    """Number of tokens per layer and expert, without padding, (L, E); None without experts."""
     stats: Stats
     visible_keys: Tensor | None
 
@@ -178,8 +195,23 @@ def sliced(x: Tensor, slices: Slices | None) -> Tensor:
     return x if slices is None else slices.cut(x)
 
 
+def global_counts(t: Training, targets: list[Tensor]) -> Counts:
+    """Count targets and tokens of the global batch. Every rank must call this.
+
+    `targets` contains the targets of this rank's micro-batches, (b, T) int64 each on the CPU.
+    """
+    rows = []
+    for part in targets:
+        part = sliced(part, t.slices)
+        rows.append(torch.stack([(part >= 0).sum(), (part != PADDING).sum()]))
+    counts = moved(torch.stack(rows).sum(0), t.device)
+    dist.all_reduce(counts)
+    # Without targets the losses are 0: avoid 0 / 0 = NaN.
+    return Counts(*counts.clamp_min(1).unbind())
+
+
 def forward_backward(
-    t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counted: Tensor | None
+    t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counts: Counts | None
 ) -> Passed:
     """Run forward and backward passes of this rank's micro-batches; accumulate the gradients.
 
@@ -187,8 +219,7 @@ def forward_backward(
         batches: micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
         due: the statistics that are due at this step.
         probe: query positions at which attention is measured, (N,) int64; None measures nothing.
-        counted: number of targets in the global batch that the loss does not ignore; None if no
-            target can be ignored.
+        counts: numbers of targets and tokens in the global batch; None if no target can be ignored.
     """
     losses = torch.zeros((), device=t.device)
     routed = torch.zeros((), dtype=torch.int64, device=t.device)
@@ -210,7 +241,7 @@ def forward_backward(
             inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe,
             slices=t.slices,
         )  # fmt: skip
-        scaled(t, out, counted).backward()
+        scaled(t, out, counts).backward()
         parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
         if out.routed:
             parts["train/balance_loss"] = out.routed.balance
@@ -233,21 +264,20 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
     return None if positions is None else moved(positions, t.device)
 
 
-def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
+def scaled(t: Training, out: TrainOutput, counts: Counts | None) -> Tensor:
     """Scale the objective of a micro-batch to its part of the mean over the global batch.
 
-    Losses of targets are divided by `counted`, the number of targets in the global batch that are
-    not ignored. Router losses are divided by the number of tokens in the global batch. If `counted`
-    is None, all losses are divided by this number of tokens. The result is multiplied by the world
-    size, because FSDP2 averages over ranks.
+    Losses of targets are divided by `counts.targets`, router losses by `counts.tokens`. If `counts`
+    is None, all losses are divided by the number of tokens in the global batch. The result is
+    multiplied by the world size, because FSDP2 averages over ranks.
     """
-    over_tokens = dist.get_world_size() / t.tokens
-    if counted is None:
-        return out.objective * over_tokens
-    over_counted = dist.get_world_size() / counted
-    objective = out.objective * over_counted
+    ranks = dist.get_world_size()
+    if counts is None:
+        return out.objective * (ranks / t.tokens)
+    over_targets = ranks / counts.targets
+    objective = out.objective * over_targets
     if out.routed:
         moe = t.cfg.model.moe
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
-        objective = objective + routing * (over_tokens - over_counted)
+        objective = objective + routing * (ranks / counts.tokens - over_targets)
     return objective

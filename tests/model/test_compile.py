@@ -53,14 +53,16 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FAST, CASES))
 def test_compiled_block_matches_uncompiled_block(variant, extra):
-    """Cases: with and without statistics, with and without masked documents."""
+    """Cases: without and with statistics, masked documents and padding."""
     model = build_model(small_config(variant, extra=extra).model)
     block, tokens = model.layers[1], torch.randint(0, 5, (2, 12))
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 12, 24)
-    for documents, diagnose in ((None, False), (Documents.of(tokens, END), True)):
+    padding = torch.arange(12) >= torch.tensor([[8], [12]])
+    for documents, own in ((None, None), (Documents.of(tokens, END), padding)):
         rope, mask = model.whole_sequences(tokens, documents, x.dtype)
-        arguments = rope, mask, None, diagnose
+        diagnose = documents is not None
+        arguments = rope, mask, None, diagnose, None, own
         expected = forward_and_backward(block, x, *arguments)
         assert bool(expected[1]) == diagnose
         assert_same(forward_and_backward(compiled, x, *arguments), expected)

@@ -220,27 +220,55 @@ def test_float32_moe_layer_of_any_shape_equals_loop_reference(
         assert_close(found[name], grad, 1e-4, name, floor)
 
 
+PADDED = {
+    "no padding": ("ttttttt", "ttttttt", "ttttttt"),
+    "ends of sequences": ("ttttt--", "ttttttt", "t------"),
+    "a whole sequence": ("tttt---", "-------", "tttttt-"),
+    "between tokens": ("tt-ttt-", "-tttttt", "ttttttt"),
+}
+"""Rows of tokens (t) and padding (-)."""
+
+
+@pytest.mark.parametrize("padded", PADDED)
 @pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
 @pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
-def test_router_losses_and_gradients_equal_paper_formulas(loss, score, biased):
+def test_router_losses_and_gradients_equal_paper_formulas(loss, score, biased, padded):
+    """Formulas cover tokens without padding; sequences count by their numbers of tokens."""
     weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}
     over = Balance.global_batch if loss == "z" else Balance(loss)
     moe = layer(score=score, biased=biased, balance_over=over, **weights)
     shares_before = [3, 0, 7, 1, 9]
     moe.router.rebalance(torch.tensor(shares_before), torch.zeros(()))
     x = torch.randn(3, 7, DIM, dtype=torch.float64, requires_grad=True)
-    _, routed = moe(x)
+    rows = PADDED[padded]
+    padding = torch.tensor([[position == "-" for position in row] for row in rows])
+    out, routed = moe(x, padding=padding)
+    assert torch.equal(out, moe(x)[0]), "padding must not change outputs"
     _, taken, shares, logits = reference(moe, x)
+    places = torch.arange(21).view(3, 7)
+    sequences = [place[~row].tolist() for place, row in zip(places, padding, strict=True)]
+    tokens = places[~padding].tolist()
+
+    def mean_of_sequences():
+        total = 0
+        for own in sequences:
+            if own:
+                chosen = [taken[i] for i in own]
+                total += len(own) * sequence_balance(shares[own], chosen, len(own), TOP_K)
+        return total / len(tokens)
+
     expected = {
-        "sequence": lambda: sequence_balance(shares, taken, 7, TOP_K),
-        "global_batch": lambda: global_balance(shares, shares_before),
-        "z": lambda: z_loss(logits),
+        "sequence": mean_of_sequences,
+        "global_batch": lambda: global_balance(shares[tokens], shares_before),
+        "z": lambda: z_loss(logits[tokens]),
     }[loss]()
+    assert routed.counts.tolist() == counts_of([taken[i] for i in tokens], EXPERTS)
     found, other = (routed.z, routed.balance) if loss == "z" else (routed.balance, routed.z)
     assert not other.any(), "losses without weight must be 0"
-    torch.testing.assert_close(found / 21, expected, rtol=1e-6, atol=0)  # the load is in float32
+    mean = found / len(tokens)
+    torch.testing.assert_close(mean, expected, rtol=1e-6, atol=0)  # the load is in float32
     inputs = [x, moe.router.weight]
-    grads = torch.autograd.grad(found / 21, inputs)
+    grads = torch.autograd.grad(mean, inputs)
     for mine, grad in zip(grads, torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
 

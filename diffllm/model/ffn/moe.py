@@ -20,6 +20,7 @@ from diffllm.model.ffn.router import (
     global_balance,
     router_product,
     sequence_balance,
+    tokens_per_expert,
 )
 
 
@@ -41,7 +42,10 @@ class SwiGLU(nn.Module):
 
 
 class Routed(NamedTuple):
-    """Tokens per expert and router losses of one MoE layer, or of all MoE layers of a model."""
+    """Tokens per expert and router losses of one MoE layer, or of all MoE layers of a model.
+
+    Padding is no token.
+    """
 
     counts: Tensor
     """Tokens per expert, int64: (E,) for one layer, (MoE layers, E) for a model."""
@@ -66,16 +70,25 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(
-        self, x: Tensor, aux: dict[str, Tensor] | None = None, slices: Slices | None = None
+        self,
+        x: Tensor,
+        aux: dict[str, Tensor] | None = None,
+        slices: Slices | None = None,
+        padding: Tensor | None = None,
     ) -> tuple[Tensor, Routed]:
         """Apply the layer to x (B, T, D); return the output (B, T, D) and the layer's `Routed`.
 
         If `slices` is given, x is this rank's slice of each sequence.
         If `aux` is given, set aux["router"] to the scores of all experts, (N, E), which are scaled
-        so that they sum to 1 for each token.
+        so that they sum to 1 for each token, and to 0 for padding.
+        `padding` (B, T) boolean is True for padding; None means no padding. Experts also process
+        padding, because a constant number of rows avoids a wait for the device.
         """
         rows = x.flatten(0, 1)
         routing = self.router(rows)
+        if padding is None:
+            padding = x.new_zeros(x.shape[:2], dtype=torch.bool)
+        routing = routing._replace(shares=routing.shares.masked_fill(padding.view(-1, 1), 0))
         if aux is not None:
             aux["router"] = routing.shares.detach()
         # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
@@ -93,23 +106,22 @@ class MoE(nn.Module):
         out = _Return.apply(received, order, inverse, len(rows))
         if shared is not None:
             out = out + shared
-        return out.view_as(x), self.routed(routing, counts, x.shape[1], slices)
+        return out.view_as(x), self.routed(routing, padding, slices)
 
-    def routed(
-        self, routing: Routing, counts: Tensor, length: int, slices: Slices | None = None
-    ) -> Routed:
-        """Compute the router losses of this layer; return the losses and `counts`.
+    def routed(self, routing: Routing, padding: Tensor, slices: Slices | None = None) -> Routed:
+        """Count the tokens per expert and compute the router losses of this layer.
 
-        `counts` (E,) holds the tokens per expert; `length` is the number of tokens per sequence, or
-        per slice of a sequence if `slices` is given.
+        `routing.shares` is 0 for padding. `padding` (B, T) is True for padding. If `slices` is
+        given, the tokens are this rank's slice of each sequence.
         """
+        counts = tokens_per_expert(routing.experts, self.cfg.n_experts, padding.flatten())
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
-            balance = sequence_balance(routing.shares, routing.experts, length, slices)
+            balance = sequence_balance(routing.shares, routing.experts, padding, slices)
         elif self.cfg.balance_loss:
             balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:
-            z = routing.logits.logsumexp(-1).square().sum()
+            z = routing.logits.logsumexp(-1).square().masked_fill(padding.flatten(), 0).sum()
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:

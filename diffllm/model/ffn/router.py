@@ -180,27 +180,41 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
     return AutoSetting(SPLIT, "as exact as float32, on faster units")
 
 
+def tokens_per_expert(experts: Tensor, n_experts: int, padding: Tensor) -> Tensor:
+    """Count the tokens that choose each of the E experts, without padding: (E,) int64.
+
+    `experts` (N, k) int64 holds the chosen experts, `padding` (N,) boolean is True for padding.
+    """
+    real = (~padding).long().unsqueeze(1).expand_as(experts)
+    return real.new_zeros(n_experts).scatter_add(0, experts.flatten(), real.flatten())
+
+
 def sequence_balance(
-    shares: Tensor, experts: Tensor, length: int, slices: Slices | None = None
+    shares: Tensor, experts: Tensor, padding: Tensor, slices: Slices | None = None
 ) -> Tensor:
-    """Sum the load-balancing losses of all sequences, and multiply the sum by `length`.
+    """Sum the load-balancing losses of B sequences, each multiplied by its number of tokens.
 
     The loss of a sequence is the sum over experts of f * P (DeepSeek-V3, arXiv 2412.19437,
     equations 17 to 20). f is the number of tokens that choose the expert, divided by the mean of
     this number over experts. P is the mean of the expert's shares over the tokens of the sequence.
-    The loss is 1 if all experts have equally many tokens.
+    The loss is 1 if all experts have equally many tokens. Padding is no token.
 
     Args:
-        shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
+        shares: expert scores scaled to sum 1 per token, 0 for padding, (N, E), differentiable.
         experts: indices of the chosen experts, (N, k) int64.
-        length: tokens per sequence; N is a multiple of `length`.
-        slices: if given, the tokens are this rank's slice of each sequence, `length` is the length
-            of a slice, and the result is this rank's part of the sum.
+        padding: True for padding, (B, T) boolean with B T = N.
+        slices: if given, the tokens are this rank's slice of each sequence, T is the length of a
+            slice, and the result is this rank's part of the sum.
     """
     n_experts, top_k = shares.shape[1], experts.shape[1]
+    length = padding.shape[1]
+    real = (~padding).to(shares.dtype)
     chosen = torch.zeros_like(shares).scatter(1, experts, 1.0).view(-1, length, n_experts)
-    load = chosen.mean(1)
-    load = (slices.mean(load) if slices else load) * (n_experts / top_k)
+    # Means over all T positions: without padding, the share of tokens is exactly 1.
+    means = torch.cat(((chosen * real.unsqueeze(2)).mean(1), real.mean(1, keepdim=True)), 1)
+    means = slices.mean(means) if slices else means
+    load = means[:, :-1] / means[:, -1:].clamp_min(EPS) * (n_experts / top_k)
+    # The number of tokens cancels: it is a factor of the loss and the divisor of P.
     return length * (load * shares.view(-1, length, n_experts).mean(1)).sum()
 
 
@@ -208,7 +222,7 @@ def global_balance(shares: Tensor, load: Tensor) -> Tensor:
     """Compute the load-balancing loss summed over N tokens, sum(shares * load).
 
     Args:
-        shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
+        shares: expert scores scaled to sum 1 per token, 0 for padding, (N, E), differentiable.
         load: tokens per expert in the global batch of the previous optimizer step, divided by their
             mean over experts: (E,).
     """
