@@ -11,9 +11,16 @@ from typing import Any
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
-from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
+from diffllm.compare.sweep.plan import (
+    KIND,
+    SweepDirectory,
+    experiment_words,
+    plan_sweep,
+    split_overrides,
+)
+from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, UserError
-from diffllm.core.files import fresh
+from diffllm.core.files import take_back
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
@@ -71,11 +78,17 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
     names = [o for o in own if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     if not names:
-        names = split_overrides([f"run.sweep={fresh(path).name}"])[0]
+        path, created = reserve(path, *KIND)
+        names = split_overrides([f"run.sweep={path.name}"])[0]
         own += names
-    cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
-    directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks))
+    try:
+        cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
+        directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks), created)
+    except BaseException:  # also Ctrl-C
+        take_back(path, created)
+        raise
     flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
+    created: list[Path] = []
     return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
 

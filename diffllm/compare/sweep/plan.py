@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -153,21 +154,27 @@ def label_value(label: str, value: Any) -> str:
 
 
 class SweepDirectory:
+KIND = ("sweep directory", "another run.sweep")
+"""Words for `hold` and `reserve`."""
+
+
     """The directory of a sweep or study; `record` holds the content of its file sweep.json.
 
     record["keys"] contains the keys whose values form the run names. record["runs"] maps each run
     name to the overrides of these keys. record["jobs"] maps each run name to its SLURM job id.
     """
 
-    def __init__(self, path: Path, kind: str = "sweep"):
+    def __init__(self, path: Path, kind: str = "sweep", created: Sequence[Path] = ()):
+        """Read sweep.json; `created` lists the paths that `reserve` has created for this sweep."""
         self.path, self.kind, self.file = path, kind, path / "sweep.json"
         check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
+        self.created = created
         found = {k: v for k, v in (read_record(self.file) or {}).items() if v is not None}
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}, **found}
 
     def hold(self) -> None:
-        self.made = missing(self.path)
-        self.lock = hold(self.path, "sweep directory", "another run.sweep")
+        self.made = [*missing(self.path), *self.created]
+        self.lock = hold(self.path, *KIND, created=self.created)
         if SweepDirectory(self.path, self.kind).record != self.record:
             raise InUseError(f"sweep {self.path} was just started by another process; try again")
 
@@ -180,12 +187,16 @@ class SweepDirectory:
 
 
 def plan_sweep(
-    overrides: list[Override], world_size: int, ranks_here: int = 0
+    overrides: list[Override],
+    world_size: int,
+    ranks_here: int = 0,
+    created: Sequence[Path] = (),
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check the configs of all runs, lock the directory of the sweep and update sweep.json.
 
     Raises ConfigError if a config is invalid or contradicts the config of an existing run, or if an
-    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`.
+    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`; for `created`, see
+    `SweepDirectory`.
 
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
@@ -197,7 +208,7 @@ def plan_sweep(
     jobs = combinations(overrides)
     loaded = configs_of([partial(load_config, job) for job in jobs])
     loaded[0].run.name = "run"
-    directory = SweepDirectory(choose_path(loaded[0]).parent)
+    directory = SweepDirectory(choose_path(loaded[0]).parent, created=created)
     keys = naming_keys(directory, swept, by_key)
     begun = begun_runs(directory)
     names = {name_run(cfg, keys): name for name, cfg in begun.items()}
