@@ -15,6 +15,7 @@ from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
 from diffllm.training.build import agreed_compile, build
+from diffllm.metrics.wandb_run import check_variables
 from diffllm.training.checks import check_named
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.loop import train_loop
@@ -58,6 +59,7 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
     # Install signal handlers after `join`: Python handlers cannot run while `join` waits.
     world = join(cfg.distributed)
     stop = StopRequest()
+    check_variables(cfg.wandb)
     try:
         with unfailing():
             return in_process(cfg, enter(cfg, world, stop), make_tasks, report)

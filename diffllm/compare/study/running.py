@@ -41,6 +41,7 @@ from diffllm.data.progress import track
 from diffllm.distributed.launcher import stopped_status
 from diffllm.training.memory import check_memory
 
+from diffllm.metrics.wandb_run import check_variables
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
     """Run all runs of a study that have not ended; resume runs that have started.
@@ -145,6 +146,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
             raise ConfigError(
+            check_variables(cfg.wandb)
                 f"the run {path} was started with {what_differs(changes)}; choose another out=DIR"
             )
     remaining = next_runs(study, out)

@@ -25,7 +25,7 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, files_of
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
@@ -175,8 +175,9 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
 def print_upload(directory: Path) -> None:
     """Print one command that uploads all offline wandb runs in `directory`, if there are any."""
     patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
-    place = shlex.quote(str(directory))
-    paths = [f"{place}/{pattern}" for pattern in patterns if any(directory.glob(pattern))]
+    files = files_of(directory)
+    place = shlex.quote(str(files))
+    paths = [f"{place}/{pattern}" for pattern in patterns if any(files.glob(pattern))]
     if paths:
         echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
 

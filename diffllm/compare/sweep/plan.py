@@ -29,6 +29,7 @@ from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
 from diffllm.metrics.records import read_record
+from diffllm.metrics.wandb_run import check_variables
 from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
 from diffllm.training.memory import check_memory
 
@@ -153,11 +154,11 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{'' if number or not label else '_'}{safe}"
 
 
-class SweepDirectory:
 KIND = ("sweep directory", "another run.sweep")
 """Words for `hold` and `reserve`."""
 
 
+class SweepDirectory:
     """The directory of a sweep or study; `record` holds the content of its file sweep.json.
 
     record["keys"] contains the keys whose values form the run names. record["runs"] maps each run
@@ -167,8 +168,8 @@ KIND = ("sweep directory", "another run.sweep")
     def __init__(self, path: Path, kind: str = "sweep", created: Sequence[Path] = ()):
         """Read sweep.json; `created` lists the paths that `reserve` has created for this sweep."""
         self.path, self.kind, self.file = path, kind, path / "sweep.json"
-        check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
         self.created = created
+        check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
         found = {k: v for k, v in (read_record(self.file) or {}).items() if v is not None}
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}, **found}
 
@@ -220,6 +221,7 @@ def plan_sweep(
             cfg.eval.tokens = None
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
+        check_variables(cfg.wandb)
         name = name_run(cfg, keys)
         cfg.run.name = name = names.get(name, name)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
