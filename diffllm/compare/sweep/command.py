@@ -31,7 +31,7 @@ Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
-def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
+def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str, Any] | None]:
     """Execute all unfinished runs of the sweep with the overrides `words`, and print the results.
 
     A sweep has one run per combination of swept values. The override run.sweep=<name> resumes an
@@ -39,8 +39,9 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     starts if a config is invalid.
 
     Returns:
-        The exit status: 0 if all runs are finished. If a signal stopped the sweep, the result
-        of `stopped_status`. Otherwise 1.
+        The exit status and, on rank 0, the values that --json prints. The status is 0 if all runs
+        are finished. If a signal stopped the sweep, the status is the result of `stopped_status`.
+        Otherwise it is 1.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -50,7 +51,7 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     to_run = [job for job in jobs if not job.finished]
     if planned is None:
         run_here(to_run, world)
-        return 0
+        return 0, None
     directory, cluster = planned
     announce(jobs, directory)
     earlier = Pace.of_summaries(job for job in jobs if job.finished)
@@ -65,18 +66,24 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     unfinished = print_outcomes(jobs, endings, directory)
     # A scheduler's signal leaves too little time for a comparison.
     by_user = stopped == signal.SIGINT and unfinished < len(jobs)
-    if by_user or not stopped:
-        write_comparison(directory.path)
+    files = write_comparison(directory.path) if by_user or not stopped else []
     print_upload(directory.path)
+    content = {
+        "sweep": str(directory.path),
+        "signal": signal.Signals(stopped).name if stopped else None,
+        "runs": [run_values(job.path, endings.get(job.name)) for job in jobs],
+        "files": files,
+    }
     if stopped:
-        return stopped_status(stopped)
-    return 1 if unfinished else 0
+        return stopped_status(stopped), content
+    return 1 if unfinished else 0, content
 
 
 def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
     own, launcher = split_overrides([*experiment_words(words), *words])
     names = [o for o in own if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    created: list[Path] = []
     if not names:
         path, created = reserve(path, *KIND)
         names = split_overrides([f"run.sweep={path.name}"])[0]
@@ -88,7 +95,6 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
         take_back(path, created)
         raise
     flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
-    created: list[Path] = []
     return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
 
@@ -172,6 +178,24 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
     return unfinished
 
 
+def run_values(path: str, ending: Ending | None) -> dict[str, Any]:
+    """Return the values that --json prints for a run of a sweep or study.
+
+    `ending` is None if this launch did not start the run.
+    """
+    ending = ending or Ending("not started")
+    state, reason = ending.state, ending.reason
+    try:
+        summary = read_ending(Path(path))
+    except CheckpointError as error:
+        summary, state, reason = None, "failed", str(error)
+    if summary:
+        state, reason = "finished", ""
+        if summary.get("stopped"):
+            state, reason = "diverged", stopped_text(summary)
+    return {"run": path, "state": state, "reason": reason or None, "summary": summary}
+
+
 def print_upload(directory: Path) -> None:
     """Print one command that uploads all offline wandb runs in `directory`, if there are any."""
     patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
@@ -192,12 +216,12 @@ def loss_words(summary: dict[str, Any]) -> str:
     return f"held-out loss {loss:.4f}{in_bits}"
 
 
-def write_comparison(directory: Path) -> None:
-    """Print a comparison of a sweep's runs and write it to files.
+def write_comparison(directory: Path) -> list[str]:
+    """Print a comparison of a sweep's runs, write it to files, and return the paths of the files.
 
     Never raises an exception; errors are printed.
     """
-    wanted = "comparison of the runs"
+    wanted, files = "comparison of the runs", []
     try:
         from diffllm.compare.report.comparison import read
         from diffllm.compare.report.page import record_gaps, whole_text, write
@@ -206,7 +230,9 @@ def write_comparison(directory: Path) -> None:
         echo(f"\n{whole_text(comparison)}\n")
         page, table = write(comparison, directory)
         echo(f"comparison {page}, {table}")
+        files = [str(page), str(table)]
         wanted = "gaps in wandb"
         record_gaps(comparison, directory)
     except Exception as error:
         echo(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")
+    return files
