@@ -72,7 +72,6 @@ class WandbConfig:
     """Tags of the run, in addition to the name of its sweep; null: WANDB_TAGS, as in a,b."""
 
     def validate(self) -> None:
-        check_project("wandb.project", self.project)
         check_tags("wandb.tags", self.tags)
 
 
@@ -108,10 +107,14 @@ def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) 
     return replace(cfg, project=project, entity=entity, group=group, tags=tags)
 
 
-def check_variables(cfg: WandbConfig) -> None:
-    """Raise ConfigError if an environment variable that a run with `cfg` uses is invalid."""
+def check_wandb(cfg: WandbConfig) -> None:
+    """Raise ConfigError if the project or a variable that a run with `cfg` uses is invalid.
+
+    Saved configs of older versions may contain an invalid project, which disabled wandb.
+    """
     if resolve_mode(cfg) == "disabled":
         return
+    check_project("wandb.project", cfg.project)
     with_variables(cfg)
     run_id = os.environ.get("WANDB_RUN_ID")
     if run_id and not RUN_ID.fullmatch(run_id):

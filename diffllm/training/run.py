@@ -15,7 +15,7 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
-from diffllm.metrics.wandb_run import check_variables
+from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
@@ -59,7 +59,7 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
     cfg.check_world(environment()[1])
     check_named(cfg)
     check_installed(cfg.metrics)
-    check_variables(cfg.wandb)
+    check_wandb(cfg.wandb)
     # Install signal handlers after `join`: Python handlers cannot run while `join` waits.
     world = join(cfg.distributed)
     stop = StopRequest()

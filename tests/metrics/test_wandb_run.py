@@ -25,7 +25,7 @@ from diffllm.metrics.wandb_run import (
     WandbConfig,
     WandbMode,
     WandbRun,
-    check_variables,
+    check_wandb,
     resolve_mode,
 )
 
@@ -135,8 +135,15 @@ def test_wandb_dir_variable_selects_directory_of_wandb_files(tmp_path, monkeypat
 def test_invalid_wandb_variable_is_refused_before_the_run(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"^{name}[=:]"):
-        check_variables(WandbConfig())
-    check_variables(WandbConfig(mode=WandbMode.disabled))
+        check_wandb(WandbConfig())
+    check_wandb(WandbConfig(mode=WandbMode.disabled))
+
+
+def test_invalid_wandb_project_is_refused_at_start_but_accepted_in_saved_config():
+    cfg = WandbConfig(WandbMode.offline, project="team/project")
+    cfg.validate()
+    with pytest.raises(ConfigError, match=r"^wandb\.project=team/project must have"):
+        check_wandb(cfg)
 
 
 def a_run(

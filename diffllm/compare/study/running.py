@@ -41,7 +41,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
 from diffllm.distributed.launcher import stopped_status
-from diffllm.metrics.wandb_run import check_variables
+from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.memory import check_memory
 
 
@@ -146,7 +146,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     for arm, cfg in configs.items():
         try:
             cfg.check_world(world_size)
-            check_variables(cfg.wandb)
+            check_wandb(cfg.wandb)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
     conditions = {arm: [planned_conditions(cfg)] for arm, cfg in configs.items()}

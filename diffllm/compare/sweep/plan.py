@@ -29,7 +29,7 @@ from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
 from diffllm.metrics.records import read_record
-from diffllm.metrics.wandb_run import check_variables
+from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
 from diffllm.training.memory import check_memory
 
@@ -221,7 +221,7 @@ def plan_sweep(
             cfg.eval.tokens = None
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
-        check_variables(cfg.wandb)
+        check_wandb(cfg.wandb)
         name = name_run(cfg, keys)
         cfg.run.name = name = names.get(name, name)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
