@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs.written import study_file, write_arms
 
 import diffllm
 from diffllm.cli import COMMANDS, main, run, train
@@ -18,6 +19,8 @@ from diffllm.metrics.streams import messages_on_stderr
 from diffllm.training.run import Outcome
 
 PAGE = Path(diffllm.__file__).parents[1] / "docs" / "tools.md"
+RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
+LOSSES = {"standard": [4.5, 4.51, 4.49], "half": [4.4, 4.41, 4.39], "v2": [4.3, 4.312, 4.289]}
 FULL_NAMES = [*(name for name in COMMANDS if name != "study"), "study run", "study verdict"]
 
 
@@ -64,6 +67,24 @@ def test_json_of_train_names_run_and_signal(monkeypatch, capsys, outcome, expect
     out, err = capsys.readouterr()
     assert json.loads(out) == expected
     assert err == "step 1\n"
+
+
+def test_json_of_study_lists_costs_and_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", "")  # the command sets it for its runs
+    study, out = study_file(tmp_path / "study.yaml", RULE), tmp_path / "out"
+    write_arms(study, out, LOSSES)
+    (out / "sweep.json").write_text(json.dumps({"runs": {"v2-seed1": ["run.study=a"]}}))
+    words = ["study", "run", str(study.path), f"out={out}", "json=true"]
+    assert main([*words, "--dry-run"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert {stage["arm"]: stage["ended"] for stage in planned["stages"]} == dict.fromkeys(LOSSES, 3)
+    assert planned["left"] == {"runs": 0, "tokens": 0, "flops": 0}
+    assert main(words) == 0
+    value = json.loads(capsys.readouterr().out)
+    (run_of_study,) = value.pop("runs")
+    assert value == {"study": str(out), "signal": None}
+    assert run_of_study["state"] == "finished"
+    assert run_of_study["summary"]["heldout_loss"] in LOSSES["v2"]
 
 
 def test_json_of_composed_config_is_the_yaml_config(capsys):
