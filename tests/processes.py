@@ -1,8 +1,11 @@
 """Inspect processes and wait for events, also on a busy machine."""
 
+import multiprocessing
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PATIENCE_S = 240
 """Longest wait for an event, much longer than needed on a busy machine."""
@@ -27,3 +30,30 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.005)
+
+
+def call_together(function: Callable[..., Any], count: int, *args: Any) -> list[Any]:
+    """Return the results of `function(*args)` in `count` forked processes that begin together.
+
+    Each process lives until all of them have called the function, so locks are held until then.
+    """
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(count), context.Queue()
+
+    def call() -> None:
+        barrier.wait()
+        try:
+            results.put((True, function(*args)))
+        except BaseException:
+            results.put((False, traceback.format_exc()))
+        barrier.wait()
+
+    processes = [context.Process(target=call) for _ in range(count)]
+    for process in processes:
+        process.start()
+    returned = [results.get(timeout=PATIENCE_S) for _ in processes]
+    for process in processes:
+        process.join(PATIENCE_S)
+    failures = [text for succeeded, text in returned if not succeeded]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in returned]

@@ -1,5 +1,6 @@
 """Documentation: length of the README, links, and generated pages."""
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -65,3 +66,29 @@ def test_generated_documentation_pages_are_up_to_date():
     assert "### model.attention of gated, gated_headwise" in configuration
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics, "run `make docs`"
     assert all(f"| `{metric.name}` |" in metrics for metric in METRICS)
+
+
+def test_table_of_environment_variables_lists_exactly_the_variables_in_the_code():
+    page = (ROOT / "docs" / "environment.md").read_text()
+    table = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    documented = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+    assert documented == variables_in_code()
+
+
+def variables_in_code() -> set[str]:
+    """Return the names in the style of environment variables, and all keys of an environment."""
+    found = set()
+    for file in (ROOT / "diffllm").rglob("*.py"):
+        text = file.read_text()
+        found |= set(re.findall(r"\$\{oc\.env:(\w+)", text))
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.Constant(str(name)) if re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", name):
+                    found.add(name)
+                case (
+                    ast.Subscript(place, ast.Constant(str(name)))
+                    | ast.Call(ast.Attribute(place), [ast.Constant(str(name)), *_])
+                    | ast.Compare(ast.Constant(str(name)), [ast.In() | ast.NotIn()], [place])
+                ) if ast.unparse(place) in ("env", "os.environ"):
+                    found.add(name)
+    return {name for name in found if not name.startswith("SC_")}  # names of os.sysconf

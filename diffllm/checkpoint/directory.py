@@ -1,5 +1,6 @@
 """Find, check and delete the checkpoints of a run."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -8,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from diffllm.checkpoint.manifest import faults, read_manifest
+from diffllm.core.atomic_directories import numbered
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError, UserError, listed
-from diffllm.core.files import fresh
 from diffllm.core.printing import to_stderr
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -165,7 +166,8 @@ def set_aside(path: Path) -> None:
 
     A new checkpoint can then use the old name. Print a warning.
     """
-    aside = fresh(path.with_name(f"damaged-{path.name}"))
+    names = numbered(path.with_name(f"damaged-{path.name}"))
+    aside = next(name for name in names if not os.path.lexists(name))
     path.rename(aside)
     to_stderr(f"warning: renamed {path} to {aside.name}: a new checkpoint needs the name")
 

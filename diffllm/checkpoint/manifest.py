@@ -23,6 +23,7 @@ from diffllm.core.files import read_json, sync
 from diffllm.data.mixture_order import check_place
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.visible_keys import VisibleKeys
+from diffllm.metrics.wandb_run import RUN_ID
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,8 +220,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "order": isinstance(loop.get("order"), dict),
         "spikes": passes(check_spikes, loop.get("spikes")),
         "visible_keys": passes(VisibleKeys.of, loop.get("visible_keys", {})),
-        "wandb_id": "wandb_id" in loop
-        and (run_id is None or re.fullmatch(r"[\w-]{1,64}", str(run_id))),
+        "wandb_id": "wandb_id" in loop and (run_id is None or RUN_ID.fullmatch(str(run_id))),
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
         "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,

@@ -58,6 +58,7 @@ usage: diffllm COMMAND ...; diffllm COMMAND --help; diffllm --version
 
 {commands}
 
+--json or json=true prints one JSON value on stdout, for all commands; messages go to stderr
 plugins=[MODULE,...] imports your variants, data sources and metrics, for all commands
 that compose a config or open a run; --config-dir DIR adds a directory of your YAML files"""
 

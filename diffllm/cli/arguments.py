@@ -18,6 +18,7 @@ T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
 KINDS = {bool: "true or false", int: "an integer", float: "a number, such as 0.5 or 1e6"}
 OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
+JSON_WORD = re.compile(r"--json(=.*)?|json=.*", re.S)
 
 
 REMOVED_ARGUMENTS = {
@@ -53,8 +54,15 @@ def plugins_argument() -> Any:
 
 
 @dataclass(kw_only=True)
-class RunArguments:
-    """Arguments of every command that opens a run: run= and plugins=."""
+class CommandArguments:
+    """Arguments of every command."""
+
+    json: bool = flag("one JSON value on stdout, messages on stderr")
+
+
+@dataclass(kw_only=True)
+class RunArguments(CommandArguments):
+    """Arguments of every command that opens a run."""
 
     run: str = argument("run directory", path=True)
     plugins: str = plugins_argument()
@@ -105,6 +113,16 @@ def parse(cls: type[T], argv: list[str], help_text: str) -> T:
     made = cls(**values)
     check_bounds("", made)
     return made
+
+
+def take_json(words: list[str]) -> tuple[bool, list[str]]:
+    """Return the value of --json or json= in `words`, and the other words.
+
+    Commands that pass their words to Hydra use this function instead of `parse`.
+    """
+    chosen = [word for word in words if JSON_WORD.fullmatch(word)]
+    others = [word for word in words if not JSON_WORD.fullmatch(word)]
+    return parse(CommandArguments, chosen, "").json, others
 
 
 def required(f: "Field[Any]") -> bool:

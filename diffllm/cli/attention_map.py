@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diffllm.cli.arguments import RunArguments, argument, parse, write_out
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.printing import Table, echo
+from diffllm.core.printing import Table, echo, echo_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +64,7 @@ def attention_map_command(argv: list[str]) -> None:
             "earlier checkpoint with step=N"
         )
     labels = [visible(tokenizer.piece(token)) for token in tokens]
+    drawn_layers = []
     for layer, shown in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)
         heads = indices("head", args.head, shown.effective.shape[1], 0)
@@ -76,7 +77,12 @@ def attention_map_command(argv: list[str]) -> None:
         drawn = BytesIO()
         draw(shown, heads, labels, title).savefig(drawn, format=out.suffix[1:].lower(), dpi=200)
         write_out(out, drawn.getvalue())
-        echo(f"{title}\n{heads_text(shown, heads)}\nfigure: {out}", flush=True)
+        numbers = head_numbers(shown, heads)
+        drawn_layers.append({"layer": layer, "figure": str(out), "heads": numbers})
+        if not args.json:
+            echo(f"{title}\n{heads_text(numbers)}\nfigure: {out}", flush=True)
+    if args.json:
+        echo_json({"step": step, "tokens": labels, "layers": drawn_layers})
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
@@ -111,7 +117,8 @@ def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -
     return run / f"attention-map-layer{layer:02d}{head}{at}-{prompt}.png"
 
 
-def heads_text(shown: "LayerMaps", heads: list[int]) -> str:
+def head_numbers(shown: "LayerMaps", heads: list[int]) -> list[dict[str, float]]:
+    """Return the numbers of each head by name, such as "entropy of map 1"; NaN if undefined."""
     from diffllm.model.stats import entropy, negative_share
 
     first, *_ = shown.maps
@@ -122,11 +129,18 @@ def heads_text(shown: "LayerMaps", heads: list[int]) -> str:
     columns["on first token"] = shown.effective[..., 1:, 0].mean(-1)
     columns["negative share"] = negative_share(shown.effective).mean(-1)
     columns[f"entropy of {first}"] = entropy(shown.maps[first]).mean(-1)
-    rows = (
-        [str(head), *(f"{float(values[0, head]):z.3f}" for values in columns.values())]
+    return [
+        {"head": head, **{name: float(values[0, head]) for name, values in columns.items()}}
         for head in heads
-    )
-    table = str(Table.of(["head", *columns], rows, left=())).replace("nan", "  -")
+    ]
+
+
+def heads_text(numbers: list[dict[str, float]]) -> str:
+    rows = []
+    for head in numbers:
+        index, *values = head.values()
+        rows.append([str(index), *(f"{value:z.3f}" for value in values)])
+    table = str(Table.of(list(numbers[0]), rows, left=())).replace("nan", "  -")
     return (
         f"{table}\n"
         "Means over queries. on first token: weight on that token; negative share: of the sum of "

@@ -13,7 +13,7 @@ from typing import Any
 
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
 from diffllm.checkpoint.manifest import faults, read_state
-from diffllm.cli.arguments import RunArguments, argument, flag, parse
+from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.metrics.display import duration
@@ -22,7 +22,6 @@ from diffllm.metrics.display import duration
 @dataclass
 class CheckpointsArguments(RunArguments):
     verify: bool = argument("read all files; false: compare only sizes", True)
-    json: bool = flag("a JSON list instead of a table")
 
 
 def checkpoints_command(argv: list[str]) -> int:

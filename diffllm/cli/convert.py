@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffllm.cli.arguments import RunArguments, argument, parse, plugins_argument
+from diffllm.cli.arguments import (
+    CommandArguments,
+    RunArguments,
+    argument,
+    parse,
+    plugins_argument,
+)
 from diffllm.core.atomic_directories import scratch_directory
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, sync
-from diffllm.core.printing import echo
+from diffllm.core.printing import echo, echo_json
 
 if TYPE_CHECKING:
     from diffllm.config import TrainConfig
@@ -75,7 +81,7 @@ class ExportArguments(FormatArguments):
 
 
 @dataclass
-class ImportArguments:
+class ImportArguments(CommandArguments):
     hf: str = argument("transformers directory, run, or owner/name[@revision]", path=True)
     out: str = argument("new run directory", path=True)
     attention: str | None = argument("convert to diff_v2, or from DIFF V2 to standard", None)
@@ -142,8 +148,12 @@ def consolidate(
         if made:
             with suppress(OSError):  # the directory is not empty
                 directory.rmdir()
-    echo(f"step {step}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
-    echo("\n".join(map(str, written)))
+    files = [str(file) for file in written]
+    if args.json:
+        echo_json({"step": step, "tensors": len(tensors), "bytes": size, "files": files})
+    else:
+        echo(f"step {step}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
+        echo("\n".join(files))
 
 
 @contextmanager
@@ -168,7 +178,10 @@ def export_command(argv: list[str]) -> None:
         from diffllm.interop.export import export
     run, out = Path(args.run), Path(args.out)
     layout, step = export(run, out, args.step, DTYPES[args.dtype], args.max_shard_size, args.own)
-    echo(f"step {step} as {layout.architecture}: {out}")
+    if args.json:
+        echo_json({"step": step, "architecture": layout.architecture, "out": str(out)})
+    else:
+        echo(f"step {step} as {layout.architecture}: {out}")
 
 
 def import_command(argv: list[str]) -> None:
@@ -180,7 +193,12 @@ def import_command(argv: list[str]) -> None:
         from diffllm.interop.imports import import_model
     out = Path(args.out)
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
-    size = f"{totals(origin.model)['params'] / 1e6:,.2f}M parameters"
+    parameters = totals(origin.model)["params"]
+    if args.json:
+        facts = {"model": origin.name, "attention": origin.attention, "parameters": parameters}
+        echo_json({**facts, "out": str(out)})
+        return
+    size = f"{parameters / 1e6:,.2f}M parameters"
     echo(f"{origin.name}: {size}, {origin.attention}: {out}")
     weights = printed_override("resume", f"weights:{out}")
     echo(f"python train.py {weights} data.paths=[...] trains with these weights")

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from diffllm.cli.arguments import argument, flag, parse
+from diffllm.cli.arguments import CommandArguments, argument, parse
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 
@@ -23,11 +23,10 @@ Row = tuple[str, ...]
 
 
 @dataclass
-class CountArguments:
+class CountArguments(CommandArguments):
     compare: list[str] = argument(
         "VARIANT,VARIANT,...: one column per variant, with changes from the first", [], flag=True
     )
-    json: bool = flag("the counts as JSON; with --compare, a mapping from variant to counts")
     overrides: list[str] = argument("overrides of the config", [], words="overrides")
 
 

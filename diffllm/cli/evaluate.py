@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffllm.cli.arguments import argument, flag, parse, plugins_argument
+from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
 from diffllm.compare.report.numbers import ascii_minus, in_digits, with_interval
 from diffllm.core.errors import CheckpointError, ConfigError, listed
 from diffllm.core.printing import Table, echo, echo_json, to_stderr
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class EvaluateArguments:
+class EvaluateArguments(CommandArguments):
     run: str = argument("directory of a run or of a sweep", path=True)
     step: int = argument("step of the checkpoint; 0: the newest complete checkpoint", 0)
     every: bool = argument("true: all checkpoints, for scores at equal loss", False)
@@ -42,7 +42,6 @@ class EvaluateArguments:
         "maximum tokens of a document for position; default: length of the run", None, least=1
     )
     seed: int = argument("seed of the examples", 0)
-    json: bool = flag("JSON instead of tables")
     plugins: str = plugins_argument()
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import ConfigError
-from diffllm.core.printing import echo
+from diffllm.core.printing import echo, echo_json
 
 
 @dataclass
@@ -43,4 +43,9 @@ def generate_command(argv: list[str]) -> None:
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )
-    echo(f"\n{'-' * 79}\n".join(tokenizer.decode(text) for text in texts))
+    decoded = [tokenizer.decode(text) for text in texts]
+    if args.json:
+        pairs = zip(args.prompt, decoded, strict=True)
+        echo_json([{"prompt": prompt, "text": text} for prompt, text in pairs])
+    else:
+        echo(f"\n{'-' * 79}\n".join(decoded))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.cli.arguments import argument, flag, parse, write_out
+from diffllm.cli.arguments import CommandArguments, argument, parse, write_out
 from diffllm.compare.report.numbers import short
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
@@ -44,7 +44,7 @@ AXES = {"keys": range(8), "lambda": range(0, 101, 10), "amplitude": range(3, 40,
 
 
 @dataclass
-class NoiseFloorArguments:
+class NoiseFloorArguments(CommandArguments):
     keys: int = argument("keys in sweeps of lambda and amplitude", 8192, least=2, most=CONTEXTS[-1])
     lambda_: float = argument("subtracted share of map 2", 0.8, least=0, most=1)
     amplitude: float = argument(
@@ -56,7 +56,6 @@ class NoiseFloorArguments:
     draws: int = argument("random draws of the noise", 32, least=2, most=1000)
     seed: int = argument("seed of the noise", 0, least=0)
     out: str = argument("figure to write, a PNG", "noise-floor.png", path=True)
-    json: bool = flag("JSON instead of tables")
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.cli.arguments import RunArguments, argument, flag, parse
+from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation import TOKENS
 
@@ -34,7 +34,6 @@ class OutliersArguments(RunArguments):
     tokens: int = argument(
         "tokens to read, in whole sequences; at most the held-out split", TOKENS, least=1
     )
-    json: bool = flag("a JSON object instead of tables")
 
 
 def outliers_command(argv: list[str]) -> None:

@@ -9,13 +9,12 @@ diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 par
 
 from dataclasses import dataclass
 
-from diffllm.cli.arguments import argument, flag, parse
+from diffllm.cli.arguments import CommandArguments, argument, parse
 from diffllm.plan.cluster import Cluster
 
 
 @dataclass
-class PlanArguments(Cluster):
-    json: bool = flag("the plan as JSON, in bytes and seconds")
+class PlanArguments(CommandArguments, Cluster):
     longest: bool = argument("also search the longest sequence that fits; slow", False)
     overrides: list[str] = argument("overrides of the config", [], words="overrides")
 

@@ -1,16 +1,20 @@
 """diffllm prepare [overrides]: make the tokenizer, the token shards and the packing of a run."""
 
+from typing import Any
+
+from diffllm.cli.arguments import take_json
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
-from diffllm.core.printing import echo
+from diffllm.core.printing import echo, echo_json
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
 from diffllm.data.text.skipped import skipped_text
+from diffllm.metrics.streams import messages_on_stderr, result
 
 USAGE = """\
-diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
+diffllm prepare [overrides as for train.py] [--json], e.g. data=files data.paths=[a.parquet]
 
 Relevant keys: seq_len, for packing, and the keys below; `python train.py --help` lists all keys."""
 
@@ -19,12 +23,45 @@ def prepare_command(argv: list[str]) -> None:
     if "-h" in argv or "--help" in argv:
         echo(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
         return
-    cfg = load_config(argv)
-    data = prepare(cfg.data, cfg.prepare)
-    sources = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
-    echo("\n\n".join(sources or [prepared_text(data)]))
-    if packed := packing_counts(data, cfg.data, cfg.seq_len):
-        echo("\n" * bool(sources) + f"packing  {packed.text()}")
+    as_json, overrides = take_json(argv)
+    cfg = load_config(overrides)
+    with messages_on_stderr(as_json):
+        data = prepare(cfg.data, cfg.prepare)
+        packed = packing_counts(data, cfg.data, cfg.seq_len)
+    if as_json:
+        sources = {name: prepared_values(source) for name, source in data.sources.items()}
+        packing = packed.numbers() if packed else None
+        with result():
+            echo_json({**prepared_values(data), "packing": packing, "sources": sources})
+        return
+    texts = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
+    echo("\n\n".join(texts or [prepared_text(data)]))
+    if packed:
+        echo("\n" * bool(texts) + f"packing  {packed.text()}")
+
+
+def prepared_values(data: Prepared) -> dict[str, Any]:
+    """Return the values that --json prints for a corpus; `bytes` is None if unknown."""
+    manifest = data.manifest
+    return {
+        "directory": None if data.sources else str(data.directory),
+        "source": manifest.source,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "note": manifest.note or None,
+        "splits": {
+            name: {
+                "documents": split.documents,
+                "tokens": split.tokens,
+                "bytes": split.bytes or None,
+                "share_predicted": split.share_predicted,
+            }
+            for name, split in manifest.splits.items()
+        },
+        "skipped_empty": manifest.skipped_empty,
+        "skipped_undecodable": manifest.skipped_undecodable,
+        "heldout_unigram_entropy": manifest.heldout_unigram_entropy,
+    }
 
 
 def prepared_text(data: Prepared) -> str:

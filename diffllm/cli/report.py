@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffllm.cli.arguments import argument, parse, plugins_argument
-from diffllm.core.printing import echo
+from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
+from diffllm.core.printing import echo, echo_json
 
 REPORT = """\
 diffllm report DIR... [key=value ...]: compare runs in report.html and report.csv
@@ -20,7 +20,7 @@ diffllm report 'outputs/cmp*' baseline=gated out=reports"""
 
 
 @dataclass
-class ReportArguments:
+class ReportArguments(CommandArguments):
     run: list[str] = argument("DIR, with or without run=; repeatable", [], words="plain", path=True)
     baseline: str = argument("baseline variant of gaps; empty: standard if present", "")
     out: str = argument("directory of the files; empty: next to the named runs", "", path=True)
@@ -34,11 +34,23 @@ def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import record_gaps, whole_text, write
+    from diffllm.metrics.wandb_run import files_of
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)
+    place = written[0].parent
+    gaps = files_of(place) / "wandb" if args.wandb and record_gaps(comparison, place) else None
+    if args.json:
+        content = {
+            "baseline": comparison.baseline,
+            "rows": [row.values for row in comparison.rows],
+            "files": [str(file) for file in written],
+            "wandb": str(gaps) if gaps else None,
+        }
+        echo_json(content)
+        return
     echo(f"{whole_text(comparison)}\n")
-    if args.wandb and record_gaps(comparison, written[0].parent):
-        echo(f"gaps over tokens: {written[0].parent / 'wandb'}")
+    if gaps:
+        echo(f"gaps over tokens: {gaps}")
     for file in written:
         echo(file)

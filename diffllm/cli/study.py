@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffllm.cli.arguments import argument, flag, parse, plugins_argument
+from diffllm.cli.arguments import CommandArguments, argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import (
     MISSING,
     clock,
@@ -19,6 +19,8 @@ from diffllm.compare.report.numbers import (
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.core.printing import Table, echo, echo_json
+from diffllm.distributed.launcher import own_rank
+from diffllm.metrics.streams import messages_on_stderr, result
 from diffllm.statistics.gap_tests import ALPHA, MOST_ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above
 from diffllm.statistics.seed_variance import UPPER, Pairs
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from diffllm.compare.study.file import Study
 
 STUDY = """\
-diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [gpu=NAME] [hydra/launcher=...]
+diffllm study run STUDY.yaml out=DIR [--json] [--dry-run] [pilot=DIR] [gpu=NAME]
+                  [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
 diffllm study verdict STUDY.yaml values=FILE [--json]
 All accept plugins=[MODULE,...] and --config-dir DIR, for arms with code or YAML files of your own.
@@ -41,7 +44,7 @@ verdict   prints shown, refuted, equivalent, underpowered, not comparable or exp
           such a values.json instead of run directories, and writes no files
 --dry-run checks all runs and prints their cost; hours follow from FLOPs and the speed of finished
           runs of the study, or else of the runs in pilot=DIR; gpu=h100 [mfu=0.25] assumes a speed
---json    prints only the verdict, as JSON"""
+--json    prints only the verdict, the costs of --dry-run, or the states of the runs, as JSON"""
 POWER = """\
 diffllm power pilot=DIR... gap=NATS [key=value ...]: estimate seeds, tokens and hours for a gap
 
@@ -54,7 +57,7 @@ diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
 
 
 @dataclass
-class SharedStudyArguments:
+class SharedStudyArguments(CommandArguments):
     study: list[str] = argument("STUDY.yaml, with or without study=", [], words="plain")
     out: str = argument("directory of the study's runs", "", path=True)
     plugins: str = plugins_argument()
@@ -63,7 +66,6 @@ class SharedStudyArguments:
 @dataclass
 class VerdictArguments(SharedStudyArguments):
     values: str = argument("values.json of a verdict, instead of out=", "", path=True)
-    json: bool = flag("only the verdict, as JSON")
 
 
 @dataclass
@@ -75,7 +77,7 @@ class StudyRunArguments(SharedStudyArguments):
 
 
 @dataclass
-class PowerArguments:
+class PowerArguments(CommandArguments):
     pilot: list[str] = argument(
         "runs, a sweep, or a quoted glob, with or without pilot=; repeatable",
         path=True,
@@ -88,7 +90,6 @@ class PowerArguments:
     power: float = argument("probability of finding the gap", 0.8, above=0, below=1)
     sides: int = argument("1 if the sign of the gap is stated in advance", 2, least=1, most=2)
     comparisons: int = argument("number of gaps in the family, for Holm's correction", 1, least=1)
-    json: bool = flag("JSON instead of tables")
     plugins: str = plugins_argument()
 
 
@@ -123,7 +124,12 @@ def study_command(argv: list[str]) -> int:
     named = [directory for directory in directories() if yamls(directory)]
     flags = [word for directory in named for word in ("--config-dir", str(directory))]
     plugins = [f"plugins={args.plugins}"] if args.plugins else []
-    return run_study(study, out, launcher, [*flags, *plugins])
+    with messages_on_stderr(args.json):
+        status, content = run_study(study, out, launcher, [*flags, *plugins])
+    if args.json and own_rank() == 0:
+        with result():
+            echo_json(content)
+    return status
 
 
 def study_and_directory(files: list[str], out: str) -> "tuple[Study, Path]":
@@ -155,11 +161,17 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
          compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"]
         for cost in found
     ]  # fmt: skip
-    heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
-    echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
     runs, ended = sum(cost.runs for cost in found), sum(cost.ended for cost in found)
     tokens = sum((cost.runs - cost.ended) * cost.tokens for cost in found)
     flops = sum((cost.runs - cost.ended) * cost.flops for cost in found)
+    notes = design_notes(study)
+    if args.json:
+        stages = [{**vars(cost), "hours": cost.hours} for cost in found]
+        left = {"runs": runs - ended, "tokens": tokens, "flops": flops}
+        echo_json({"study": str(study.path), "stages": stages, "left": left, "notes": notes})
+        return
+    heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
+    echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
     time = "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
     if None not in (hours := [cost.hours for cost in found]):
         where = "here" if device is None else f"on one {device.name}"
@@ -168,7 +180,7 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     echo(f"{state}. Left: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
     if device:
         echo(f"assumed, not measured: mfu={args.mfu:g}, {START_S:g} s to start each run")
-    for note in design_notes(study):
+    for note in notes:
         echo(f"note: {note}")
 
 
@@ -185,7 +197,7 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
         found = judge(study, place)
         files = write_verdict(found, place)
     if as_json:
-        echo_json(found.numbers(), allow_nan=False)
+        echo_json(found.numbers())
     else:
         echo("\n".join([markdown(found), *map(str, files)]))
 

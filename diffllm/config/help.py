@@ -28,6 +28,7 @@ FLAGS = {
     "-m, --multirun": "a sweep: one run per combination of values, such as seed=0,1,2",
     "--config-dir DIR": "a directory of extra YAMLs, for plugins=[my_variant] attention=my_variant",
     "--cfg job": "print the composed config and exit; --resolve also resolves ${...}",
+    "--json": "print the summary, or the states of the runs of a sweep, as JSON on stdout",
     "--help": "print this list, with the defaults of the given choices",
 }
 USAGE = """\

@@ -15,6 +15,7 @@ from diffllm.config.matching import Matched
 from diffllm.core.bounds import bounded, check_bounds, sections
 from diffllm.core.errors import ConfigError, listed
 from diffllm.core.files import user_path
+from diffllm.core.typed import without_null
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.distributed.mesh import ParallelConfig
@@ -354,8 +355,10 @@ def check_values(cfg: Any) -> None:
             raise ConfigError(
                 f"{key}: the value contains ${{ after interpolation; remove ${{ from the value"
             )
-        if get_origin(declared) is list:  # an interpolation may insert any value
-            (kind,) = get_args(declared)
+        kind = without_null(declared)
+        null = value is None and kind is not declared
+        if get_origin(kind) is list and not null:  # an interpolation may insert any value
+            (kind,) = get_args(kind)
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
                 items = "text" if kind is str else "integers"
                 raise ConfigError(f"{key}={value!r} must be a list of {items}")

@@ -10,9 +10,8 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -265,7 +264,13 @@ def holder(path: Path) -> str:
     return "another process"
 
 
-def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
+def not_writable(path: Path, kind: str, instead: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{kind} {path} cannot be written ({error.strerror}); choose {instead}")
+
+
+def hold(
+    path: Path, kind: str, instead: str, wait: bool = False, created: Sequence[Path] = ()
+) -> FileLock:
     """Create the directory `path` if missing, and lock `path` until this process ends.
 
     Return the lock. If another process holds the lock, wait if `wait` is true, otherwise raise
@@ -274,8 +279,9 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
     Args:
         kind: term for the directory in messages, such as "run directory".
         instead: text after "choose" in error messages, such as "another run.dir".
+        created: paths that `reserve` has created for this process; removed again after a failure.
     """
-    made, lock = missing(path), path / ".lock"
+    made, lock = [*missing(path), *created], path / ".lock"
     try:
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -291,9 +297,7 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
         for part in made:
             with suppress(OSError):  # the part is missing, or another process uses the directory
                 part.unlink() if part == lock else part.rmdir()
-        raise ConfigError(
-            f"{kind} {path} cannot be written ({error.strerror}); choose {instead}"
-        ) from error
+        raise not_writable(path, kind, instead, error) from error
 
 
 def missing(path: Path) -> list[Path]:
@@ -381,9 +385,3 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def fresh(path: Path) -> Path:
-    """Return `path` if nothing exists there, otherwise the first unused `path`-2, `path`-3, ..."""
-    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
-    return next(p for name in names if not os.path.lexists(p := path.with_name(name)))

@@ -1,8 +1,8 @@
-"""CPUs that this process may use: CPU affinity, physical cores and cgroup quotas."""
+"""CPUs that this process may use (affinity, cores, cgroup quotas), and its variables."""
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -96,3 +96,14 @@ def quota_of(directory: Path) -> float:
         quota = (directory / "cpu.cfs_quota_us").read_text()
         period = (directory / "cpu.cfs_period_us").read_text()
     return int(quota) / int(period)
+
+
+def set_if_ours(env: MutableMapping[str, str], name: str, value: str) -> None:
+    """Set an environment variable unless the user has set it.
+
+    A second variable, with the prefix DIFFLLM_, has the same value if the first one is ours. A job
+    of a cluster inherits the variables of the process that submitted the job.
+    """
+    mark = f"DIFFLLM_{name}"
+    if env.get(name) in (None, env.get(mark)):
+        env[name] = env[mark] = value

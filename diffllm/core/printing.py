@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,20 @@ def echo(
     print(printable(str(text).replace("\r\n", "\n"), KEPT), end=end, file=file, flush=flush)
 
 
-def echo_json(content: Any, allow_nan: bool = True) -> None:
-    print(json.dumps(content, indent=2, allow_nan=allow_nan))
+def echo_json(content: Any) -> None:
+    """Print a value as JSON; numbers that are not finite, which JSON does not have, become null."""
+    print(json.dumps(finite_values(content), indent=2, allow_nan=False))
+
+
+def finite_values(content: Any) -> Any:
+    """Return a copy of nested dicts and lists with None in place of NaN and infinite floats."""
+    if isinstance(content, dict):
+        return {key: finite_values(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite_values(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content
 
 
 def to_stderr(text: str) -> None:

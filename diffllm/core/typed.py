@@ -4,6 +4,7 @@ import sys
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin
 
 from diffllm.core.errors import choose_from
@@ -63,6 +64,13 @@ def made(
     return cls(**values)
 
 
+def without_null(declared: Any) -> Any:
+    """Return T for the type T | None; return any other type unchanged."""
+    kinds = get_args(declared)
+    others = [kind for kind in kinds if kind is not NoneType]
+    return others[0] if NoneType in kinds and len(others) == 1 else declared
+
+
 def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     """Convert a plain value to the declared type `kind` of a dataclass field.
 
@@ -73,10 +81,9 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
         where: dotted key of the value in the file, shown in errors.
         strict: raise ValueError for an unknown key of a dataclass, instead of ignoring the key.
     """
-    if type(None) in (allowed := get_args(kind)):
-        if value is None:
-            return None
-        (kind,) = (k for k in allowed if k is not type(None))
+    declared, kind = kind, without_null(kind)
+    if value is None and kind is not declared:
+        return None
     if is_dataclass(kind):
         return made(kind, value, where, strict)  # type: ignore[arg-type]
     if get_origin(kind) is list:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diffllm.core.errors import LaunchError, printable
-from diffllm.core.machine import ROOT, allowed_cpus, usable_cores
+from diffllm.core.machine import ROOT, allowed_cpus, set_if_ours, usable_cores
 
 FIRST_PORT, PORTS = 12000, 20000
 """Range of ports derived from job ids; lower than the ports that Linux assigns to clients."""
@@ -172,17 +172,6 @@ def choose_threads(env: MutableMapping[str, str] = os.environ, root: Path = ROOT
     set_if_ours(env, "OMP_NUM_THREADS", str(threads))
     if not any(name in env for name in WAITING):
         env["GOMP_SPINCOUNT"] = str(SPINS)
-
-
-def set_if_ours(env: MutableMapping[str, str], name: str, value: str) -> None:
-    """Set a variable unless the user has set it.
-
-    A second variable, with the prefix DIFFLLM_, has the same value if the first one is ours. A job
-    of a cluster inherits the variables of the process that submitted the job.
-    """
-    mark = f"DIFFLLM_{name}"
-    if env.get(name) in (None, env.get(mark)):
-        env[name] = env[mark] = value
 
 
 def processes_on_cpus(env: Mapping[str, str]) -> int:

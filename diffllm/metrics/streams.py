@@ -101,6 +101,26 @@ def unfailing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def messages_on_stderr(redirect: bool) -> Iterator[None]:
+    """Context manager in which stdout of this process and of its children is stderr.
+
+    Do nothing if `redirect` is false. A command with --json prints its only value afterwards.
+    """
+    if not redirect:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # for child processes and C libraries
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+@contextlib.contextmanager
 def result() -> Iterator[None]:
     """Context manager that raises UserError if a write to stdout inside the context fails.
 

@@ -10,10 +10,11 @@ import math
 import netrc
 import os
 import queue
+import re
 import secrets
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ LONGEST_TAG = 64
 OFFLINE_RUNS = "wandb/offline-run-*"
 """Pattern of wandb's directories of offline runs in a run directory, one per start of the run."""
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
+"""Project names that wandb accepts."""
+MODES = {
+    "online": "online", "offline": "offline", "disabled": "disabled", "shared": "shared",
+    "run": "online", "dryrun": "offline",
+}  # fmt: skip
+"""Values of WANDB_MODE; the last two are older names."""
+RUN_ID = re.compile(r"[\w-]{1,64}")
 
 
 class WandbMode(Enum):
@@ -52,20 +61,66 @@ class WandbConfig:
     """Mode, project, group and tags of the run in Weights & Biases."""
 
     mode: WandbMode = WandbMode.auto
-    """Destination of wandb; auto: online with an API key, else offline."""
-    project: str = "diffllm"
-    """Project of the run."""
+    """Destination; auto: WANDB_MODE, else online with an API key, else offline."""
+    project: str | None = None
+    """Project of the run; null: WANDB_PROJECT, else diffllm."""
     entity: str | None = None
-    """User or team that owns the project; null: the owner of the API key."""
+    """User or team that owns the project; null: WANDB_ENTITY, else the owner of the API key."""
     group: str | None = None
-    """Group of the run; null: the attention variant."""
-    tags: list[str] = field(default_factory=list)
-    """Tags of the run, in addition to the name of its sweep."""
+    """Group of the run; null: WANDB_RUN_GROUP, else the attention variant."""
+    tags: list[str] | None = None
+    """Tags of the run, in addition to the name of its sweep; null: WANDB_TAGS, as in a,b."""
 
     def validate(self) -> None:
-        for tag in self.tags:
-            if not 1 <= len(tag) <= LONGEST_TAG:
-                raise ConfigError(f"wandb.tags: {tag!r} must have 1 to {LONGEST_TAG} characters")
+        check_tags("wandb.tags", self.tags)
+
+
+def check_project(key: str, project: str | None) -> None:
+    if project is not None and not PROJECT.fullmatch(project):
+        raise ConfigError(
+            f"{key}={project[:200]} must have 1 to 128 characters other than / \\ # ? % :"
+        )
+
+
+def check_tags(key: str, tags: list[str] | None) -> None:
+    for tag in tags or []:
+        if not 1 <= len(tag) <= LONGEST_TAG:
+            raise ConfigError(f"{key}: {tag!r} must have 1 to {LONGEST_TAG} characters")
+
+
+def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) -> WandbConfig:
+    """Return `cfg` with the values of environment variables for keys that are None.
+
+    The project is then set. `variables` may also be those that run.json records. An empty variable
+    is ignored. Raises ConfigError if a variable that is used has an invalid value.
+    """
+    project, tags = cfg.project, cfg.tags
+    if project is None:
+        project = variables.get("WANDB_PROJECT") or "diffllm"
+        check_project("WANDB_PROJECT", project)
+    if tags is None:
+        listed = variables.get("WANDB_TAGS")
+        tags = [tag.strip() for tag in listed.split(",")] if listed else []
+        check_tags("WANDB_TAGS", tags)
+    entity = cfg.entity or variables.get("WANDB_ENTITY") or None
+    group = cfg.group or variables.get("WANDB_RUN_GROUP") or None
+    return replace(cfg, project=project, entity=entity, group=group, tags=tags)
+
+
+def check_wandb(cfg: WandbConfig) -> None:
+    """Raise ConfigError if the project or a variable that a run with `cfg` uses is invalid.
+
+    Saved configs of older versions may contain an invalid project, which disabled wandb.
+    """
+    if resolve_mode(cfg) == "disabled":
+        return
+    check_project("wandb.project", cfg.project)
+    with_variables(cfg)
+    run_id = os.environ.get("WANDB_RUN_ID")
+    if run_id and not RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"WANDB_RUN_ID={run_id[:200]} must have 1 to 64 letters, digits, dashes or underscores"
+        )
 
 
 def new_id() -> str:
@@ -77,11 +132,14 @@ def resolve_mode(cfg: WandbConfig) -> str:
 
     For `auto`, return the environment variable WANDB_MODE if it is set. Otherwise
     return "online" if the environment or netrc has an API key for wandb's server, else "offline".
+    Raises ConfigError if WANDB_MODE is used and invalid.
     """
     if cfg.mode is not WandbMode.auto:
         return cfg.mode.value
     if mode := os.environ.get("WANDB_MODE"):
-        return mode
+        if mode not in MODES:
+            raise ConfigError(f"WANDB_MODE={mode[:200]} must be online, offline or disabled")
+        return MODES[mode]
     found = bool(os.environ.get("WANDB_API_KEY"))
     own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
     with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
@@ -90,17 +148,25 @@ def resolve_mode(cfg: WandbConfig) -> str:
     return "online" if found else "offline"
 
 
+def files_of(directory: Path) -> Path:
+    """Return the parent of wandb's directory of a run: WANDB_DIR, else the run directory."""
+    return Path(os.environ.get("WANDB_DIR") or directory)
+
+
 class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
+    Environment variables apply to keys of `cfg` that are None, see `with_variables`.
+
     Args:
-        directory: run directory; wandb shows the directory name as the run name.
+        directory: run directory.
         choices: chosen config of each Hydra group, such as {"attention": "diff_v2", "model":
-            "mini"}. "attention" is the wandb group if `cfg.group` is None; "model" is the job type.
+            "mini"}. "attention" is the default of the wandb group, and "model" of the job type.
         sweep: name of the sweep that started the run; the first 64 characters become a tag.
         run_id: id of the wandb run to resume; None creates a new run.
         resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
+        name: name of the run in wandb; None: the name of `directory`.
     """
 
     def __init__(
@@ -113,6 +179,7 @@ class WandbRun:
         run_id: str | None,
         over_tokens: Sequence[str] = (),
         resume: bool = True,
+        name: str | None = None,
     ):
         self.id = run_id or new_id()
         self.over_tokens = over_tokens
@@ -124,16 +191,21 @@ class WandbRun:
         self.started = threading.Event()
         if not self.working:
             return
+        cfg = with_variables(cfg)
+        tags = list(cfg.tags or [])
+        if sweep:
+            tags.append(sweep[:LONGEST_TAG])
+        # wandb prefers these options to its variables, so each variable is read here.
         options = {
             "project": cfg.project,
             "entity": cfg.entity,
-            "name": directory.name,
+            "name": name or directory.name,
             "group": cfg.group or choices["attention"],
-            "job_type": choices["model"],
-            "tags": list(dict.fromkeys(filter(None, [*cfg.tags, (sweep or "")[:LONGEST_TAG]]))),
+            "job_type": os.environ.get("WANDB_JOB_TYPE") or choices["model"],
+            "tags": list(dict.fromkeys(tags)),
             "id": self.id,
             "resume": "allow" if resume else None,
-            "dir": str(directory),
+            "dir": str(files_of(directory)),
             "config": config,
         }
         self.thread = threading.Thread(target=self._work, args=(options,), daemon=True)
@@ -202,7 +274,10 @@ def start(mode: str, options: dict[str, Any]) -> Any:
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
-    settings = wandb.Settings(silent=True, console="off", init_timeout=ONLINE_SECONDS)
+    # run.log contains the output, and wandb would print next to the progress bar.
+    settings = wandb.Settings(silent=True, console="off")
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings.init_timeout = ONLINE_SECONDS
     try:
         run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
     except Exception as error:

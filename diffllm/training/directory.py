@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplet
 from diffllm.config import TrainConfig
 from diffllm.config.saved import differences
 from diffllm.config.schema import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
-from diffllm.core.errors import CheckpointError, ConfigError, InUseError
+from diffllm.core.atomic_directories import reserve
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import (
     check_length,
-    fresh,
     hold,
     missing,
     take_back,
@@ -43,6 +43,10 @@ LONGEST_NAME = 230
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
+KIND = ("run directory", "run.dir=...")
+"""Words for `hold` and `reserve`."""
+
+
 class RunDirectory:
     """The directory of a run and the files in it; only rank 0 makes this object.
 
@@ -50,12 +54,14 @@ class RunDirectory:
     the lock, or if the directory cannot be written.
     """
 
-    def __init__(self, path: Path, cfg: TrainConfig):
+    def __init__(self, path: Path, cfg: TrainConfig, created: Sequence[Path] = ()):
+        """Lock the directory `path`; `created` lists the paths that `reserve` has created."""
         self.path, self.cfg = path, cfg
         self.changes: Changes = {}
-        self.made = missing(path)
+        self.made = [*missing(path), *created]
         # Jobs of a sweep wait for the lock: the same run of a killed sweep may still save.
-        self.lock = hold(path, "run directory", "run.dir=...", "DIFFLLM_SWEEP_JOB" in os.environ)
+        wait = "DIFFLLM_SWEEP_JOB" in os.environ
+        self.lock = hold(path, *KIND, wait=wait, created=created)
 
     def check(self) -> None:
         """Check that a run can start or resume with this config; write no files.
@@ -249,18 +255,13 @@ def choose_path(cfg: TrainConfig) -> Path:
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
     """Lock and return the run directory.
 
-    If run.dir or run.name is set, the directory may exist. Otherwise, choose a new directory.
+    If run.dir or run.name is set, the directory may exist. Otherwise, create a new directory.
     """
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)
-    while True:
-        free = fresh(path)
-        with suppress(InUseError):
-            directory = RunDirectory(free, cfg)
-            if free in directory.made and not directory.has_run:
-                return directory
-            directory.lock.release()
+    path, created = reserve(path, *KIND)
+    return RunDirectory(path, cfg, created)
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:

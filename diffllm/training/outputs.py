@@ -1,5 +1,6 @@
 """Outputs of a run: run.json, metric sinks, checkpoints, generated text and summary."""
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import request_requeue
 from diffllm.training.loop import Outputs
-from diffllm.training.process import Process, provenance
+from diffllm.training.process import Process, in_sweep, provenance
 from diffllm.training.start import Claimed
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
@@ -67,7 +68,12 @@ def open_sinks(
     directory.describe(facts, continues=claimed.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
-    wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id)
+    name, run_id = cfg.run.name, state.wandb_id
+    # The runs of a sweep or study share the environment, but need different names and ids.
+    if not in_sweep():
+        name = name or os.environ.get("WANDB_NAME")
+        run_id = run_id or os.environ.get("WANDB_RUN_ID")
+    wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, run_id, name=name)
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, wandb, events)
 

@@ -98,7 +98,7 @@ PACKAGES = (
 VARIABLES = re.compile(
     r"(NCCL|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|CUDA|CUBLAS|GLOO|OMP|GOMP|KMP|MKL|DIFFLLM)_\w+"
     r"|SLURM_(JOB_ID|JOB_NAME|JOB_NODELIST|NNODES|NTASKS)|(LOCAL_)?WORLD_SIZE"
-    r"|HF_HOME|HF_\w*OFFLINE|WANDB_MODE"
+    r"|HF_HOME|HF_\w*OFFLINE|WANDB_(MODE|PROJECT|ENTITY|RUN_GROUP|TAGS|NAME|JOB_TYPE|RUN_ID|DIR)"
 )
 """Names of environment variables that affect a run and contain no secrets."""
 SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffllm.config import TrainConfig
@@ -14,6 +15,7 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
+from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
@@ -38,9 +40,11 @@ MakeTasks = Callable[[Tokenizer], Tasks]
 class Outcome(NamedTuple):
     """Result of a launch: the summary of the run, or the signal that stopped the run.
 
-    Exactly one field is set.
+    Exactly one of `summary` and `stopped` is set.
     """
 
+    path: Path | None
+    """The run directory; None if a signal came before the directory was chosen."""
     summary: dict[str, Any] | None = None
     """The content of summary.json; only "sample" may differ between ranks."""
     stopped: signal.Signals | None = None
@@ -55,6 +59,7 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
     cfg.check_world(environment()[1])
     check_named(cfg)
     check_installed(cfg.metrics)
+    check_wandb(cfg.wandb)
     # Install signal handlers after `join`: Python handlers cannot run while `join` waits.
     world = join(cfg.distributed)
     stop = StopRequest()
@@ -69,7 +74,7 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
             if number in REQUEUE and (cfg.run.dir or cfg.run.name):
                 choose_path(cfg).mkdir(parents=True, exist_ok=True)
                 request_requeue(choose_path(cfg), number, None)
-        return Outcome(stopped=number)
+        return Outcome(None, stopped=number)
     finally:
         stop.close()
 
@@ -84,7 +89,7 @@ def in_process(
         if directory:
             here.stop.saved = directory.saved
         if claimed.ended:
-            outcome = Outcome(claimed.ended)
+            outcome = Outcome(claimed.path, claimed.ended)
         else:
             outcome = train_claimed(cfg, here, claimed, make_tasks, report)
     except BaseException as error:
@@ -139,11 +144,11 @@ def train_claimed(
         here.display.stop()
     if stopped := trained.stopped or late:
         say_stopped(cfg, here, claimed, out, state.step, stopped)
-        return Outcome(stopped=stopped)
+        return Outcome(claimed.path, stopped=stopped)
     text = sample(t, data)
     numbers = here.world.broadcast_from_rank0(
         "summary", lambda: summarise(t, state, data, trained, losses)
     )
     summary = {**numbers, "sample": text}
     finish(here, claimed, out, summary, losses, report)
-    return Outcome(summary)
+    return Outcome(claimed.path, summary)

@@ -18,7 +18,7 @@ from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, files_of, resolve_mode, with_variables
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
@@ -105,9 +105,10 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
     if mode == "disabled":
         return "off"
     if mode == "offline":
-        return f"offline; `wandb sync {path}/{OFFLINE_RUNS}` uploads it"
-    project = "/".join(filter(None, (cfg.wandb.entity, cfg.wandb.project)))
-    return f"online, project {project}, a copy in {path / 'wandb'}"
+        return f"offline; `wandb sync {files_of(path)}/{OFFLINE_RUNS}` uploads it"
+    used = with_variables(cfg.wandb)
+    project = "/".join(filter(None, (used.entity, used.project)))
+    return f"online, project {project}, a copy in {files_of(path) / 'wandb'}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:

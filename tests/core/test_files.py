@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 from filelock import Timeout
-from processes import PATIENCE_S, wait_until
+from processes import PATIENCE_S, call_together, wait_until
 from runs.ranks import forked
 
-from diffllm.core.atomic_directories import new_directory, publish, scratch_directory
+from diffllm.core.atomic_directories import new_directory, publish, reserve, scratch_directory
 from diffllm.core.errors import ConfigError, InUseError
-from diffllm.core.files import acquire, hold, open_to_append, replace_file, why_no_file
+from diffllm.core.files import (
+    acquire,
+    hold,
+    open_to_append,
+    replace_file,
+    take_back,
+    why_no_file,
+)
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -149,6 +156,50 @@ def test_new_directory_creates_final_path_only_after_success(tmp_path):
         assert not final.exists()
     assert names(final.parent) == ["final"]
     assert names(final) == ["whole"]
+
+
+def write_new(final: Path) -> str:
+    try:
+        with new_directory(final) as scratch:
+            (scratch / "writer").write_text(str(os.getpid()))
+    except (InUseError, FileExistsError) as error:
+        return type(error).__name__
+    return str(os.getpid())
+
+
+def test_one_of_eight_concurrent_processes_creates_new_directory(tmp_path):
+    results = call_together(write_new, 8, tmp_path / "out")
+    (writer,) = (text for text in results if text.isdecimal())
+    assert (tmp_path / "out" / "writer").read_text() == writer
+    assert names(tmp_path) == ["out"]
+
+
+WORDS = ("run directory", "run.dir=...")
+
+
+def test_eight_concurrent_processes_reserve_different_directories(tmp_path):
+    path = tmp_path / "outputs" / "run"
+    found = call_together(reserve, 8, path, *WORDS)
+    expected = ["run", *(f"run-{number}" for number in range(2, 9))]
+    assert sorted(directory.name for directory, _ in found) == expected
+    assert names(path.parent) == expected
+
+
+def reserve_and_take_back(path: Path) -> None:
+    for _ in range(200):
+        directory, created = reserve(path, *WORDS)
+        take_back(directory, created)
+
+
+def test_reserve_survives_processes_that_take_back_common_parent(tmp_path):
+    call_together(reserve_and_take_back, 4, tmp_path / "outputs" / "run")
+    assert list((tmp_path / "outputs").glob("*")) == []
+
+
+def test_reserve_raises_config_error_if_parent_is_a_file(tmp_path):
+    (tmp_path / "outputs").write_text("")
+    with pytest.raises(ConfigError, match=r"^run directory .*outputs/run cannot be written"):
+        reserve(tmp_path / "outputs" / "run", *WORDS)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])

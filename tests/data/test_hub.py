@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -14,8 +16,10 @@ import pytest
 from fake_hub import NAME, SHA
 from sample_texts import sample_documents
 
+from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.text import hub
 from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
@@ -86,6 +90,29 @@ def test_hub_dataset_files_are_streamed_without_local_copies(
     kept = [p for p in (tmp_path / "home").rglob("*") if p.suffix in (".parquet", ".arrow")]
     kept += [p for p in (tmp_path / "cache").rglob("*") if p.suffix in (".parquet", ".arrow")]
     assert not kept  # no copy of the corpus
+
+
+@pytest.mark.parametrize(
+    ("variables", "own"),
+    [({}, True), ({"HF_HOME": "/home"}, False), ({"HF_DATASETS_CACHE": "/cache"}, False)],
+)
+def test_hugging_face_variables_choose_cache_of_hub_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: bool
+) -> None:
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    caches: list[str | None] = []
+
+    def load_dataset(*_: Any, cache_dir: str | None, **__: Any) -> None:
+        caches.append(cache_dir)
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "library", lambda: SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(DataError):
+        hub.files_of(DataConfig(source="hub", dataset=NAME), SHA, tmp_path)
+    assert caches == [str(tmp_path) if own else None]
 
 
 def waits(words: list[str], env: dict[str, str], message: str) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from runs.command import Gate, descendants, metrics, start
+from runs.command import Gate, descendants, finish, metrics, start, train
+from wandb.proto.wandb_internal_pb2 import RunRecord
 from wandb_file import OfflineRun, covers
 
 from diffllm.metrics.table import METRICS
@@ -96,3 +98,43 @@ def test_training_continues_after_wandb_service_is_killed(directory, corpus):
     assert "wandb stopped working, training continues" in said[0]
     assert [line["step"] for line in metrics(run)] == list(range(1, 13))
     assert json.loads((run / "summary.json").read_text())["steps"] == 12
+
+
+SHARED = {"WANDB_NAME": "one-name", "WANDB_RUN_ID": "one-id", "WANDB_RUN_GROUP": "one-group"}
+
+
+def headers(*runs: Path) -> list[RunRecord]:
+    return [OfflineRun(run).header for run in runs]
+
+
+@pytest.mark.slow
+def test_resumed_run_keeps_wandb_id_of_first_start(tmp_path, corpus, monkeypatch):
+    """WANDB_NAME names a run without run.name; the checkpoint decides the id."""
+    for name, value in SHARED.items():
+        monkeypatch.setenv(name, value)
+    run = tmp_path / "run"
+    finish(corpus, run, *SMALL, "steps=2", "checkpoint.interval=2", "optim.warmup_steps=1")
+    (first,) = headers(run)
+    shutil.rmtree(run / "wandb")
+    monkeypatch.setenv("WANDB_RUN_ID", "another-id")
+    words = ("steps=3", "run.allow_changes=[steps]", "run.name=mine", "optim.warmup_steps=1")
+    finish(corpus, run, *SMALL, *words)
+    (second,) = headers(run)
+    assert [first.run_id, second.run_id] == ["one-id", "one-id"]
+    assert [first.display_name, second.display_name] == ["one-name", "mine"]
+    recorded = json.loads((run / "run.json").read_text())["environment"]["variables"]
+    assert recorded["WANDB_RUN_GROUP"] == second.run_group == "one-group"
+
+
+@pytest.mark.slow
+def test_runs_of_sweep_share_group_variable_and_have_different_names_and_ids(
+    tmp_path, tiny, environment
+):
+    words = ["-m", *tiny, "attention=standard,gated", "run.sweep=s", "wandb.mode=offline"]
+    done = train(words, tmp_path, environment | SHARED)
+    assert done.code == 0, done.err
+    sweep = tmp_path / "outputs" / "s"
+    found = headers(sweep / "standard", sweep / "gated", sweep)
+    assert [header.display_name for header in found] == ["standard", "gated", "s"]
+    assert {header.run_group for header in found} == {"one-group"}
+    assert len({header.run_id for header in found} | {"one-id"}) == 4

@@ -19,17 +19,31 @@ from processes import PATIENCE_S
 from tiers import slow_but
 from wandb_file import OfflineRun
 
+from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
-from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode
+from diffllm.metrics.wandb_run import (
+    WandbConfig,
+    WandbMode,
+    WandbRun,
+    check_wandb,
+    resolve_mode,
+)
 
 KEY = "0123456789" * 4
+VARIABLES = {
+    "WANDB_PROJECT": "its-project",
+    "WANDB_ENTITY": "its-team",
+    "WANDB_RUN_GROUP": "its-group",
+    "WANDB_TAGS": "a, b",
+    "WANDB_JOB_TYPE": "its-type",
+}
 CHOICES = {"attention": "diff_v2", "model": "tiny"}
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     """Set an empty home directory and an environment without wandb variables and reports."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC", *VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     directory = tmp_path / "home"
@@ -60,6 +74,7 @@ OWN = {"WANDB_BASE_URL": "https://wandb.example.org:8080"}
         ("wandb.example.org:8080", OWN, "online"),
         ("gr\u00f6\u00dfe", {}, "offline"),
         ("api.wandb.ai", {"WANDB_MODE": "disabled"}, "disabled"),
+        ("api.wandb.ai", {"WANDB_MODE": "dryrun"}, "offline"),
     ],
 )
 def test_wandb_auto_mode_is_online_only_if_api_key_for_server_exists(
@@ -74,6 +89,61 @@ def test_wandb_auto_mode_is_online_only_if_api_key_for_server_exists(
         (home / ".netrc").chmod(0o600)
     assert resolve_mode(WandbConfig()) == mode
     assert resolve_mode(WandbConfig(mode=WandbMode.online)) == "online"
+
+
+EMPTY = dict.fromkeys(VARIABLES, "")
+OWN_KEYS = {"project": "own", "entity": "me", "group": "mine", "tags": []}
+
+
+@pytest.mark.parametrize(
+    ("keys", "variables", "expected"),
+    [
+        ({}, {}, ["diffllm", "", "diff_v2", [], "tiny"]),
+        ({}, EMPTY, ["diffllm", "", "diff_v2", [], "tiny"]),
+        ({}, VARIABLES, ["its-project", "its-team", "its-group", ["a", "b"], "its-type"]),
+        (OWN_KEYS, VARIABLES, ["own", "me", "mine", [], "its-type"]),
+    ],
+)
+def test_wandb_keys_override_variables_and_variables_override_defaults(
+    tmp_path, monkeypatch, keys, variables, expected
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    WandbRun(WandbConfig(WandbMode.offline, **keys), tmp_path, CHOICES, None, {}, None).finish()
+    found = OfflineRun(tmp_path).header
+    assert [
+        found.project, found.entity, found.run_group, list(found.tags), found.job_type
+    ] == expected  # fmt: skip
+
+
+def test_wandb_dir_variable_selects_directory_of_wandb_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "scratch"))
+    a_run(tmp_path / "run").finish()
+    assert list((tmp_path / "run").iterdir()) == []
+    assert OfflineRun(tmp_path / "scratch").header.display_name == "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WANDB_MODE", "onlin"),
+        ("WANDB_PROJECT", "team/project"),
+        ("WANDB_TAGS", f"a,{'b' * 65}"),
+        ("WANDB_RUN_ID", "a/b"),
+    ],
+)
+def test_invalid_wandb_variable_is_refused_before_the_run(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"^{name}[=:]"):
+        check_wandb(WandbConfig())
+    check_wandb(WandbConfig(mode=WandbMode.disabled))
+
+
+def test_invalid_wandb_project_is_refused_at_start_but_accepted_in_saved_config():
+    cfg = WandbConfig(WandbMode.offline, project="team/project")
+    cfg.validate()
+    with pytest.raises(ConfigError, match=r"^wandb\.project=team/project must have"):
+        check_wandb(cfg)
 
 
 def a_run(

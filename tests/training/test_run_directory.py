@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import call_together
 from runs.one_rank import write_checkpoint
 from tiers import families, slow_but
 
@@ -84,6 +85,27 @@ def test_unnamed_runs_started_in_same_second_use_different_directories(tmp_path,
     held.append(claim_directory(cfg))
     names = [directory.path.name for directory in held]
     assert names == ["tiny-gated-now", "tiny-gated-now-2", "tiny-gated-now-3"]
+
+
+def claimed_name(cfg: TrainConfig) -> str:
+    directory = claim_directory(cfg)
+    directory.check()
+    return directory.path.name
+
+
+def test_concurrent_processes_claim_different_directories_for_unnamed_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    claimed = call_together(claimed_name, 8, load_config(["model=tiny", "attention=gated"]))
+    expected = ["tiny-gated-now", *(f"tiny-gated-now-{number}" for number in range(2, 9))]
+    assert sorted(claimed) == expected
+    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == expected
+
+
+def test_refused_unnamed_run_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim_directory(load_config(["model=tiny"])).withdraw()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "a b", "a\n", "", "x" * 231])

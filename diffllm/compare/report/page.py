@@ -40,7 +40,14 @@ from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, WandbRun, new_id, resolve_mode
+from diffllm.metrics.wandb_run import (
+    OFFLINE_RUNS,
+    WandbRun,
+    files_of,
+    new_id,
+    resolve_mode,
+    with_variables,
+)
 from diffllm.statistics.estimates import Estimate
 
 MOST = 12
@@ -220,13 +227,14 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     `gap/<row>` is the gap in held-out sample loss, and `gap/<row>/low` and `gap/<row>/high` are the
     ends of its 95% interval, which a single seed does not have. The summary contains the gaps of
     the report. `gap/noise_floor` is half the width of the noise floor. The wandb mode and project
-    come from the config of the first run. Another call for the same directory replaces the content
-    of the wandb run. If no row has a gap, or if wandb is disabled, log nothing and return False;
-    otherwise return True.
+    come from the config of the first run and from the variables in its run.json. Another call for
+    the same directory replaces the content of the wandb run. If no row has a gap, or if wandb is
+    disabled, log nothing and return False; otherwise return True.
     """
     rows = [row for row in comparison.rows if row.gap]
     gaps = {row.label: gaps for row in rows if (gaps := sample_gaps(row))}
-    cfg = comparison.rows[0].runs[0].cfg.wandb
+    first = comparison.rows[0].runs[0]
+    cfg = with_variables(first.cfg.wandb, first.variables)
     if not gaps or resolve_mode(cfg) == "disabled":
         return False
     lines: dict[int, dict[str, float]] = {}
@@ -239,7 +247,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
     choices = dict.fromkeys(("attention", "model"), "comparison")
     run_id = comparison_id(directory)
-    for earlier in directory.glob(f"{OFFLINE_RUNS}-{run_id}"):
+    for earlier in files_of(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
         shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
     run = WandbRun(
         cfg, directory, choices, directory.name, facts, run_id, over_tokens=("gap/*",), resume=False

@@ -109,6 +109,14 @@ class Run:
         return self.facts.get("plugin_code") or dict.fromkeys(self.cfg.plugins, "unknown")
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that run.json records, such as WANDB_PROJECT."""
+        variables = (self.facts.get("environment") or {}).get("variables")
+        if not isinstance(variables, dict):
+            return {}
+        return {name: str(value) for name, value in variables.items()}
+
+    @property
     def seeds(self) -> tuple[int, int]:
         """The pair (seed, model.init_seed)."""
         return self.cfg.seed, self.cfg.model.init_seed

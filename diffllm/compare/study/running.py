@@ -1,6 +1,7 @@
 """Run a study: check the study before its start, and start its runs in stages."""
 
 import shlex
+import signal
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,9 +27,10 @@ from diffllm.compare.sweep.command import (
     print_outcomes,
     print_upload,
     run_here,
+    run_values,
 )
 from diffllm.compare.sweep.eta import flops_of_step
-from diffllm.compare.sweep.job import Job
+from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.loading import configs_of
@@ -39,10 +41,13 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
 from diffllm.distributed.launcher import stopped_status
+from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.memory import check_memory
 
 
-def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
+def run_study(
+    study: Study, out: Path, launcher: list[str], added: list[str]
+) -> tuple[int, dict[str, Any] | None]:
     """Run all runs of a study that have not ended; resume runs that have started.
 
     The grid of learning rates, if the study has a grid, runs before the compared runs. If the study
@@ -54,8 +59,9 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         added: plugins and --config-dir options for the command lines of the runs.
 
     Returns:
-        0 if every run has ended and every arm has a learning rate. If signal n stopped the study,
-        128 + n. Otherwise 1.
+        The exit status and, on rank 0, the values that --json prints. The status is 0 if every run
+        has ended and every arm has a learning rate. If signal n stopped the study, the status is
+        128 + n. Otherwise it is 1.
     """
     world = join_ranks()
 
@@ -68,6 +74,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
     _, place = world.broadcast_and_keep("study", lambda: (None, begin()))
     unfinished = stopped = 0
+    all_endings: dict[str, Ending] = {}
 
     def stage() -> list[dict[str, Any]]:
         assert place
@@ -84,11 +91,17 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         directory, cluster = place
         stopped, endings = cluster.run(jobs, directory) if cluster else run_here(jobs, world)
         unfinished = print_outcomes(jobs, endings, directory)
+        all_endings |= endings
     if place is None:
-        return 0
+        return 0, None
     print_upload(out)
+    content = {
+        "study": str(out),
+        "signal": signal.Signals(stopped).name if stopped else None,
+        "runs": [run_values(str(out / n), all_endings.get(n)) for n in place[0].record["runs"]],
+    }
     if unfinished or stopped:
-        return stopped_status(stopped) if stopped else 1
+        return stopped_status(stopped) if stopped else 1, content
     diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
@@ -96,7 +109,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     which = "all other runs" if diverged else "all runs"
     verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}", *added])
     echo(f"{which} of {out} have ended: {verdict}")
-    return 1 if diverged else 0
+    return 1 if diverged else 0, content
 
 
 def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list[dict[str, Any]]:
@@ -133,6 +146,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     for arm, cfg in configs.items():
         try:
             cfg.check_world(world_size)
+            check_wandb(cfg.wandb)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
     conditions = {arm: [planned_conditions(cfg)] for arm, cfg in configs.items()}

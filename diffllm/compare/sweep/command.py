@@ -11,20 +11,27 @@ from typing import Any
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
-from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
+from diffllm.compare.sweep.plan import (
+    KIND,
+    SweepDirectory,
+    experiment_words,
+    plan_sweep,
+    split_overrides,
+)
+from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, UserError
-from diffllm.core.files import fresh
+from diffllm.core.files import take_back
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, files_of
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
-def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
+def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str, Any] | None]:
     """Execute all unfinished runs of the sweep with the overrides `words`, and print the results.
 
     A sweep has one run per combination of swept values. The override run.sweep=<name> resumes an
@@ -32,8 +39,9 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     starts if a config is invalid.
 
     Returns:
-        The exit status: 0 if all runs are finished. If a signal stopped the sweep, the result
-        of `stopped_status`. Otherwise 1.
+        The exit status and, on rank 0, the values that --json prints. The status is 0 if all runs
+        are finished. If a signal stopped the sweep, the status is the result of `stopped_status`.
+        Otherwise it is 1.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -43,7 +51,7 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     to_run = [job for job in jobs if not job.finished]
     if planned is None:
         run_here(to_run, world)
-        return 0
+        return 0, None
     directory, cluster = planned
     announce(jobs, directory)
     earlier = Pace.of_summaries(job for job in jobs if job.finished)
@@ -58,23 +66,34 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     unfinished = print_outcomes(jobs, endings, directory)
     # A scheduler's signal leaves too little time for a comparison.
     by_user = stopped == signal.SIGINT and unfinished < len(jobs)
-    if by_user or not stopped:
-        write_comparison(directory.path)
+    files = write_comparison(directory.path) if by_user or not stopped else []
     print_upload(directory.path)
+    content = {
+        "sweep": str(directory.path),
+        "signal": signal.Signals(stopped).name if stopped else None,
+        "runs": [run_values(job.path, endings.get(job.name)) for job in jobs],
+        "files": files,
+    }
     if stopped:
-        return stopped_status(stopped)
-    return 1 if unfinished else 0
+        return stopped_status(stopped), content
+    return 1 if unfinished else 0, content
 
 
 def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
     own, launcher = split_overrides([*experiment_words(words), *words])
     names = [o for o in own if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    created: list[Path] = []
     if not names:
-        names = split_overrides([f"run.sweep={fresh(path).name}"])[0]
+        path, created = reserve(path, *KIND)
+        names = split_overrides([f"run.sweep={path.name}"])[0]
         own += names
-    cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
-    directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks))
+    try:
+        cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
+        directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks), created)
+    except BaseException:  # also Ctrl-C
+        take_back(path, created)
+        raise
     flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
     return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
@@ -159,11 +178,30 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
     return unfinished
 
 
+def run_values(path: str, ending: Ending | None) -> dict[str, Any]:
+    """Return the values that --json prints for a run of a sweep or study.
+
+    `ending` is None if this launch did not start the run.
+    """
+    ending = ending or Ending("not started")
+    state, reason = ending.state, ending.reason
+    try:
+        summary = read_ending(Path(path))
+    except CheckpointError as error:
+        summary, state, reason = None, "failed", str(error)
+    if summary:
+        state, reason = "finished", ""
+        if summary.get("stopped"):
+            state, reason = "diverged", stopped_text(summary)
+    return {"run": path, "state": state, "reason": reason or None, "summary": summary}
+
+
 def print_upload(directory: Path) -> None:
     """Print one command that uploads all offline wandb runs in `directory`, if there are any."""
     patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
-    place = shlex.quote(str(directory))
-    paths = [f"{place}/{pattern}" for pattern in patterns if any(directory.glob(pattern))]
+    files = files_of(directory)
+    place = shlex.quote(str(files))
+    paths = [f"{place}/{pattern}" for pattern in patterns if any(files.glob(pattern))]
     if paths:
         echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
 
@@ -178,12 +216,12 @@ def loss_words(summary: dict[str, Any]) -> str:
     return f"held-out loss {loss:.4f}{in_bits}"
 
 
-def write_comparison(directory: Path) -> None:
-    """Print a comparison of a sweep's runs and write it to files.
+def write_comparison(directory: Path) -> list[str]:
+    """Print a comparison of a sweep's runs, write it to files, and return the paths of the files.
 
     Never raises an exception; errors are printed.
     """
-    wanted = "comparison of the runs"
+    wanted, files = "comparison of the runs", []
     try:
         from diffllm.compare.report.comparison import read
         from diffllm.compare.report.page import record_gaps, whole_text, write
@@ -192,7 +230,9 @@ def write_comparison(directory: Path) -> None:
         echo(f"\n{whole_text(comparison)}\n")
         page, table = write(comparison, directory)
         echo(f"comparison {page}, {table}")
+        files = [str(page), str(table)]
         wanted = "gaps in wandb"
         record_gaps(comparison, directory)
     except Exception as error:
         echo(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")
+    return files

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -28,6 +29,7 @@ from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
 from diffllm.metrics.records import read_record
+from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
 from diffllm.training.memory import check_memory
 
@@ -152,6 +154,10 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{'' if number or not label else '_'}{safe}"
 
 
+KIND = ("sweep directory", "another run.sweep")
+"""Words for `hold` and `reserve`."""
+
+
 class SweepDirectory:
     """The directory of a sweep or study; `record` holds the content of its file sweep.json.
 
@@ -159,15 +165,17 @@ class SweepDirectory:
     name to the overrides of these keys. record["jobs"] maps each run name to its SLURM job id.
     """
 
-    def __init__(self, path: Path, kind: str = "sweep"):
+    def __init__(self, path: Path, kind: str = "sweep", created: Sequence[Path] = ()):
+        """Read sweep.json; `created` lists the paths that `reserve` has created for this sweep."""
         self.path, self.kind, self.file = path, kind, path / "sweep.json"
+        self.created = created
         check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
         found = {k: v for k, v in (read_record(self.file) or {}).items() if v is not None}
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}, **found}
 
     def hold(self) -> None:
-        self.made = missing(self.path)
-        self.lock = hold(self.path, "sweep directory", "another run.sweep")
+        self.made = [*missing(self.path), *self.created]
+        self.lock = hold(self.path, *KIND, created=self.created)
         if SweepDirectory(self.path, self.kind).record != self.record:
             raise InUseError(f"sweep {self.path} was just started by another process; try again")
 
@@ -180,12 +188,16 @@ class SweepDirectory:
 
 
 def plan_sweep(
-    overrides: list[Override], world_size: int, ranks_here: int = 0
+    overrides: list[Override],
+    world_size: int,
+    ranks_here: int = 0,
+    created: Sequence[Path] = (),
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check the configs of all runs, lock the directory of the sweep and update sweep.json.
 
     Raises ConfigError if a config is invalid or contradicts the config of an existing run, or if an
-    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`.
+    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`; for `created`, see
+    `SweepDirectory`.
 
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
@@ -197,7 +209,7 @@ def plan_sweep(
     jobs = combinations(overrides)
     loaded = configs_of([partial(load_config, job) for job in jobs])
     loaded[0].run.name = "run"
-    directory = SweepDirectory(choose_path(loaded[0]).parent)
+    directory = SweepDirectory(choose_path(loaded[0]).parent, created=created)
     keys = naming_keys(directory, swept, by_key)
     begun = begun_runs(directory)
     names = {name_run(cfg, keys): name for name, cfg in begun.items()}
@@ -209,6 +221,7 @@ def plan_sweep(
             cfg.eval.tokens = None
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
+        check_wandb(cfg.wandb)
         name = name_run(cfg, keys)
         cfg.run.name = name = names.get(name, name)
         check_length(directory.path / f"{name}.log", f"run.name={name}")

@@ -13,6 +13,7 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import locked, replace_file
+from diffllm.core.machine import set_if_ours
 from diffllm.core.typed import read_typed
 from diffllm.data.preparation.workers import DONE, READING, Counts
 from diffllm.data.shards import (
@@ -114,7 +115,7 @@ class Encoding:
         Shards of earlier attempts are overwritten. The tokenizer uses `threads` threads. Progress
         of this part is added to `counts`.
         """
-        os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of tokenizers per process
+        set_if_ours(os.environ, "RAYON_NUM_THREADS", str(threads))  # threads of tokenizers
         # Never "true": a process that is forked later would inherit this setting and wait forever
         # for threads that exist only in its parent.
         if threads == 1:

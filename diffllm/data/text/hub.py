@@ -1,6 +1,7 @@
 """Use a dataset of the Hugging Face hub as a corpus; documents are streamed one by one."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -63,18 +64,19 @@ def files_of(cfg: DataConfig, revision: str, cache_dir: Path) -> list[Part]:
     """Divide a hub dataset into the parts of a corpus.
 
     Each part is one file of the dataset, or several files if the dataset has more than 16,384
-    files. `cache_dir` is the cache of the `datasets` library. Raises DataError if the dataset
-    cannot be read, or if the column `cfg.text_column` is missing.
+    files. `cache_dir` is the cache of the `datasets` library, unless HF_HOME or HF_DATASETS_CACHE
+    chooses the cache. Raises DataError if the dataset cannot be read, or if the column
+    `cfg.text_column` is missing.
     """
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
     to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
     # A slice of a split cannot be streamed; the library copies the slice into the cache.
     streaming = "[" not in cfg.split
+    chosen = os.environ.get("HF_DATASETS_CACHE") or os.environ.get("HF_HOME")
+    cache = None if chosen else str(cache_dir)
     with naming(where):
-        rows = library().load_dataset(
-            cfg.dataset, streaming=streaming, cache_dir=str(cache_dir), **options
-        )
+        rows = library().load_dataset(cfg.dataset, streaming=streaming, cache_dir=cache, **options)
         if rows.features:
             kinds = {name: str(getattr(k, "dtype", k)) for name, k in rows.features.items()}
         else:

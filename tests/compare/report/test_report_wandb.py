@@ -1,5 +1,6 @@
 """Gaps over tokens in a wandb run."""
 
+import json
 import shutil
 
 import pytest
@@ -44,6 +45,18 @@ def test_record_gaps_logs_gaps_with_interval_of_report_to_wandb(swept):
         assert gap_of(line) == pytest.approx(reported)
         assert line["gap/noise_floor"] > 0
     assert run.config["baseline"] == "standard"
+
+
+def test_record_gaps_uses_wandb_variables_that_runs_recorded(swept, monkeypatch):
+    """The command may run in another shell than the runs; keys of the config come first."""
+    monkeypatch.setenv("WANDB_PROJECT", "of-this-shell")
+    variables = {"WANDB_PROJECT": "of-the-runs", "WANDB_RUN_GROUP": "their-group"}
+    for file in swept.glob("*/run.json"):
+        facts = json.loads(file.read_text()) | {"environment": {"variables": variables}}
+        file.write_text(json.dumps(facts))
+    assert record_gaps(read([swept])[0], swept)
+    header = OfflineRun(swept).header
+    assert (header.project, header.run_group) == ("of-the-runs", "their-group")
 
 
 def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):

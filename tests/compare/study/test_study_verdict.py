@@ -309,7 +309,8 @@ def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
     for run in next_runs(study, out):
         write_ended(study, run, out, 4.4)
     own = ["--config-dir", "my yamls", "plugins=[mine]"]
-    assert run_study(study, out, [], own) == 1
+    status, _ = run_study(study, out, [], own)
+    assert status == 1
     said = capsys.readouterr().out
     assert "arm v2 diverged at every learning rate (0.001, 0.002, 0.004)" in said
     own_words = "--config-dir 'my yamls' 'plugins=[mine]'"

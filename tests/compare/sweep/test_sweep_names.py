@@ -1,9 +1,13 @@
 """Overrides of a sweep to runs: names, values, order, and refused overrides."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
+from processes import call_together
 
+from diffllm.compare.sweep.command import plan_runs
 from diffllm.compare.sweep.plan import (
     combinations,
     name_run,
@@ -108,3 +112,31 @@ def test_truncated_run_names_are_unique():
     names = {name_run(load_config(["model=tiny", *long, word]), keys * 2) for word in words}
     assert len(names) == 2
     assert all(len(name) <= 230 for name in names)
+
+
+def planned_sweep(words: list[str]) -> tuple[str, list[str]]:
+    runs, (directory, _) = plan_runs(words, [], 1)
+    return directory.path.name, [run["path"] for run in runs]
+
+
+def test_concurrent_unnamed_sweeps_get_different_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    sweeps = dict(call_together(planned_sweep, 4, ["model=tiny", "seed=0,1"]))
+    assert sorted(sweeps) == ["sweep-now", "sweep-now-2", "sweep-now-3", "sweep-now-4"]
+    for name, paths in sweeps.items():
+        assert paths == [f"outputs/{name}/seed0", f"outputs/{name}/seed1"]
+        record = json.loads((tmp_path / "outputs" / name / "sweep.json").read_text())
+        assert list(record["runs"]) == ["seed0", "seed1"]
+
+
+@pytest.mark.parametrize("wrong", ["model.n_heads=7", "model.dmi=8", "global_batch_size=3"])
+def test_refused_unnamed_sweep_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        plan_runs(["model=tiny", "seed=0,1", wrong], [], 2)
+    assert list(tmp_path.iterdir()) == []
