@@ -88,8 +88,8 @@ def quote_text(word: str, sweep: bool = False) -> str:
     except NotPlain as error:
         correct = f"{prefix}{key}={value.replace(error.text, quoted(error.text), 1)}"
         raise ConfigError(
-            f"{word[:LONGEST_SHOWN]!r}: a list needs brackets, a sweep needs -m, and text like "
-            f"this needs quotes: {shlex.quote(correct)}"
+            f"{word[:LONGEST_SHOWN]!r} is ambiguous: a list needs brackets, a sweep needs -m, and "
+            f"the text needs quotes: {shlex.quote(correct)}"
         ) from None
 
 

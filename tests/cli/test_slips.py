@@ -100,7 +100,7 @@ def test_error_for_mistyped_command_line_suggests_correction(
         (["--config-name", "mine"], "unknown argument '--config-name'"),
         (["--multirun", "foo"], "'foo' is not of the form key=value"),
         (["seed==5", "steps=3"], "seed==5: '=5' is not an integer"),
-        (["data.paths=[a,", "seed=1"], "'data.paths=[a,': a list needs brackets"),
+        (["data.paths=[a,", "seed=1"], "'data.paths=[a,' is ambiguous"),
         (["checkpoint.interval=10M"], "checkpoint.interval=10M must be steps or a time"),
         (["report", "baseline=gated", "runs"], "baseline=gated is no variant"),
         (["--stepz=1"], "unknown argument '--stepz=1'; did you mean steps=?"),
