@@ -37,6 +37,7 @@ from diffllm.config.words import (
     quote_text,
     typed_override,
     typed_text,
+    unquoted,
 )
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
@@ -55,12 +56,22 @@ def experiment_words(words: list[str]) -> list[str]:
             cfg = compose("train", overrides=chosen, return_hydra_config=True)
         except COMPOSING:
             return []  # The check of the jobs reports several or missing experiments.
-    swept = [
-        f"{key}={','.join(map(str, values)) if isinstance(values, ListConfig) else values}"
-        for key, values in (cfg.hydra.sweeper.params or {}).items()
-    ]
+    swept = []
+    for key, values in (cfg.hydra.sweeper.params or {}).items():
+        if isinstance(values, ListConfig):
+            values = ",".join(word_of_item(key, item) for item in values)
+        swept.append(f"{key}={values}")
     check_shared(swept, f"hydra.sweeper.params of {' '.join(chosen)}")
     return swept
+
+
+def word_of_item(key: str, item: Any) -> str:
+    """Return an item of a list in hydra.sweeper.params as a user types it."""
+    if item is None:
+        return "null"
+    if isinstance(item, str) and declared_type(key) is str and unquoted(item) == item:
+        return typed_text(item)
+    return str(item)
 
 
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
