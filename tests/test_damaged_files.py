@@ -18,7 +18,8 @@ from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import parse_yaml, with_recipe
+from diffllm.config.words import with_recipe
+from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.data.tasks.task import OwnFile
 from diffllm.evaluation.evaluation import all_results, read_result, store_result

@@ -187,7 +187,7 @@ def export_command(argv: list[str]) -> None:
 def import_command(argv: list[str]) -> None:
     args = parse(ImportArguments, argv, IMPORT)
     from diffllm.config.matching import totals
-    from diffllm.config.yaml_file import printed_override
+    from diffllm.config.words import printed_override
 
     with needing_interop("import"):
         from diffllm.interop.imports import import_model

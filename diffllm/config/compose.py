@@ -8,7 +8,6 @@ from dataclasses import fields
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +21,6 @@ from diffllm.config.overrides import (
     check_overrides,
     check_secrets,
     explain,
-    for_hydra,
     implied_source,
     one_line,
     unknown_key,
@@ -36,7 +34,7 @@ from diffllm.config.schema import (
     is_allowed,
     leaves,
 )
-from diffllm.config.yaml_file import with_recipe
+from diffllm.config.words import for_hydra, parsed_override, with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import SCHEMAS
@@ -75,13 +73,6 @@ def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
     return attention
 
 
-def parsed_override(word: str) -> Override:
-    try:
-        return OverridesParser.create().parse_overrides([word])[0]
-    except ValueError as error:  # a number has thousands of digits
-        raise ConfigError(f"{word[:40]}...: {error}") from None
-
-
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose an untyped config from overrides; raises ConfigError for an invalid override."""
     with hydra():
@@ -89,10 +80,10 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_secrets(overrides)
             check_interpolations(overrides)
             overrides = [part for word in overrides for part in with_recipe(word)]
-            parsed = [parsed_override(word) for word in overrides]
+            parsed = [parsed_override(for_hydra(word)) for word in overrides]
             check_overrides(parsed, yaml_names)
-            overrides = [for_hydra(override) for override in parsed]
-            if all(is_allowed(each.get_key_element(), list(OF_NO_EFFECT)) for each in parsed):
+            overrides = [str(override.input_line) for override in parsed]
+            if all(is_allowed(override.key_or_group, list(OF_NO_EFFECT)) for override in parsed):
                 overrides.insert(0, "experiment=quickstart")  # no override affects the computation
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             # A key such as data.paths selects a source, whose YAML requires a second composition.

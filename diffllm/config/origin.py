@@ -19,7 +19,7 @@ from diffllm.config.compose import compose_config, variant_config, variants, yam
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.schema import CARRIED
-from diffllm.config.yaml_file import as_text
+from diffllm.config.words import as_text, unquoted
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.data.tokenizer import tokenizer_of
@@ -167,7 +167,7 @@ def compose_with_origin(words: list[str]) -> DictConfig:
     for an invalid override, and CheckpointError if PATH contains no model.
     """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
-    named = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
+    named = named_in(unquoted(given.get("resume", "")))
     if named is None:
         return compose_config(words)
     origin = origin_of(named.path, named.step)

@@ -17,10 +17,6 @@ from diffllm.data.config import READ_BY
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
-OPEN = ("data.sources", "data.level", "data.document_lengths", "eval.levels")
-"""Keys of mappings with arbitrary names."""
-LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
-"""List keys for which a command line may give a single value without brackets."""
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError, OSError,
@@ -95,7 +91,7 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
     files in a config group.
     """
     for override in overrides:
-        word, key = override.input_line, override.key_or_group
+        word, key = str(override.input_line), override.key_or_group
         if key in REMOVED:
             raise ConfigError(removal(key))
         fixed = not key or key == "run" or key.startswith(FILLED_IN) or re.match(r"hydra\b", key)
@@ -109,10 +105,11 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
             raise ConfigError(f"{word}: several values need -m (a sweep); {LIST_OR_TEXT}")
         if key in GROUPS and override.package is None:
             name, options = str(override.value()), choices(key)
+            word = f"{key}={name}"
             if key == "data" and name not in options and re.search(r"[./*]", name):
                 instead = f"use data.paths={name} for files, data.dataset={name} for a hub dataset"
                 raise ConfigError(f"{word} does not exist; {instead}")
-            check_choice(str(word), name, options)
+            check_choice(word, name, options)
 
 
 def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
@@ -144,22 +141,6 @@ def key_of_word(word: str) -> str:
     return word.partition("=")[0].strip().lstrip("+~")
 
 
-def for_hydra(override: Override) -> str:
-    """Return an override in the syntax of Hydra, for example data.paths=[a] for data.paths=a.
-
-    For a key in LISTS, put a single value in brackets. For a key in OPEN, add the prefix ++, so
-    that Hydra accepts new entries of the mapping. For a key in AUTO, replace the word auto.
-    """
-    word, key, value = str(override.input_line), override.key_or_group, override.value()
-    if key in OPEN and word.startswith(key):
-        return f"++{word}"
-    if key in AUTO and value == "auto":
-        return f"{key}={AUTO[key]}"
-    name, _, text = word.partition("=")
-    single = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return f"{name}=[{text}]" if key in LISTS and single and text[:2] != "${" else word
-
-
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     """Return the override of the data source that other overrides imply.
 
@@ -170,7 +151,10 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
-    given = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") not in (None, [], {})}
+    set_keys = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") is not None}
+    given = {n: s for n, s in set_keys.items() if keys[f"data.{n}"] not in ([], {})}
+    if not given:  # The empty list of data.paths= must not select the default corpus.
+        given = set_keys
     if len(set(given.values())) > 1:
         named = " and ".join(f"data.{name} (data={source})" for name, source in given.items())
         raise ConfigError(f"{named} select different data sources; remove one of them")
@@ -193,8 +177,7 @@ def explain(error: Exception, words: list[str]) -> str:
     For an unknown key, the message suggests a similar key.
     """
     if isinstance(error, OverrideParseException):
-        word = error.override or ""
-        return f"{word[:LONGEST_QUOTED]!r} is not of the form key=value{flag_suggestion(word)}"
+        return explain_syntax(error.override or "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
     if key and key[1] in AUTO:
@@ -223,6 +206,16 @@ def explain(error: Exception, words: list[str]) -> str:
     blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
     culprit = (blamed[1] or blamed[2]) if blamed else key[1] if key else ""
     return f"{culprit}: {text}" if culprit else text
+
+
+def explain_syntax(word: str) -> str:
+    """Return a one-line message for an override that Hydra cannot parse."""
+    shown, key = repr(word[:LONGEST_QUOTED]), key_of_word(word)
+    if "=" in word and not key.isascii():
+        return unknown_key(key, [*GROUPS, *known_keys(compose("train"))])
+    if re.match(r"\+{0,2}[a-z_][\w.]*=", word):
+        return f"{shown}: brackets and quotes must balance, and text in a mapping needs quotes"
+    return f"{shown} is not of the form key=value{flag_suggestion(word)}"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,19 +1,14 @@
 """Read YAML files that a user or a run has written. Tags and large files are rejected."""
 
-import json
 import os
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf._utils import get_yaml_loader
 
-from diffllm.config.overrides import check_shared
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import check_plain, read_text, similar_path, user_path
-from diffllm.data.config import check_sizes
+from diffllm.core.files import check_plain, read_text, similar_path
 
 LARGEST_YAML = 2**20
 """Limit in bytes of a file that a user names."""
@@ -97,47 +92,3 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
     check_plain(content)
     return content
-
-
-SUFFIXES = (".yaml", ".yml")
-PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
-"""Text values of an override that need no quotes."""
-
-
-def with_recipe(word: str) -> list[str]:
-    """Return the overrides that replace the command-line override `word`.
-
-    If `word` has the form data=FILE.yaml, return one override for each key in FILE.yaml. Otherwise,
-    return [word]. Raises ConfigError for a missing or invalid file.
-    """
-    key, _, value = word.partition("=")
-    if key != "data" or not value.endswith(SUFFIXES) or "," in value:
-        return [word]
-    content, _ = read_yaml(user_path(value, key))
-    if not content:
-        raise ConfigError(f"{word} is an empty file; add keys of the data config, such as sources")
-    # Hydra needs about 10 ms per entry, so count the entries before composing.
-    sizes = (content.get(key) for key in ("sources", "curriculum"))
-    check_sizes(*(len(each) if isinstance(each, dict | list) else 0 for each in sizes))
-    source = content.pop("source", "mixture" if "sources" in content else None)
-    words = [f"data={source}"] if source else []
-    words += [f"data.{name}={as_text(value)}" for name, value in content.items()]
-    check_shared(words, word)
-    return words
-
-
-def printed_override(key: str, value: str) -> str:
-    """Return KEY=VALUE for a command line, quoted for Hydra and for a shell if necessary."""
-    return shlex.quote(f"{key}={value if PLAIN.fullmatch(value) else as_text(value)}")
-
-
-def as_text(value: Any) -> str:
-    """Return a value from a YAML file as text in the syntax of Hydra overrides."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {as_text(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(as_text, value))}]"
-    if isinstance(value, str):
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{quoted}'"
-    return json.dumps(value, default=str)

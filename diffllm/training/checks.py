@@ -11,7 +11,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.origin import OF_A_RUN, Origin, named_in, origin_of
 from diffllm.config.saved import changes_to
 from diffllm.config.schema import Changes, changes_text, is_allowed
-from diffllm.config.yaml_file import printed_override
+from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
 from diffllm.data.mixture import Prepared

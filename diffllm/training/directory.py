@@ -15,6 +15,7 @@ from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplet
 from diffllm.config import TrainConfig
 from diffllm.config.saved import differences
 from diffllm.config.schema import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
+from diffllm.config.words import former_text
 from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import (
@@ -227,7 +228,7 @@ def choose_path(cfg: TrainConfig) -> Path:
     """Return the run directory: `run.dir`, or outputs/[<run.sweep>/]<run.name>.
 
     The default of run.name contains the model or experiment, the attention variant and the time.
-    Raises ConfigError if run.name or run.sweep is invalid.
+    Raises ConfigError if run.name or run.sweep is invalid, or for `check_former`.
     """
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
@@ -245,11 +246,33 @@ def choose_path(cfg: TrainConfig) -> Path:
                 f"with a dot, and may have at most {LONGEST_NAME} bytes"
             )
     if cfg.run.dir:
-        return user_path(cfg.run.dir, "run.dir")
+        path = user_path(cfg.run.dir, "run.dir")
+        check_former("run.dir", cfg.run.dir, path)
+        return path
     place = Path("outputs", cfg.run.sweep or ".")
     check_length(place, f"run.sweep={cfg.run.sweep}")
     check_length(place / name, f"run.name={name}")
+    if cfg.run.sweep:
+        check_former("run.sweep", cfg.run.sweep, place)
+    check_former("run.name", name, place / name)
     return place / name
+
+
+def check_former(key: str, value: str, path: Path) -> None:
+    """Raise ConfigError if an older version started the run or sweep `path` in another directory.
+
+    Older versions read the value 1.10 of run.name as a number and wrote to the directory 1.1.
+    """
+    former = path.with_name(former_text(path.name))
+    if former == path or path.exists():
+        return
+    for file in (former / "run.json", *former.glob("*/run.json")):
+        command = (read_record(file) or {}).get("command")
+        if f"{key}={value}" in str(command).split():
+            raise ConfigError(
+                f"an older version started {former} with {key}={value}; to resume, set "
+                f"{key}={former.name}; to start anew, choose another {key}"
+            )
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:

@@ -20,7 +20,7 @@ from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in
 from diffllm.config.schema import Changes, changes_text, is_allowed
-from diffllm.config.yaml_file import printed_override
+from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.data.mixture import Prepared

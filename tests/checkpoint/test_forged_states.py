@@ -16,7 +16,8 @@ from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import MOST_NODES, read_yaml, with_recipe
+from diffllm.config.words import with_recipe
+from diffllm.config.yaml_file import MOST_NODES, read_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.training.state import LoopState
 

@@ -11,7 +11,7 @@ from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import DECIDING, Planned, config_of_planned
 from diffllm.compare.sweep.cluster import ClusterLauncher
-from diffllm.compare.sweep.plan import experiment_words, plan_sweep, split_overrides
+from diffllm.compare.sweep.plan import combinations, experiment_words, plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import Origin, implied
@@ -120,6 +120,17 @@ def test_config_file_cannot_read_environment_variables(source, key, value):
         SOURCES[source](key, value)
     assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
+
+
+def test_list_in_sweeper_params_keeps_text_with_commas():
+    values = ["a, b", "'c, d'", "e(1)", None]
+    Path("mine/experiment").mkdir(parents=True)
+    params = json.dumps({"hydra": {"sweeper": {"params": {"data.name": values}}}})
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}")
+    load_plugins([], [Path("mine").resolve()])
+    jobs = combinations(split_overrides(experiment_words(["experiment=x"]))[0])
+    names = [load_config([*job, "data.dataset=a/b"]).data.name for job in jobs]
+    assert names == ["a, b", "c, d", "e(1)", None]
 
 
 def test_interpolation_split_over_two_config_values_is_refused():

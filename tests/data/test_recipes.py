@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import diffllm
-from diffllm.config.yaml_file import with_recipe
+from diffllm.config.words import with_recipe
 from diffllm.core.errors import ConfigError
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
@@ -46,7 +46,7 @@ def test_recipe_with_a_single_source_is_valid(tmp_path):
     path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
     assert with_recipe("steps=1") == ["steps=1"]
     assert with_recipe(f"data={path}") == [
-        "data=files", "data.paths=['a.txt']", "data.heldout_fraction=0.01",
+        "data=files", 'data.paths=["a.txt"]', "data.heldout_fraction=0.01",
     ]  # fmt: skip
     assert diffllm.load_config([f"data={path}", "steps=1"]).data.heldout_fraction == 0.01
 
@@ -57,7 +57,7 @@ def test_recipe_with_a_single_source_is_valid(tmp_path):
         ("", "is an empty file; add keys of the data config"),
         ("[]", "must contain a mapping of keys to values"),
         ("sources: [", "is not YAML"),
-        ("sources: 2024-13-45", "data.sources='2024-13-45': "),
+        ("sources: 2024-13-45", 'data.sources="2024-13-45": '),
         ("sources: '\udcff'", "is not UTF-8"),
         ("sorces: {}", "unknown key data.sorces; did you mean data.sources"),
         ("sources: {a: {wieght: 1}}", "unknown key data.sources.a.wieght"),

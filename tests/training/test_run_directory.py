@@ -1,5 +1,6 @@
 """Run directories: names, comparison with the existing run, and protection of foreign files."""
 
+import json
 import re
 from copy import deepcopy
 from functools import cache
@@ -260,6 +261,28 @@ def test_new_unnamed_run_in_existing_sweep_raises_config_error(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"run\.sweep=first already exists; to resume .* add -m"):
         choose_path(cfg)
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
+
+
+@pytest.mark.parametrize(
+    ("word", "former", "corrected"),
+    [
+        ("run.name=1.10", "outputs/1.1", "run.name=1.1"),
+        ("run.dir=2024_10", "202410", "run.dir=202410"),
+        ("run.sweep=1e5", "outputs/100000.0/seed0", "run.sweep=100000.0"),
+    ],
+)
+def test_new_run_refuses_name_that_older_version_read_as_number(
+    tmp_path, monkeypatch, word, former, corrected
+):
+    monkeypatch.chdir(tmp_path)
+    assert choose_path(tiny(word))
+    Path(former).mkdir(parents=True)
+    (Path(former) / "run.json").write_text(json.dumps({"command": f"train.py {word} seed=0"}))
+    with pytest.raises(ConfigError, match=f"to resume, set {re.escape(corrected)};"):
+        choose_path(tiny(word))
+    assert choose_path(tiny(corrected))
+    (Path(former) / "run.json").write_text(json.dumps({"command": f"train.py {corrected}"}))
+    assert choose_path(tiny(word))
 
 
 def test_run_directory_without_write_access_is_refused(tmp_path):

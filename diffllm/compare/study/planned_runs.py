@@ -19,6 +19,7 @@ from diffllm.config.loading import solved
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import changes_to, flatten, load_run_config
 from diffllm.config.schema import FREE, ContextError
+from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import diverged, finite, read_summary
 
@@ -167,7 +168,7 @@ def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     words = [*planned.words, "run.report=false"]
     if config_of_planned(planned).eval.tokens is None:
         words.insert(0, "eval.tokens=null")
-    return [*words, f"run.dir={path}", f"run.study={mark}"]
+    return [*words, typed_override("run.dir", str(path)), typed_override("run.study", mark)]
 
 
 def is_ended(path: Path) -> bool:

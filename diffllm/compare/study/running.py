@@ -37,6 +37,7 @@ from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
 from diffllm.config.saved import flatten, load_run_config, plugin_changes, yaml_dict
 from diffllm.config.schema import what_differs
+from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
@@ -66,7 +67,7 @@ def run_study(
     world = join_ranks()
 
     def begin() -> Place:
-        cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
+        cluster = ClusterLauncher.of(launcher, world.size, typed_override("run.sweep", out.name))
         check_study_runs(study, out, *ranks_of_runs(cluster, world.size))
         directory = SweepDirectory(out, "study")
         directory.hold()

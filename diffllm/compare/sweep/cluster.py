@@ -21,6 +21,7 @@ from diffllm.compare.sweep.job import ClusterTask, Ending, Job, Stops
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
+from diffllm.config.words import for_hydra
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.printing import echo
@@ -72,7 +73,7 @@ class ClusterLauncher:
             raise ConfigError(f"hydra/launcher={name} starts its own ranks; do not use torchrun")
         with hydra():
             try:
-                overrides = [*words, sweep, "hydra.job.name=${run.sweep}"]
+                overrides = [*map(for_hydra, [*words, sweep]), "hydra.job.name=${run.sweep}"]
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
                 settings: Any = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
             except (HydraException, OmegaConfBaseException) as error:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import ListConfig
 
@@ -22,10 +21,25 @@ from diffllm.compare.sweep.job import Job
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import hydra
 from diffllm.config.loading import configs_of, without_imports
-from diffllm.config.overrides import COMPOSING, GROUPS, check_shared, explain, one_line
+from diffllm.config.overrides import (
+    COMPOSING,
+    GROUPS,
+    LIST_OR_TEXT,
+    check_shared,
+    explain,
+    one_line,
+)
 from diffllm.config.saved import differences, load_run_config
 from diffllm.config.schema import is_allowed, what_differs
-from diffllm.config.yaml_file import as_text
+from diffllm.config.words import (
+    as_text,
+    declared_type,
+    parsed_override,
+    quote_text,
+    typed_override,
+    typed_text,
+    unquoted,
+)
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
 from diffllm.metrics.records import read_record
@@ -44,12 +58,22 @@ def experiment_words(words: list[str]) -> list[str]:
             cfg = compose("train", overrides=chosen, return_hydra_config=True)
         except COMPOSING:
             return []  # The check of the jobs reports several or missing experiments.
-    swept = [
-        f"{key}={','.join(map(str, values)) if isinstance(values, ListConfig) else values}"
-        for key, values in (cfg.hydra.sweeper.params or {}).items()
-    ]
+    swept = []
+    for key, values in (cfg.hydra.sweeper.params or {}).items():
+        if isinstance(values, ListConfig):
+            values = ",".join(word_of_item(key, item) for item in values)
+        swept.append(f"{key}={values}")
     check_shared(swept, f"hydra.sweeper.params of {' '.join(chosen)}")
     return swept
+
+
+def word_of_item(key: str, item: Any) -> str:
+    """Return an item of a list in hydra.sweeper.params as a user types it."""
+    if item is None:
+        return "null"
+    if isinstance(item, str) and declared_type(key) is str and unquoted(item) == item:
+        return typed_text(item)
+    return str(item)
 
 
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
@@ -62,13 +86,14 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     """
     with hydra() as loader:  # glob(...) reads the loader.
         try:
-            overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
+            overrides = [parsed_override(quote_text(word, sweep=True), loader) for word in words]
         except HydraException as error:
             raise ConfigError(explain(error, words)) from error
     own: dict[str, Override] = {}
     launcher: list[str] = []
-    for override in overrides:
-        word, key = str(override.input_line), override.get_key_element().lstrip("+~")
+    for word, override in zip(words, overrides, strict=True):
+        override.input_line = word
+        key = override.get_key_element().lstrip("+~")
         swept = override.is_sweep_override()
         if not swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
             launcher.append(word)
@@ -78,7 +103,7 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
                 "run.sweep=<name>"
             )
         elif key.split(".")[0].split("/")[0] == "hydra":
-            allowed = "hydra/launcher and hydra.launcher.*, with one value each"
+            allowed = f"hydra/launcher and hydra.launcher.*, with one value each ({LIST_OR_TEXT})"
             raise ConfigError(
                 f"{word}: a sweep can set only these Hydra keys: {allowed}; remove this override"
             )
@@ -98,7 +123,7 @@ def split_values(override: Override) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError(f"{word}: a sweep needs a list of values, such as {key}=1,2,3")
     try:
-        values = list(override.sweep_string_iterator())
+        values = [word_of_value(key, value) for value in override.sweep_iterator()]
     except (HydraException, ValueError) as error:
         raise ConfigError(f"{word}: {one_line(error)}") from error
     if key in GROUPS:
@@ -107,6 +132,14 @@ def split_values(override: Override) -> list[str]:
     if not values:
         raise ConfigError(f"{word} selects no value; a sweep needs at least one value of {key}")
     return [f"{key}={value}" for value in values]
+
+
+def word_of_value(key: str, value: Any) -> str:
+    """Return a value of a sweep over `key` as a user types it after the equals sign."""
+    text = value.text if isinstance(value, QuotedString) else value
+    if isinstance(text, str) and declared_type(key.lstrip("+")) is str:
+        return typed_text(text)
+    return str(Transformer.str(value))
 
 
 def name_run(cfg: TrainConfig, keys: list[str]) -> str:
@@ -251,7 +284,8 @@ def plan_sweep(
     added = f"run.swept=[{','.join(keys)}]"
     jobs_of_runs = []
     for number, (name, cfg) in enumerate(configs.items(), start=1):
-        path, arguments = directory.path / name, [*words[name], added, f"run.name={name}"]
+        path = directory.path / name
+        arguments = [*words[name], added, typed_override("run.name", name)]
         planned = Job(
             number, len(configs), name, str(path), cfg.steps, flops_of_step(cfg), arguments,
             finished[name],
