@@ -181,5 +181,10 @@ def import_command(argv: list[str]) -> None:
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     size = f"{totals(origin.model)['params'] / 1e6:,.2f}M parameters"
     echo(f"{origin.name}: {size}, {origin.attention}: {out}")
+    if bos_token := origin.bos_token:
+        echo(
+            f"BOS: {bos_token}, before each text in generate, evaluate and exports, but not in "
+            "training data"
+        )
     weights = printed_override("resume", f"weights:{out}")
     echo(f"python train.py {weights} data.paths=[...] trains with these weights")

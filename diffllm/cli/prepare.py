@@ -7,6 +7,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
+from diffllm.data.tokenizer import eos_text, guesses_eos
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
@@ -20,8 +21,11 @@ def prepare_command(argv: list[str]) -> None:
         return
     cfg = load_config(argv)
     data = prepare(cfg.data, cfg.prepare)
+    guessed = guesses_eos(cfg.data.tokenizer, cfg.data.eos_token)
+    eos = eos_text(data.tokenizer().eos_token, data.manifest.eos_id, guessed)
     sources = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
     echo("\n\n".join(sources or [prepared_text(data)]))
+    echo(eos)
     if packed := packing_counts(data, cfg.data, cfg.seq_len):
         echo("\n" * bool(sources) + f"packing  {packed.text()}")
 

@@ -115,7 +115,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             "data.tokenizer=null is not supported with data=tokens; set data.tokenizer to the "
             "tokenizer that encoded the tokens"
         )
-    tokenizer = Tokenizer.from_file(cfg.tokenizer)
+    tokenizer = Tokenizer.from_file(cfg.tokenizer, cfg.eos_token)
     found, _ = paths_of(cfg)
     paths = [path for path, root in found.items() if root is None or path.suffix in OPENERS]
     if not paths:
@@ -138,7 +138,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
 
     def build(directory: Path) -> None:
-        write_tokenizer(located(str(cfg.tokenizer)), directory)
+        write_tokenizer(located(str(cfg.tokenizer)), directory, cfg.eos_token)
         manifest = manifest_of(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
         manifest.save(directory)
 

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diffllm.core.errors import DataError
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.preparation.prepare import prepare
-from diffllm.data.tokenizer import FastTokenizer, Tokenizer, located, tokenizer_files, tokenizer_in
+from diffllm.data.tokenizer import (
+    FastTokenizer,
+    Tokenizer,
+    guesses_eos,
+    located,
+    tokenizer_files,
+    tokenizer_in,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|endoftext|>"
@@ -93,6 +100,76 @@ def test_invalid_tokenizer_json_files_raise_data_error(
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=said):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def write_letters(place: Path, special: list[str], ordinary: list[str]) -> Path:
+    """Write a tokenizer.json of single bytes with special and ordinary added tokens."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*special, *letters, *ordinary])}
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = tokenizers.decoders.ByteLevel()
+    letters.add_special_tokens(special)
+    letters.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in ordinary])
+    place.mkdir()
+    letters.save(str(place / "tokenizer.json"))
+    return place / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("special", "ordinary", "said"),
+    [
+        (["<pad>", "<eos>"], ["</s>"], "<eos>"),
+        (["<|end_of_text|>", "<|eot_id|>"], [], "<|end_of_text|>"),
+        (["<pad>"], ["</s>", "<eos>"], r"contains no EOS .* special; special tokens: '<pad>'; set"),
+        ([], ["</s>"], r"special tokens: \(no tokens\); set the token"),
+        (["<|endoftext|>", "<|im_end|>"], ["a"], r"several .*: '<\|endoftext\|>'; '<\|im_end"),
+    ],
+)
+def test_eos_without_tokenizer_config_is_the_only_usual_special_token(
+    tmp_path: Path, special: list[str], ordinary: list[str], said: str
+) -> None:
+    path = write_letters(tmp_path / "letters", special, ordinary)
+    assert guesses_eos(str(path), None)
+    if said in special:
+        assert Tokenizer.from_file(path).eos_token == said
+    else:
+        with pytest.raises(DataError, match=said) as caught:
+            Tokenizer.from_file(path)
+        assert "data.eos_token='<...>'" in str(caught.value)
+    for token in special:
+        chosen = Tokenizer.from_file(path, token)
+        assert (chosen.eos_token, chosen.piece(chosen.eos_id)) == (token, token)
+    assert not guesses_eos(str(path), "<pad>")
+    with pytest.raises(DataError, match=r"no EOS '<none>'; set data.eos_token to a token of the"):
+        Tokenizer.from_file(path, "<none>")
+
+
+def test_every_document_of_corpus_with_tags_ends_with_one_eos(
+    tmp_path: Path, make_config: Any
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"price <s>{i}</s> <eos>\n" for i in range(300)), encoding="utf-8")
+    path = write_letters(tmp_path / "letters", ["<pad>", "<eos>"], ["</s>"])
+    directories = set()
+    for eos_token, eos_id in ((None, 1), ("<eos>", 1), ("<pad>", 0)):
+        data = prepare(make_config(corpus, tokenizer=str(path), eos_token=eos_token))
+        stream, split = data.split("train"), data.manifest.splits["train"]
+        assert data.manifest.eos_id == data.tokenizer().eos_id == eos_id
+        assert (stream.tokens(0, len(stream)) == eos_id).sum() == split.documents
+        directories.add(data.directory)
+    assert len(directories) == 2, "a guessed and an equal chosen EOS share the cache"
+    cfg = make_config(corpus, tokenizer=str(path), eos_token="</s>")
+    with pytest.raises(DataError, match=r"the text '</s>' encodes to the EOS, so a document"):
+        prepare(cfg)
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"the text '</s>' encodes to the EOS, so a document"):
+        prepare(make_config(corpus, tokenizer=str(path)))
+
+
+def test_data_eos_token_needs_data_tokenizer(corpus_file: Path, make_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data.eos_token=<eos> needs data.tokenizer"):
+        prepare(make_config(corpus_file, eos_token="<eos>"))
 
 
 def test_copied_tokenizer_files_load_as_the_same_tokenizer(

@@ -10,6 +10,7 @@ from diffllm.core.errors import DataError
 from diffllm.core.registry import SOURCES
 from diffllm.data.config import DataConfig
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.tokenizer import Tokenizer
 
 ROWS = 256
 TEXT_TYPES = ("string", "large_string", "string_view")
@@ -64,7 +65,7 @@ class Corpus:
         note: with data=packages, the packages that differ from the reference versions; else "".
         skipped_empty: number of skipped files that are empty or contain only whitespace.
         skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
-        parts_for: if the texts depend on the tokenizer, lists the parts for a tokenizer file;
+        parts_for: if the texts depend on the tokenizer, lists the parts for a tokenizer;
             otherwise None.
     """
 
@@ -76,7 +77,7 @@ class Corpus:
     skipped_empty: int = 0
     skipped_undecodable: int = 0
     has_prompts: bool = False
-    parts_for: Callable[[Path], Sequence[Part]] | None = None
+    parts_for: Callable[[Tokenizer], Sequence[Part]] | None = None
 
     @cached_property
     def parts(self) -> Sequence[Part]:
