@@ -45,19 +45,19 @@ def test_replace_file_syncs_file_before_rename(tmp_path, order):
     """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
-    assert (tmp_path / "summary.json").read_text() == "{}"
+    assert (tmp_path / "summary.json").read_text(encoding="utf-8") == "{}"
 
 
 @pytest.mark.parametrize("name", ["file", ".file.{pid}"])
 def test_replace_file_does_not_change_target_of_existing_link(tmp_path, name):
     name = name.format(pid=os.getpid())
     outside = tmp_path / "outside"
-    outside.write_text("another's")
+    outside.write_text("another's", encoding="utf-8")
     (tmp_path / name).symlink_to(outside)
     replace_file(tmp_path / "file", "mine")
-    assert outside.read_text() == "another's"
+    assert outside.read_text(encoding="utf-8") == "another's"
     assert not (tmp_path / "file").is_symlink()
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
 
 
@@ -81,7 +81,7 @@ def names(directory):
 def die_in_scratch_directory(final):
     """Exit inside a scratch directory, like a killed process."""
     with scratch_directory(final) as scratch:
-        (scratch / "half").write_text("")
+        (scratch / "half").write_text("", encoding="utf-8")
         os._exit(9)
 
 
@@ -95,7 +95,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     assert len(names(tmp_path)) == 3, "the scratch directory, its lock, and a directory of a user"
     with scratch_directory(final) as scratch:
         assert names(scratch) == []
-        (scratch / "whole").write_text("")
+        (scratch / "whole").write_text("", encoding="utf-8")
         publish(scratch, final)
     assert names(tmp_path) == sorted([name, other.name])
     assert names(final) == ["whole"]
@@ -121,7 +121,7 @@ def test_scratch_directory_does_not_change_target_of_existing_link(tmp_path):
 @pytest.mark.parametrize("files_synced", [False, True])
 def test_publish_calls_sync_and_rename_in_crash_safe_order(tmp_path, order, files_synced):
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
-    (tmp_path / "hidden" / "inner" / "file").write_text("")
+    (tmp_path / "hidden" / "inner" / "file").write_text("", encoding="utf-8")
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
     content = [] if files_synced else ["inner", "file"]
     assert order == [*content, "hidden", "renamed", tmp_path.name]
@@ -145,7 +145,7 @@ def test_new_directory_creates_final_path_only_after_success(tmp_path):
         (scratch / "half").rename(scratch / "missing" / "half")
     assert names(final.parent) == []
     with new_directory(final) as scratch:
-        (scratch / "whole").write_text("")
+        (scratch / "whole").write_text("", encoding="utf-8")
         assert not final.exists()
     assert names(final.parent) == ["final"]
     assert names(final) == ["whole"]
@@ -202,7 +202,9 @@ def test_waiting_thread_acquires_lock_after_lock_file_is_deleted(tmp_path):
 
 
 def pause(path: str) -> None:
-    Path(path, "holds").write_text(str(os.getpid()))  # after the fork has closed inherited locks
+    Path(path, "holds").write_text(
+        str(os.getpid()), encoding="utf-8"
+    )  # after the fork has closed inherited locks
     signal.pause()
 
 
@@ -218,14 +220,14 @@ def test_child_process_does_not_keep_lock_of_killed_parent_process(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"
-    while not holds.exists() or not holds.read_text():
+    while not holds.exists() or not holds.read_text(encoding="utf-8"):
         assert process.is_alive()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     try:
         hold(tmp_path, "run directory", "run.dir=...").release()
     finally:
-        os.kill(int(holds.read_text()), signal.SIGKILL)
+        os.kill(int(holds.read_text(encoding="utf-8")), signal.SIGKILL)
 
 
 def test_hold_refuses_directory_that_is_already_locked(tmp_path):

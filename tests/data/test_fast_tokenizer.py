@@ -53,10 +53,10 @@ def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer,
 def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
     byte_level: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
-    content = json.loads((byte_level / "tokenizer.json").read_text())
+    content = json.loads((byte_level / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     cfg = make_config(corpus_file, tokenizer=str(tmp_path))
     data, tokenizer = prepare(cfg), Tokenizer.from_file(tmp_path)
     assert data.manifest.vocab_size == tokenizer.vocab_size == 3 * 599 + 1
@@ -66,15 +66,21 @@ def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
     assert set(tokens[tokens > 1] % 3) == {0}
     assert tokens.max() > 600
     assert tokenizer.decode([4, *tokens.tolist()]) == tokenizer.decode(tokens.tolist())
-    assert corpus_file.read_text().splitlines()[3] in tokenizer.decode(tokens.tolist())
+    assert corpus_file.read_text(encoding="utf-8").splitlines()[3] in tokenizer.decode(
+        tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
 def test_tokenizer_config_json_determines_the_eos_token(
     byte_level: Path, tmp_path: Path, said: Any
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+    (tmp_path / "tokenizer.json").write_text(
+        (byte_level / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": said}), encoding="utf-8"
+    )
     other = Tokenizer.from_file(tmp_path / "tokenizer.json")
     assert other.eos_id == 0
     assert other.pieces_hash != Tokenizer.from_file(byte_level).pieces_hash
@@ -96,8 +102,10 @@ def test_tokenizer_config_json_determines_the_eos_token(
 def test_invalid_tokenizer_json_files_raise_data_error(
     byte_level: Path, tmp_path: Path, name: str, content: str, said: str
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
-    (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer.json").write_text(
+        (byte_level / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=said):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
@@ -179,7 +187,9 @@ def test_copied_tokenizer_files_load_as_the_same_tokenizer(
         (tmp_path / name).write_bytes(content)
     copied = Tokenizer.from_file(tokenizer_in(tmp_path))
     assert copied.pieces_hash == Tokenizer.from_file(byte_level).pieces_hash
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {
+        "eos_token": END
+    }
 
 
 def test_missing_tokenizer_raises_error_with_path_or_repository_name(

@@ -136,7 +136,7 @@ def test_tokenizer_training_sample_is_balanced_over_documents() -> None:
 def test_unusable_tokenizer_model_raises_error_with_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
         Tokenizer.from_file(tmp_path / "absent.model")
-    (tmp_path / "text.model").write_text("not a model")
+    (tmp_path / "text.model").write_text("not a model", encoding="utf-8")
     with pytest.raises(DataError, match=r"text.model: not a valid sentencepiece model"):
         Tokenizer.from_file(tmp_path / "text.model")
     no_eos = _train(tmp_path / "no_eos.model", eos_id=-1)

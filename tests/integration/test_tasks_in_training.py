@@ -42,7 +42,10 @@ def test_task_scores_logged_in_training_match_scores_of_evaluate_command(place, 
 
 
 def read(run: Path) -> dict[int, dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {line["step"]: line for line in lines}
 
 
