@@ -174,6 +174,7 @@ def import_command(argv: list[str]) -> None:
     args = parse(ImportArguments, argv, IMPORT)
     from diffllm.config.matching import totals
     from diffllm.config.yaml_file import printed_override
+    from diffllm.data.tokenizer import Tokenizer, eos_text, guesses_eos, tokenizer_of
 
     with needing_interop("import"):
         from diffllm.interop.imports import import_model
@@ -181,6 +182,8 @@ def import_command(argv: list[str]) -> None:
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     size = f"{totals(origin.model)['params'] / 1e6:,.2f}M parameters"
     echo(f"{origin.name}: {size}, {origin.attention}: {out}")
+    copy = Tokenizer.from_file(tokenizer_of(out))
+    echo(eos_text(copy.eos_token, copy.eos_id, guesses_eos(str(origin.tokenizer), None)))
     if bos_token := origin.bos_token:
         echo(
             f"BOS: {bos_token}, before each text in generate, evaluate and exports, but not in "

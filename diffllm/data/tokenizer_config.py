@@ -48,7 +48,7 @@ def eos_of(
             f"the vocabulary contains no EOS {names} that is special; special tokens: "
             f"{listed_tokens(special)}"
         )
-    raise DataError(f"{path}: {reason}; {CHOOSE_EOS}")
+    raise DataError(f"{path}: {reason}; {CHOOSE_EOS}, or eos_token in {FAST_CONFIG}")
 
 
 def listed_tokens(tokens: Sequence[str]) -> str:

@@ -83,7 +83,8 @@ def test_exports_do_not_depend_on_the_encoding_of_the_locale(run_of, tmp_path, c
         words = ["localedef", "-c", "-i", "en_US", "-f", charmap, str(tmp_path / "latin")]
         subprocess.run(words, check=True, capture_output=True)
         locale |= {"LC_ALL": "latin", "LOCPATH": str(tmp_path)}
-    words = [sys.executable, str(Path(tokenizer_kinds.__file__)), *map(run_of, KINDS), tmp_path]
+    runs = [run_of(kind) for kind in KINDS]
+    words = [sys.executable, tokenizer_kinds.__file__, *runs, tmp_path / "hf"]
     preferred = subprocess.run(
         [sys.executable, "-c", "import locale; print(locale.getpreferredencoding())"],
         env=os.environ | locale, capture_output=True,

@@ -76,7 +76,7 @@ def save_fast(
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single, special_tokens=[(BOS, 0), (EOS, 1)]
     )
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": BOS, "eos_token": EOS}), encoding="utf-8"
@@ -94,7 +94,7 @@ def save_sentencepiece(place: Path, **options: Any) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES), model_writer=model, minloglevel=2, **{**settings, **options}
     )
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     (place / "tokenizer.model").write_bytes(model.getvalue())
 
 
