@@ -95,6 +95,7 @@ lint: $(READY)
 	$(call stage,lint,$(BIN)/ruff check .)
 	$(call stage,format,$(BIN)/ruff format --check .)
 	$(call stage,style,$(BIN)/python .ci/plain_words.py)
+	$(call stage,encodings,$(BIN)/python .ci/encodings.py)
 	$(call stage,types,$(BIN)/mypy)
 
 # The editable install sees every change of the code; only its inputs make it run again.

@@ -73,7 +73,7 @@ def sentences(source: str) -> Iterator[tuple[int, str, bool]]:
 
 def matches(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield line number, habit and text of each match in a file."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     found = (
         sentences(text) if path.suffix == ".py" else ((n, s, False) for n, s in paragraphs(text))
     )
@@ -95,7 +95,7 @@ def folder_of(path: Path) -> str:
 def messages() -> Iterator[str]:
     """Yield place and text of every raised, printed or noted message in diffllm/."""
     for path in sorted((ROOT / "diffllm").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 said = node.exc.args
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTING:
@@ -112,7 +112,11 @@ def main(words: list[str]) -> int:
         print("\n".join(messages()))
         return 0
     listed = subprocess.run(
-        ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "*.py", "*.md"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
     )
     counts: Counter[str] = Counter()
     for path in sorted(ROOT / name for name in listed.stdout.split()):
@@ -124,10 +128,10 @@ def main(words: list[str]) -> int:
                 *words[1:] or [""]
             ):
                 print(f"{path.relative_to(ROOT)}:{number}: {habit}: {around}")
-    bounds = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else dict(counts)
+    bounds = json.loads(BOUNDS.read_text(encoding="utf-8")) if BOUNDS.exists() else dict(counts)
     if words == ["--update"]:
         lower = {name: min(n, bounds.get(name, 0)) for name, n in sorted(counts.items())}
-        BOUNDS.write_text(json.dumps(lower, indent=1) + "\n")
+        BOUNDS.write_text(json.dumps(lower, indent=1) + "\n", encoding="utf-8")
     above = {name: n for name, n in counts.items() if n > bounds.get(name, 0)}
     for name, number in above.items():
         print(f"{name}: {number} habits of style, at most {bounds.get(name, 0)} (--list {name})")

@@ -111,7 +111,7 @@ class Victim:
                 self.refused += 1
                 self.start()
             elif code:
-                text = self.log.read_text()[-3000:]
+                text = self.log.read_text(encoding="utf-8")[-3000:]
                 raise SystemExit(f"error: the run exited with code {code}:\n{text}")
             elif code == 0:
                 return False
@@ -119,7 +119,7 @@ class Victim:
                 before, made = made, self.steps_made()
                 deadline = time.monotonic() + PATIENCE_S
                 if made == before:
-                    text = self.log.read_text()[-3000:]
+                    text = self.log.read_text(encoding="utf-8")[-3000:]
                     raise SystemExit(
                         f"error: no step in {PATIENCE_S} s while waiting for the {what}:\n{text}"
                     )
@@ -257,7 +257,7 @@ def main() -> int:
     print(json.dumps(result, indent=2))
     if args.json:
         result = {"device": "cpu", "torch": torch.__version__, "date": f"{date.today()}", **result}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if result["equal"] else 1
 
 

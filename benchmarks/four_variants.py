@@ -33,7 +33,7 @@ def write_curves(sweep: Path) -> None:
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     runs = [load_run(path.parent) for path in sorted(sweep.glob("*/summary.json"))]
-    with (RESULTS / "curves.csv").open("w", newline="") as file:
+    with (RESULTS / "curves.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["variant", "seed", "tokens", "heldout_sample_loss"])
         for run in runs:
@@ -49,7 +49,7 @@ def write_curves(sweep: Path) -> None:
         }
         for run in runs
     }
-    (RESULTS / "runs.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (RESULTS / "runs.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def overlap(first: list[float], second: list[float]) -> bool:
@@ -66,7 +66,7 @@ def draw() -> None:
     with (RESULTS / "curves.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             curves[row["variant"]][int(row["tokens"])].append(float(row["heldout_sample_loss"]))
-    facts = json.loads((RESULTS / "runs.json").read_text())
+    facts = json.loads((RESULTS / "runs.json").read_text(encoding="utf-8"))
     sizes = [run["parameters"] for run in facts.values()]
     finals: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for run, values in facts.items():

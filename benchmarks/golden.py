@@ -100,7 +100,7 @@ class FaultyAttention(StandardAttention):
 
 
 def write_corpus(path: Path, word: str) -> None:
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         for i in range(300):
             words = " ".join(f"{i % 7} {word} {k} is {i % 7 * k}, so" for k in range(i % 13 + 4))
             file.write(json.dumps({"text": f"Document {i}: {words} the end.\n"}) + "\n")
@@ -109,9 +109,9 @@ def write_corpus(path: Path, word: str) -> None:
 def run_cases(code: Path, place: Path, cases: list[str]) -> None:
     """Run cases with the code of the checkout `code`; `place` is the new directory for results."""
     (place / "plugin/attention").mkdir(parents=True)
-    (place / "plugin/golden_plugin.py").write_text(PLUGIN)
+    (place / "plugin/golden_plugin.py").write_text(PLUGIN, encoding="utf-8")
     yaml = "# @package model.attention\ndefaults: [faulty_schema, _self_]\n"
-    (place / "plugin/attention/faulty.yaml").write_text(yaml)
+    (place / "plugin/attention/faulty.yaml").write_text(yaml, encoding="utf-8")
     write_corpus(place / "a.jsonl", "times")
     write_corpus(place / "b.jsonl", "plus")
     env = os.environ | {"PYTHONPATH": f"{code.resolve()}:plugin", "OMP_NUM_THREADS": "1"}
@@ -125,7 +125,7 @@ def run_cases(code: Path, place: Path, cases: list[str]) -> None:
         command = [*launcher, code.resolve() / "train.py", *BASE, *data, f"run.dir={name}", *words]
         for start in range(1 + (name == "stopped")):
             env["TRACE"] = f"trace-{name}-{start}"
-            with open(place / f"{name}-{start}.out", "w") as out:
+            with open(place / f"{name}-{start}.out", "w", encoding="utf-8") as out:
                 done = subprocess.run(command, cwd=place, env=env, stdout=out, stderr=out)
             if done.returncode:
                 sys.exit(f"error: {name} has exit code {done.returncode}, see {out.name}")
@@ -145,15 +145,17 @@ def facts(place: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for checkpoint in sorted((place / name).glob("checkpoints/step-*")):
         found |= {f"{checkpoint.name} {key}": t for key, t in tensors(checkpoint).items()}
-        loop = json.loads((checkpoint / "state.json").read_text())["loop"]
+        loop = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["loop"]
         found |= {f"{checkpoint.name} loop {key}": value for key, value in loop.items()}
     for file in (place / name).glob("metrics.jsonl"):
-        for values in map(json.loads, file.read_text().splitlines()):
+        for values in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             found |= {f"metrics {values['step']} {key}": value for key, value in values.items()}
     for file in (place / name).glob("summary.json"):
-        found |= {f"summary {key}": v for key, v in json.loads(file.read_text()).items()}
+        found |= {
+            f"summary {key}": v for key, v in json.loads(file.read_text(encoding="utf-8")).items()
+        }
     for file in sorted(place.glob(f"trace-{name}-*.json")):
-        trace = json.loads(file.read_text())
+        trace = json.loads(file.read_text(encoding="utf-8"))
         found[f"{file.stem} graphs"] = trace["graphs"]
         for entry in trace["entries"]:  # the order is defined only within a process group
             group = found.setdefault(f"{file.stem} group {entry['process_group']}", [])

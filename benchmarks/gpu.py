@@ -72,7 +72,7 @@ def main() -> None:
     stamp = {"code": code_hash(), "torch": found["torch"], "device": found["device"]}
     left = run(chosen, args.out, stamp, args.resume, end)
     text = table(args.out)
-    (args.out / "table.md").write_text(text)
+    (args.out / "table.md").write_text(text, encoding="utf-8")
     print(f"\n{text}")
     compile_cache.pack(compile_cache.FOLDER, args.out / compile_cache.ARCHIVE)
     if left:

@@ -137,7 +137,7 @@ def main() -> None:
             "corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash,
             "norms": {variant: of.tolist() for variant, of in norms.items()},
         }  # fmt: skip
-        args.json.write_text(json.dumps(found) + "\n")
+        args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def main() -> None:
         },
         "speed": speed(args.rounds),
     }
-    args.out.write_text(f"{json.dumps(found, indent=1)}\n")
+    args.out.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

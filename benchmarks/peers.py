@@ -343,7 +343,7 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
                 rows.append(row)
                 if args.out:
                     results = {**known, "rounds": rows, "results": summary(rows)}
-                    args.out.write_text(json.dumps(results, indent=2) + "\n")
+                    args.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print(table(summary(rows)).markdown())
     return rows
 

@@ -39,20 +39,20 @@ def table_commands(readme: str) -> dict[str, str]:
 
 def write_variant(clone: Path) -> None:
     """Write the files of the variant in docs/variants.md to the directory `mine`."""
-    text = (clone / "docs/variants.md").read_text()
+    text = (clone / "docs/variants.md").read_text(encoding="utf-8")
     for name in ("mine/tempered.py", "mine/attention/tempered.yaml"):
         block = text.partition(f"`{name}`")[2]
         content = re.search(r"```\w+\n(.*?)```", block, re.DOTALL)
         assert content, name
         path = clone / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content[1])
+        path.write_text(content[1], encoding="utf-8")
 
 
 def seconds(command: str, clone: Path, env: dict[str, str]) -> float:
     begin = time.monotonic()
     ended = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True
+        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, encoding="utf-8"
     )
     if ended.returncode:
         raise SystemExit(f"{command} failed:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
@@ -71,7 +71,7 @@ def main() -> None:
         path = f"{clone}/.venv/bin:{os.environ['PATH']}"
         env = os.environ | {"PATH": path, "DIFFLLM_CACHE": f"{folder}/cache"}
         env.pop("PYTHONPATH", None)
-        commands = SET_UP | table_commands((clone / "README.md").read_text())
+        commands = SET_UP | table_commands((clone / "README.md").read_text(encoding="utf-8"))
         for name, command in commands.items():
             if name in UNTIMED:
                 times[name] = UNTIMED[name]
@@ -80,7 +80,9 @@ def main() -> None:
                 command = f"python -c 'import diffllm; {command}'"
             times[name] = round(seconds(command, clone, env), 1)
             print(name, times[name], flush=True)
-    args.out.write_text(json.dumps({"seconds": times, "machine": facts()}, indent=1) + "\n")
+    args.out.write_text(
+        json.dumps({"seconds": times, "machine": facts()}, indent=1) + "\n", encoding="utf-8"
+    )
     print("\n| Command | Seconds |\n|---|---|")
     for name, time_or_reason in times.items():
         print(f"| {name} | {time_or_reason} |")

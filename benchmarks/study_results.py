@@ -116,15 +116,23 @@ def main() -> None:
         found = judge(study, Path(sys.argv[2]))
         numbers = {**found.numbers(), "study": study.path.name}
         place.mkdir(parents=True, exist_ok=True)
-        (place / "verdict.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-        (place / "verdict.md").write_text(markdown(found))
-        (place / "values.json").write_text(values_text(study, found.evidence))
+        (place / "verdict.json").write_text(
+            json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        (place / "verdict.md").write_text(markdown(found), encoding="utf-8")
+        (place / "values.json").write_text(values_text(study, found.evidence), encoding="utf-8")
         if drawn := picture(study, numbers):
-            (place / "gaps.svg").write_text(drawn)
+            (place / "gaps.svg").write_text(drawn, encoding="utf-8")
         print(markdown(found))
     else:
-        numbers, page = json.loads((place / "verdict.json").read_text()), place / "verdict.md"
-        page.write_text(with_note(page.read_text(), judged_again(study, numbers)))
+        numbers, page = (
+            json.loads((place / "verdict.json").read_text(encoding="utf-8")),
+            place / "verdict.md",
+        )
+        page.write_text(
+            with_note(page.read_text(encoding="utf-8"), judged_again(study, numbers)),
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def result(process: subprocess.Popen[bytes], directory: Path) -> Measured:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"the run in {directory} failed")
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     seconds = usage.ru_utime + usage.ru_stime
     return Measured(summary["tokens_per_s"], seconds, summary["heldout_loss"])
 
@@ -73,13 +73,13 @@ def result(process: subprocess.Popen[bytes], directory: Path) -> Measured:
 def quota():
     """Limit the processes started inside the `with` block to QUOTA cores."""
     GROUP.mkdir(exist_ok=True)
-    (GROUP / "cpu.cfs_quota_us").write_text(str(int(QUOTA * 100_000)))
+    (GROUP / "cpu.cfs_quota_us").write_text(str(int(QUOTA * 100_000)), encoding="utf-8")
     tasks = "cgroup.procs"
-    (GROUP / tasks).write_text(str(os.getpid()))
+    (GROUP / tasks).write_text(str(os.getpid()), encoding="utf-8")
     try:
         yield
     finally:
-        (GROUP.parent / tasks).write_text(str(os.getpid()))
+        (GROUP.parent / tasks).write_text(str(os.getpid()), encoding="utf-8")
 
 
 def measure(situation: str, setting: str, folder: Path, words: list[str]) -> Measured:
@@ -135,7 +135,7 @@ def main() -> None:
             "cpu_seconds": statistics.median(run.cpu_seconds for run, _ in pairs),
         }
     content = {"words": words, "rounds": args.rounds, "ratios": table, "machine": facts()}
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def main() -> int:
     rows = run(families)
     if len(sys.argv) > 2:
         content = {"seed": SEED, "families": families, "alpha": ALPHA, "rows": rows}
-        Path(sys.argv[2]).write_text(json.dumps(content, indent=1) + "\n")
+        Path(sys.argv[2]).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(any(row["beyond_limits"] for row in rows))
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # notebook_pages.py
 
-package = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+package = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 project = "diffllm"
 author = "the diffllm developers"
 release = package["version"]

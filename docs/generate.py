@@ -128,7 +128,7 @@ def write_maps(page: Path, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     names: dict[str, Any] = {}
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     with contextlib.redirect_stdout(io.StringIO()):
         exec(code, names)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -159,5 +159,5 @@ def write_maps(page: Path, picture: Path) -> None:
 if __name__ == "__main__":
     docs = Path(__file__).parent
     write_maps(docs / "in_60_lines.md", docs / "images" / "maps.png")
-    (docs / "configuration.md").write_text(configuration())
-    (docs / "metrics.md").write_text(metrics())
+    (docs / "configuration.md").write_text(configuration(), encoding="utf-8")
+    (docs / "metrics.md").write_text(metrics(), encoding="utf-8")

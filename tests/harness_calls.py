@@ -14,7 +14,7 @@ def measure(how, child=None):
         print("a last word", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hangs":
-        with open(child, "w") as file:
+        with open(child, "w", encoding="utf-8") as file:
             file.write(str(subprocess.Popen(["sleep", "600"]).pid))
         time.sleep(600)
     print("not the result", flush=True)

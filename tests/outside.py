@@ -91,21 +91,23 @@ YAMLS = {
 def write_plugin(directory: Path, module: str = "scaled_attention", conf: str = "") -> Path:
     """Write the module, and the YAMLs into the subdirectory `conf`; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{module}.py").write_text(MODULE)
+    (directory / f"{module}.py").write_text(MODULE, encoding="utf-8")
     for name, text in YAMLS.items():
         file = directory / conf / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     return directory
 
 
 def write_package(site: Path) -> Path:
     """Write an installed package that offers the plugin as the entry point "counted"."""
     write_plugin(site / "counted_package", conf="conf")
-    (site / "counted_package" / "__init__.py").write_text("")
+    (site / "counted_package" / "__init__.py").write_text("", encoding="utf-8")
     facts = site / "counted_package-1.0.dist-info"
     facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-package\nVersion: 1.0\n")
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: counted-package\nVersion: 1.0\n", encoding="utf-8"
+    )
     points = "[diffllm.plugins]\ncounted = counted_package.scaled_attention\n"
-    (facts / "entry_points.txt").write_text(points)
+    (facts / "entry_points.txt").write_text(points, encoding="utf-8")
     return site

@@ -14,7 +14,7 @@ PATIENCE_S = 240
 def state_of(pid: int) -> str:
     """Return the state letter of a process as in /proc/PID/stat, "" if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
     except (FileNotFoundError, ProcessLookupError):  # ends between open and read
         return ""
 

@@ -12,7 +12,7 @@ from diffllm.compare.sweep.plan import combinations, experiment_words, split_ove
 from diffllm.config import load_config
 from diffllm.evaluation.suite import chosen
 
-PAGE = (ROOT / "docs" / "claims.md").read_text()
+PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 TEXT = PAGE.replace("\n", " ")
 
 
@@ -48,7 +48,7 @@ def test_verdict_on_claims_page_equals_verdict_in_title_of_linked_page():
     links = re.findall(r"\[([\w ]+)\]\(\.\./(benchmarks/results/\w+/verdict\.md)\)", PAGE)
     assert len(links) > 3
     for verdict, file in links:
-        title = (ROOT / file).read_text().splitlines()[0]
+        title = (ROOT / file).read_text(encoding="utf-8").splitlines()[0]
         # A correction can follow the verdict after a comma.
         assert title.rpartition(": ")[2].split(", ")[0] == verdict
 

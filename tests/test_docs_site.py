@@ -36,14 +36,14 @@ def remote_resources(site):
     """Return (file, address) of each resource of another host in pages, styles and scripts."""
     remote = []
     for page in site.rglob("*.html"):
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         parser = Resources()
         parser.feed(text)
         imports = re.findall(r"""\bimport\b[^;\n]*?["'](https?://[^"']+)""", text)
         addresses = [*parser.addresses, *style_addresses(text), *imports]
         remote += [(page.name, address) for address in addresses if REMOTE.match(address)]
     for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
-        addresses = style_addresses(path.read_text())
+        addresses = style_addresses(path.read_text(encoding="utf-8"))
         remote += [(path.name, address) for address in addresses if REMOTE.match(address)]
     return remote
 
@@ -56,7 +56,7 @@ def style_addresses(text):
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", out]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert built.returncode == 0, built.stderr
     return out
 
@@ -64,7 +64,7 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_built_site_loads_no_resource_from_another_host(site):
     assert remote_resources(site) == []
-    assert "<object data=" in (site / "docs" / "architecture.html").read_text()
+    assert "<object data=" in (site / "docs" / "architecture.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,15 @@ def test_built_site_loads_no_resource_from_another_host(site):
     ],
 )
 def test_remote_resource_of_page_is_detected(tmp_path, page):
-    (tmp_path / "page.html").write_text(f'<a href="https://example.org">link</a>{page}')
+    (tmp_path / "page.html").write_text(
+        f'<a href="https://example.org">link</a>{page}', encoding="utf-8"
+    )
     assert len(remote_resources(tmp_path)) == 1
 
 
 @pytest.mark.slow
 def test_navigation_of_site_lists_every_page_in_exactly_one_group(site):
-    text = (site / "docs" / "index.html").read_text()
+    text = (site / "docs" / "index.html").read_text(encoding="utf-8")
     sidebar = text.partition('<div class="sidebar-tree">')[2].partition("</aside>")[0]
     assert re.findall(r'class="caption-text">([^<]+)', sidebar) == GROUPS
     links = re.findall(r'class="reference internal" href="([^"#]+)', sidebar)
@@ -92,24 +94,28 @@ def test_navigation_of_site_lists_every_page_in_exactly_one_group(site):
     pages = set(site.rglob("*.html")) - generated - {site / "docs" / "index.html"}
     assert listed == sorted(pages)
     for verdict in (ROOT / "benchmarks" / "results").glob("*/verdict.json"):
-        claim = json.loads(verdict.read_text())["claim"]
+        claim = json.loads(verdict.read_text(encoding="utf-8"))["claim"]
         assert f">{claim.replace(chr(39), '’')}: " in sidebar
 
 
 @pytest.mark.slow
 def test_notebook_prints_its_committed_output_when_run_again(tmp_path):
     """Cells tagged "trained" depend on a trained model, whose losses differ between machines."""
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if "outputs" in cell]
+    cells = [
+        cell
+        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+        if "outputs" in cell
+    ]
     separator = "=== next cell ==="
     script = f"\nprint({separator!r})\n".join("".join(cell["source"]) for cell in cells)
-    (tmp_path / "notebook.py").write_text(script)
+    (tmp_path / "notebook.py").write_text(script, encoding="utf-8")
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "notebook.py"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert run.returncode == 0, run.stderr
     printed = re.split(rf"^{separator}\n", run.stdout, flags=re.MULTILINE)

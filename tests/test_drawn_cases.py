@@ -31,8 +31,10 @@ def test_without_cases():
 @pytest.mark.slow
 def test_random_test_cases_depend_only_on_fuzz_seed(tmp_path):
     """Cases do not depend on the hash seed, on imported modules or on constants in modules."""
-    (tmp_path / "test_drawing.py").write_text(MODULE)
-    (tmp_path / "constants.py").write_text(f"A = {list(range(1000, 1500))}\nB = 'not drawn'\n")
+    (tmp_path / "test_drawing.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "constants.py").write_text(
+        f"A = {list(range(1000, 1500))}\nB = 'not drawn'\n", encoding="utf-8"
+    )
 
     def drawn(seed: str, hash_seed: str, *plugins: str) -> str:
         record = tmp_path / f"record-{seed}-{hash_seed}"
@@ -48,10 +50,10 @@ def test_random_test_cases_depend_only_on_fuzz_seed(tmp_path):
                 "RECORD": str(record),
             },
             capture_output=True,
-            text=True,
+            encoding="utf-8",
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return record.read_text()
+        return record.read_text(encoding="utf-8")
 
     first = drawn("1", "1")
     assert len(first.splitlines()) > 100

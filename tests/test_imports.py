@@ -68,7 +68,7 @@ def imported(source: str, package: str) -> Iterator[str]:
 def imports_of(path: Path) -> list[str]:
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    return list(imported(path.read_text(), package))
+    return list(imported(path.read_text(encoding="utf-8"), package))
 
 
 def below(name: str, *allowed: str) -> bool:
@@ -216,14 +216,14 @@ def test_architecture_diagram_matches_package_imports():
         for other in others
         if not any(other in reachable(imports, between) for between in others)
     }
-    drawn = re.findall(r"^ +(\w+) --> (\w+)$", DIAGRAM.read_text(), re.MULTILINE)
+    drawn = re.findall(r"^ +(\w+) --> (\w+)$", DIAGRAM.read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(drawn) == sorted(expected)
 
 
 def loaded_after(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, encoding="utf-8", check=True
     )
     return {name.partition(".")[0] for name in done.stdout.split()}
 

@@ -20,12 +20,14 @@ PAGES = sorted(
 
 
 def test_readme_has_at_most_110_lines():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_markdown_links_point_to_existing_pages_and_anchors(page: Path):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     missing = []
     for link in links:
@@ -40,13 +42,13 @@ def test_markdown_links_point_to_existing_pages_and_anchors(page: Path):
 
 def anchors(page: Path) -> list[str]:
     """Return the anchors that GitHub generates for the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_every_documented_guarantee_refers_to_existing_test_files():
     """The second test of a guarantee may be in the directory of the first test."""
-    text = (ROOT / "docs" / "guarantees.md").read_text().partition("\n## ")[0]
+    text = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").partition("\n## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("- ")]
     assert len(rows) > 40
     for row in rows:
@@ -62,14 +64,16 @@ def test_generated_documentation_pages_are_up_to_date():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     configuration, metrics = generate.configuration(), generate.metrics()
-    assert (ROOT / "docs" / "configuration.md").read_text() == configuration, "run `make docs`"
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == configuration, (
+        "run `make docs`"
+    )
     assert "### model.attention of gated, gated_headwise" in configuration
-    assert (ROOT / "docs" / "metrics.md").read_text() == metrics, "run `make docs`"
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics, "run `make docs`"
     assert all(f"| `{metric.name}` |" in metrics for metric in METRICS)
 
 
 def test_table_of_environment_variables_lists_exactly_the_variables_in_the_code():
-    page = (ROOT / "docs" / "environment.md").read_text()
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     documented = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
     assert documented == variables_in_code()
@@ -79,7 +83,7 @@ def variables_in_code() -> set[str]:
     """Return the names in the style of environment variables, and all keys of an environment."""
     found = set()
     for file in (ROOT / "diffllm").rglob("*.py"):
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         found |= set(re.findall(r"\$\{oc\.env:(\w+)", text))
         for node in ast.walk(ast.parse(text)):
             match node:

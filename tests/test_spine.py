@@ -82,7 +82,9 @@ diffllm.train(diffllm.load_config(sys.argv[1:]))
 def trained_by(script: str, directory: Path, *more: str) -> list[str]:
     """Run a script with the overrides of a small run on text; return the printed lines."""
     text = directory / "text.txt"
-    text.write_text("\n\n".join(f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)))
+    text.write_text(
+        "\n\n".join(f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)), encoding="utf-8"
+    )
     words = [
         *("model=tiny", "attention=diff_v2", "model.vocab_size=512", "seq_len=64", "steps=6"),
         *("data=files", f"data.paths=[{text}]", f"data.cache_dir={directory / 'cache'}"),
@@ -93,7 +95,7 @@ def trained_by(script: str, directory: Path, *more: str) -> list[str]:
         *more,
     ]
     done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *words], capture_output=True, encoding="utf-8", check=True
     )
     return done.stdout.splitlines()
 
@@ -122,7 +124,7 @@ def test_unlogged_training_step_reads_no_tensor_value_on_host(tmp_path, masked):
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
@@ -144,7 +146,7 @@ def test_callbacks_of_rank_0_broadcasts_do_not_append_to_lists():
     """Callbacks must return rank 0's objects through `broadcast_and_keep`."""
     chosen = 0
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         own = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         for call in ast.walk(tree):
             name = getattr(getattr(call, "func", None), "attr", "")

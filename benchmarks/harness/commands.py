@@ -33,7 +33,7 @@ def tests(file: str, limit: float, at_once: int) -> dict[str, Any]:
         command += ["-n", str(at_once)]
     # The tests compile hundreds of graphs, too many for a cache that is copied between machines.
     env = {name: value for name, value in os.environ.items() if name != compile_cache.VARIABLE}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    with tempfile.TemporaryFile("w+", errors="replace", encoding="utf-8") as output:
         ended = "in time"
         try:
             subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=output, timeout=limit)
@@ -80,7 +80,10 @@ def training_run(words: list[str], folder: str, limit: float) -> dict[str, Any]:
         raise RuntimeError(
             f"train.py failed ({first.returncode}, {second.returncode}); see the log"
         )
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {
         "stopped_at": stopped_at,
         "steps": lines[-1]["step"],

@@ -73,7 +73,7 @@ def facts() -> dict[str, Any]:
             "memory_gib": properties.total_memory / 2**30,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split()[-1] for line in maps if "/" in line}
     loaded = sorted(path for path in paths if any(name in path for name in LIBRARIES))
     return {**found, "libraries": loaded}

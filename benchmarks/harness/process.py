@@ -90,7 +90,7 @@ def reason(error: BaseException) -> str:
 
 
 def main() -> None:
-    reply_to = os.fdopen(os.dup(1), "w")
+    reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     module, _, name = sys.argv[1].rpartition(".")
     try:

@@ -61,7 +61,7 @@ def run(
         seconds = time.monotonic() - start
         spent = {"seconds": seconds, "cpu_seconds": children_cpu_seconds() - cpu}
         line = {"key": key, "status": status, "result": result, **spent, **found}
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -87,7 +87,7 @@ def code_hash() -> str:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return all lines of a JSONL file except incomplete ones."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with suppress(ValueError):
             lines.append(json.loads(text))
     return lines

@@ -73,7 +73,11 @@ def stage_a(s: Sizes, out: Path) -> list[Measurement]:
         Measurement("facts", "harness.machine.facts"),
         Measurement("ceilings", "harness.machine.ceilings", s.ceilings),
         *each("kernels", "kernels.kernels", cases, 120, **shape),
-        *(tests_of(str(x.relative_to(ROOT))) for x in files if "pytest.mark.gpu" in x.read_text()),
+        *(
+            tests_of(str(x.relative_to(ROOT)))
+            for x in files
+            if "pytest.mark.gpu" in x.read_text(encoding="utf-8")
+        ),
         *each("memory", "steps.memory", memory),
         *each(
             f"settings at {s.short}",

@@ -125,10 +125,10 @@ class Page:
     """Recomputed numbers of a study's verdict.md."""
 
     def __init__(self, path: Path) -> None:
-        self.json = json.loads(path.read_text())
+        self.json = json.loads(path.read_text(encoding="utf-8"))
         self.arms = self.json["arms"]
         self.values = {name: np.array([*arm["values"].values()]) for name, arm in self.arms.items()}
-        self.study = (STUDIES / self.json["study"]).read_text()
+        self.study = (STUDIES / self.json["study"]).read_text(encoding="utf-8")
         self.raw = None
         if (raw := path.with_name("values.json")).exists():
             paired = not re.search(r"^test: welch", self.study, re.M)
@@ -217,7 +217,7 @@ class Page:
 
 def head_norm(path: Path) -> Iterator[tuple[str, list[float]]]:
     """Yield the verdict on the head norm of V1 and V2 after each number of steps, and its row."""
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     own = found["matrices"].index("wo")
     logs = {variant: np.log(norms)[..., own] for variant, norms in found["norms"].items()}
     pairs = ("diff_v1", "diff_v1_no_head_norm"), ("diff_v2_head_norm", "diff_v2")
@@ -232,7 +232,7 @@ def head_norm(path: Path) -> Iterator[tuple[str, list[float]]]:
 
 def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]]:
     """Yield each arm of a study of learning rates, and the numbers of its row in the README."""
-    table = [*csv.DictReader(report.read_text().splitlines())]
+    table = [*csv.DictReader(report.read_text(encoding="utf-8").splitlines())]
     for name, arm in page.arms.items():
         assert page.raw is not None
         runs = [run for seed in page.raw.runs[name].values() for run in seed]
@@ -344,7 +344,7 @@ def main(root: Path) -> int:
         numbers = [x for _, found in named for x in found]
         copied = sum(isinstance(number, Copied) for number in [*numbers, *expected.numbers])
         own = len(numbers) + len(expected.numbers) - copied
-        problems = [*differences((root / page).read_text(), expected)]
+        problems = [*differences((root / page).read_text(encoding="utf-8"), expected)]
         print(f"{page}: {own} numbers recomputed, {copied} copied, {len(problems)} differ")
         print("".join(f"  {problem}\n" for problem in problems), end="")
         status = status or int(bool(problems))

@@ -41,7 +41,7 @@ class Raw:
     """Runs of a study, from its values.json."""
 
     def __init__(self, path: Path, scale: str, paired: bool) -> None:
-        self.json = json.loads(path.read_text())
+        self.json = json.loads(path.read_text(encoding="utf-8"))
         self.log, self.paired = scale == "log", paired
         self.runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
         for run in self.json["runs"]:

@@ -62,14 +62,16 @@ def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     `state` is the content of state.json. `files` contains the size and checksum of each tensor
     file, by file name.
     """
-    (path / "state.json").write_text(state)
+    (path / "state.json").write_text(state, encoding="utf-8")
     sync(path / "state.json")
     write_manifest(path, step, files | file_records(path / name for name in REQUIRED))
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
     files = {name: vars(record) for name, record in sorted(manifest.items())}
-    (path / NAME).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
+    (path / NAME).write_text(
+        json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8"
+    )
     sync(path / NAME)
 
 

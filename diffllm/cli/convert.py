@@ -188,17 +188,26 @@ def import_command(argv: list[str]) -> None:
     args = parse(ImportArguments, argv, IMPORT)
     from diffllm.config.matching import totals
     from diffllm.config.words import printed_override
+    from diffllm.data.tokenizer import Tokenizer, eos_text, guesses_eos, tokenizer_of
 
     with needing_interop("import"):
         from diffllm.interop.imports import import_model
     out = Path(args.out)
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     parameters = totals(origin.model)["params"]
+    copy = Tokenizer.from_file(tokenizer_of(out))
     if args.json:
         facts = {"model": origin.name, "attention": origin.attention, "parameters": parameters}
-        echo_json({**facts, "out": str(out)})
+        tokens = {"eos_token": copy.eos_token, "bos_token": origin.bos_token}
+        echo_json({**facts, **tokens, "out": str(out)})
         return
     size = f"{parameters / 1e6:,.2f}M parameters"
     echo(f"{origin.name}: {size}, {origin.attention}: {out}")
+    echo(eos_text(copy.eos_token, copy.eos_id, guesses_eos(str(origin.tokenizer), None)))
+    if bos_token := origin.bos_token:
+        echo(
+            f"BOS: {bos_token}, before each text in generate, evaluate and exports, but not in "
+            "training data"
+        )
     weights = printed_override("resume", f"weights:{out}")
     echo(f"python train.py {weights} data.paths=[...] trains with these weights")

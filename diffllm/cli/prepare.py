@@ -11,6 +11,7 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
 from diffllm.data.text.skipped import skipped_text
+from diffllm.data.tokenizer import eos_text, guesses_eos
 from diffllm.metrics.streams import messages_on_stderr, result
 
 USAGE = """\
@@ -28,14 +29,18 @@ def prepare_command(argv: list[str]) -> None:
     with messages_on_stderr(as_json):
         data = prepare(cfg.data, cfg.prepare)
         packed = packing_counts(data, cfg.data, cfg.seq_len)
+    eos_token = data.tokenizer().eos_token
+    guessed = guesses_eos(cfg.data.tokenizer, cfg.data.eos_token)
     if as_json:
         sources = {name: prepared_values(source) for name, source in data.sources.items()}
         packing = packed.numbers() if packed else None
         with result():
-            echo_json({**prepared_values(data), "packing": packing, "sources": sources})
+            eos = {"eos_token": eos_token, "eos_guessed": guessed}
+            echo_json({**prepared_values(data), **eos, "packing": packing, "sources": sources})
         return
     texts = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
     echo("\n\n".join(texts or [prepared_text(data)]))
+    echo(eos_text(eos_token, data.manifest.eos_id, guessed))
     if packed:
         echo("\n" * bool(texts) + f"packing  {packed.text()}")
 

@@ -206,7 +206,7 @@ def yaml_comment(group: str, name: str) -> str:
     file is missing or has no comment at the top, return "".
     """
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
-    text = next((file.read_text() for file in places if file.is_file()), "")
+    text = next((file.read_text(encoding="utf-8") for file in places if file.is_file()), "")
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     kept = (line for line in lines if not line.startswith(("# @package", "#  ")))
     return " ".join(line.lstrip("# ") for line in kept)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
+from diffllm.checkpoint.hf.tokenizer import imported_bos
 from diffllm.config.compose import compose_config, variant_config, variants, yaml_names
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
@@ -23,6 +24,7 @@ from diffllm.config.words import as_text, unquoted
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.data.tokenizer import tokenizer_of
+from diffllm.data.tokenizer_config import added_bos
 from diffllm.metrics.records import read_record
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
@@ -86,6 +88,13 @@ class Origin:
             return self.directory.tokenizer
         assert self.run
         return tokenizer_of(self.run)
+
+    @property
+    def bos_token(self) -> str | None:
+        """BOS that the tokenizer of an imported model puts before each text; None without BOS."""
+        if self.directory:
+            return imported_bos(self.directory.tokenizer)
+        return added_bos(self.tokenizer)
 
     @property
     def architecture(self) -> str | None:

@@ -32,7 +32,7 @@ NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+
 OF_A_SECTION = "a section cannot have a value; set its keys, such as wandb.mode=disabled"
 LIST_OR_TEXT = "a list needs brackets, a text with commas needs quotes"
 NUMBERS = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
-SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
+SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)(?<!eos_token)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
 ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*|auto_tokens:)\}")

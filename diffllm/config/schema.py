@@ -297,7 +297,7 @@ OF_NO_EFFECT = (
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 # Keys that may differ between two launches of one run; steps and corpus are compared directly.
-FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer")
+FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer", "data.eos_token")
 # Keys whose change cannot help a run that stopped because training diverged.
 NO_WAY_ON = tuple(
     key for key in OF_NO_EFFECT if key not in ("run.allow_changes", "train.max_consecutive_skips")

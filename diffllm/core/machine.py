@@ -24,7 +24,7 @@ def usable_cores(root: Path = ROOT) -> int:
     for cpu in allowed_cpus():
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
-            cores.add(siblings.read_text().strip())
+            cores.add(siblings.read_text(encoding="utf-8").strip())
         except OSError:
             return usable_cpus(root)
     return within_quota(len(cores), root)
@@ -57,7 +57,7 @@ def control_groups(controller: str, root: Path = ROOT) -> list[Path]:
     is empty on other systems than Linux.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     directories = []
@@ -91,10 +91,10 @@ def quota_of(directory: Path) -> float:
     """Return the quota of a control group, negative without a limit (version 1)."""
     quota_file = directory / "cpu.max"  # version 2
     if quota_file.exists():
-        quota, period = quota_file.read_text().split()
+        quota, period = quota_file.read_text(encoding="utf-8").split()
     else:
-        quota = (directory / "cpu.cfs_quota_us").read_text()
-        period = (directory / "cpu.cfs_period_us").read_text()
+        quota = (directory / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+        period = (directory / "cpu.cfs_period_us").read_text(encoding="utf-8")
     return int(quota) / int(period)
 
 

@@ -150,6 +150,8 @@ class DataConfig(TextConfig):
     """Directory of prepared corpora and tokenizers."""
     tokenizer: str | None = None
     """Path (.model, tokenizer.json or their directory) or owner/name; null: train one."""
+    eos_token: str | None = None
+    """Token of data.tokenizer after each document; null: the EOS that its files name."""
     vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
     """Number of pieces of a tokenizer that is trained here."""
     tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
@@ -192,6 +194,11 @@ class DataConfig(TextConfig):
         elif self.curriculum:
             raise ConfigError(
                 "data.curriculum is only supported for a mixture; set data.sources={...}"
+            )
+        if self.eos_token is not None and self.tokenizer is None:
+            raise ConfigError(
+                f"data.eos_token={self.eos_token} needs data.tokenizer; a tokenizer that is "
+                "trained here has the EOS </s>"
             )
 
     def check_current(self) -> None:

@@ -116,7 +116,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             "data.tokenizer=null is not supported with data=tokens; set data.tokenizer to the "
             "tokenizer that encoded the tokens"
         )
-    tokenizer = Tokenizer.from_file(cfg.tokenizer)
+    tokenizer = Tokenizer.from_file(cfg.tokenizer, cfg.eos_token)
     roots, skipped = paths_of(cfg)
     paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
     if not paths:
@@ -143,7 +143,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
 
     def build(scratch: Path) -> None:
         report_skipped(skipped, scratch, directory)
-        write_tokenizer(located(str(cfg.tokenizer)), scratch)
+        write_tokenizer(located(str(cfg.tokenizer)), scratch, cfg.eos_token)
         manifest = manifest_of(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
         manifest.save(scratch)
 

@@ -223,7 +223,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
         described[name] = PlanFile((directory / name).stat().st_size, sha256)
         leave_mark(directory / name, sha256, identity_of(directory / name))
     record = PlanRecord(counts, described)
-    (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n")
+    (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
 

@@ -8,23 +8,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import (
     open_regular,
     read_bytes,
-    read_text,
     readable,
     replace_file,
     similar_path,
 )
+from diffllm.data.sentencepiece_file import control_pieces, edited, load_processor
+from diffllm.data.tokenizer_config import (
+    CHOOSE_EOS,
+    FAST,
+    FAST_CONFIG,
+    added_bos,
+    eos_of,
+    listed_tokens,
+    named_eos,
+)
 from diffllm.data.verified import usable
 
 if TYPE_CHECKING:
+    import tokenizers
     from sentencepiece import SentencePieceProcessor
 
-MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+MODEL = "tokenizer.model"
 TOKENIZER_FILES = (MODEL, FAST, FAST_CONFIG)
 LARGEST_TOKENIZER = 2**30
 """Limit in bytes, about 30 times the largest known tokenizer."""
@@ -33,71 +43,82 @@ SPACE_MARK = "\u2581"
 PART = 100_000
 """Characters encoded at once, because encoding time grows faster than the length."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
-USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""Names of the EOS, if no tokenizer_config.json names an EOS."""
 
 
 class Tokenizer:
     """Tokenizer that uses a sentencepiece model; the model must have an EOS.
 
-    If diffllm trained the model, decoding returns exactly the encoded text. Other models may
-    normalise the text.
+    If the model does not normalise texts, decoding returns exactly the encoded text. A dummy prefix
+    is a space before each text, which decoding removes.
+
+    Attributes:
+        bos_id: for an imported model whose own tokenizer puts a BOS before each text, the id of
+            this BOS; otherwise None. Training data never contains a BOS.
     """
 
-    def __init__(self, processor: "SentencePieceProcessor", source: str) -> None:
+    def __init__(self, processor: "SentencePieceProcessor", path: Path) -> None:
         self._processor = processor
         self.vocab_size: int = processor.vocab_size()
         self.eos_id: int = processor.eos_id()
         self.eos_token: str = processor.id_to_piece(max(self.eos_id, 0))
         if self.eos_id < 0:
             raise DataError(
-                f"{source}: the tokenizer has no end-of-sentence token (EOS); "
-                "choose a tokenizer with an EOS"
+                f"{path}: the tokenizer has no end-of-sentence token (EOS); {CHOOSE_EOS}; its "
+                f"control tokens are {listed_tokens(control_pieces(processor))}"
             )
+        bos_id = processor.piece_to_id(added_bos(path) or "")
+        self.bos_id: int | None = bos_id if processor.is_control(bos_id) else None
         mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._mark_bytes = mark if all(map(processor.is_byte, mark)) else None
+        self._prefix, self._encoder = "", processor
+        if processor.normalize(BEHAVIOUR_PROBE) == SPACE_MARK + marked(BEHAVIOUR_PROBE):
+            # With an explicit prefix, parts of a text can be encoded separately.
+            self._prefix = " "
+            self._encoder = edited(processor, "normalizer_spec", "add_dummy_prefix", False)
 
     @staticmethod
-    def from_file(path: str | Path) -> "Tokenizer":
+    def from_file(path: str | Path, eos_token: str | None = None) -> "Tokenizer":
         """Load a tokenizer from a file, a directory or a hub repository (owner/name).
 
-        Raises DataError for a missing or unusable file, or for a tokenizer without an EOS.
+        `eos_token` is the EOS; None: the EOS that the files name, see `eos_of`. Raises DataError
+        for a missing or unusable file, or if there is no such EOS.
         """
         path = located(path)
         if path.suffix == ".json":
-            return FastTokenizer(path)
-        from sentencepiece import SentencePieceProcessor
-
-        try:
-            processor = SentencePieceProcessor(model_file=str(path))
-            processor.id_to_piece(
-                list(range(processor.vocab_size()))
-            )  # raises for a piece that is not UTF-8
-        except (RuntimeError, TypeError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path}: not a valid sentencepiece model; "
-                f"choose a sentencepiece model or a {FAST} file"
-            ) from error
-        return Tokenizer(processor, str(path))
+            return FastTokenizer(path, eos_token)
+        return Tokenizer(load_processor(path, eos_token), path)
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text], threads=1)[0]
+        """Encode a text to token ids without EOS, after the BOS if `bos_id` is not None."""
+        ids = self.encode_batch([text], threads=1)[0]
+        return ids if self.bos_id is None else [self.bos_id, *ids]
+
+    @property
+    def start_id(self) -> int:
+        """Id of the token before the first text of a context: the BOS, otherwise the EOS."""
+        return self.eos_id if self.bos_id is None else self.bos_id
 
     def count(self, text: str) -> int:
-        return len(self.encode(text))
+        return len(self.encode_batch([text], threads=1)[0])
+
+    @property
+    def spells_eos(self) -> bool:
+        """Whether the text of the EOS encodes to the EOS, so that a text can end a document."""
+        texts = [f"{before}{self.eos_token}{before}" for before in ("", " ", "a")]
+        return any(self.eos_id in ids for ids in self.encode_batch(texts, threads=1))
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Encode each text to token ids, without EOS.
+        """Encode each text to token ids, without BOS and EOS.
 
         Long texts are encoded in several parts, which saves time and does not change the ids.
         """
-        cut = [self._parts(text) for text in texts]
+        cut = [self._parts(self._prefix + text if text else text) for text in texts]
         parts = [part for of_text in cut for part in of_text]
-        ids = self._processor.encode(parts, num_threads=threads)
+        ids = self._encoder.encode(parts, num_threads=threads)
         if self._mark_bytes is not None:
             for i, part in enumerate(parts):
                 if SPACE_MARK in part:  # encoded as bytes, to decode exactly
-                    first, *rest = self._processor.encode(part.split(SPACE_MARK))
+                    first, *rest = self._encoder.encode(part.split(SPACE_MARK))
                     ids[i] = first + [id for some in rest for id in (*self._mark_bytes, *some)]
         left = iter(ids)
         return [
@@ -113,13 +134,12 @@ class Tokenizer:
         """
         if len(text) <= 2 * PART:
             return [text]
-        probe = self._processor.normalize(BEHAVIOUR_PROBE)
-        if probe != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
+        if self._encoder.normalize(BEHAVIOUR_PROBE) != marked(BEHAVIOUR_PROBE):
             return [text]
         parts, start = [], 0
         while len(text) - start > 2 * PART:
             cut = start + PART
-            while text[cut - 1 : cut + 1].replace(" ", SPACE_MARK) in self._pairs:
+            while marked(text[cut - 1 : cut + 1]) in self._pairs:
                 cut += 1
             parts.append(text[start:cut])
             start = cut
@@ -159,19 +179,28 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
 
+def marked(text: str) -> str:
+    return text.replace(" ", SPACE_MARK)
+
+
+def load_fast(path: Path) -> "tokenizers.Tokenizer":
+    try:
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
+    except ImportError as error:
+        raise DataError(f"{path} needs a library: pip install tokenizers") from error
+    except Exception as error:
+        raise DataError(f"{path}: not a valid tokenizer.json ({error})") from error
+    return tokenizer
+
+
 class FastTokenizer(Tokenizer):
     """Hugging Face tokenizer (tokenizer.json) that encodes a text like "<eos>" as ordinary text."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-
-            self._fast = tokenizers.Tokenizer.from_file(str(path))
-            self._fast.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
-        except ImportError as error:
-            raise DataError(f"{path} needs a library: pip install tokenizers") from error
-        except Exception as error:
-            raise DataError(f"{path}: not a valid tokenizer.json ({error})") from error
+    def __init__(self, path: Path, eos_token: str | None = None) -> None:
+        self._fast = load_fast(path)
         self._fast.encode_special_tokens = True
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -182,8 +211,11 @@ class FastTokenizer(Tokenizer):
                 f"{path}: the largest token id {self.vocab_size - 1} must be below {2**24}; "
                 "choose another tokenizer"
             )
-        self.eos_token = find_eos(path, vocabulary)
+        added = self._fast.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        self.eos_token = eos_of(path, vocabulary, special, eos_token)
         self.eos_id = int(vocabulary[self.eos_token])
+        self.bos_id = vocabulary.get(added_bos(path) or "")
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         encoded = self._fast.encode_batch(list(texts), add_special_tokens=False)
@@ -199,31 +231,6 @@ class FastTokenizer(Tokenizer):
     def pieces_hash(self) -> str:
         content = [json.loads(self._fast.to_str()), self.eos_token]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def find_eos(path: Path, vocabulary: dict[str, int]) -> str:
-    """Return the EOS token of the tokenizer.json file `path`.
-
-    The EOS is `eos_token` in the tokenizer_config.json of the same directory. If that key or file
-    is missing, the EOS is the first token of USUAL_ENDS that `vocabulary` contains. `vocabulary`
-    maps tokens to ids. Raises DataError if it does not contain the EOS.
-    """
-    config = path.with_name(FAST_CONFIG)
-    try:
-        # Not `read_json`: many configs have a model_max_length beyond 64 bits.
-        content = json.loads(read_text(config, follow=True)) if config.exists() else {}
-        said = content.get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{config}: not a valid tokenizer config ({error})") from error
-    said = said.get("content") if isinstance(said, dict) else said
-    named = USUAL_ENDS if said is None else [said]
-    for name in named:
-        if isinstance(name, str) and name in vocabulary:
-            return name
-    raise DataError(
-        f"{path}: the vocabulary contains no EOS {' or '.join(map(repr, named))}; "
-        f"set eos_token in {config} to a token of the vocabulary"
-    )
 
 
 def located(name: str | Path) -> Path:
@@ -258,6 +265,25 @@ def tokenizer_in(directory: Path) -> Path:
     return fast if fast.is_file() else directory / MODEL
 
 
+def guesses_eos(name: str | None, eos_token: str | None) -> bool:
+    """Return whether the EOS of the tokenizer `name` follows from the usual names of an EOS.
+
+    `name` and `eos_token` are data.tokenizer and data.eos_token.
+    """
+    if name is None or eos_token is not None:
+        return False
+    path = located(name)
+    return path.suffix == ".json" and named_eos(path) is None
+
+
+def eos_text(eos_token: str, eos_id: int, guessed: bool) -> str:
+    """Describe the EOS of a prepared corpus; `guessed` is the result of `guesses_eos`."""
+    text = f"EOS: {eos_token}, token {eos_id}"
+    if not guessed:
+        return text
+    return f"{text}, guessed from the names of special tokens; data.eos_token sets another EOS"
+
+
 def tokenizer_of(run: Path) -> Path:
     for name in (FAST, MODEL):
         if os.path.lexists(run / name):
@@ -272,15 +298,32 @@ def check_tokenizer(path: Path) -> None:
         pass
 
 
-def tokenizer_files(path: Path) -> dict[str, bytes]:
+def tokenizer_files(
+    path: Path, eos_token: str | None = None, bos_token: str | None = None
+) -> dict[str, bytes]:
+    """Return the files of a copy of the tokenizer `path`, by file name.
+
+    Args:
+        eos_token: EOS of the copy; None keeps the EOS of the tokenizer.
+        bos_token: BOS that the copy adds to texts; None for a copy that adds no BOS.
+    """
     with usable(path):
         content = read_bytes(path, LARGEST_TOKENIZER, follow=True)
-    if path.suffix != ".json":
-        return {MODEL: content}
-    config = json.dumps({"eos_token": FastTokenizer(path).eos_token}) + "\n"
-    return {FAST: content, FAST_CONFIG: config.encode()}
+    config: dict[str, Any] = {}
+    if path.suffix == ".json":
+        files = {FAST: content}
+        config["eos_token"] = FastTokenizer(path, eos_token).eos_token
+    else:
+        if eos_token:
+            content = load_processor(path, eos_token).serialized_model_proto()
+        files = {MODEL: content}
+    if bos_token:
+        config |= {"bos_token": bos_token, "add_bos_token": True}
+    if config:
+        files[FAST_CONFIG] = (json.dumps(config) + "\n").encode()
+    return files
 
 
-def write_tokenizer(path: Path, directory: Path) -> None:
-    for name, content in tokenizer_files(path).items():
+def write_tokenizer(path: Path, directory: Path, eos_token: str | None = None) -> None:
+    for name, content in tokenizer_files(path, eos_token).items():
         replace_file(directory / name, content)

@@ -200,7 +200,7 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     If the CPU does not support a mode, MKL uses the mode AUTO, whose results are not reproducible.
     """
     try:
-        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # Not Linux.
         flags = None
     known = set(flags[1].split()) if flags else set()

@@ -157,7 +157,7 @@ class Watch:
             self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
             self.words += _shortened(error)
             self.close()
-            faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+            faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
             return
         with contextlib.suppress(DistError):
             self.stopped = self.world.stopped()
@@ -229,8 +229,8 @@ class Watch:
             stopped = []
             for child in multiprocessing.active_children():
                 with contextlib.suppress(OSError, IndexError):
-                    stat = Path(f"/proc/{child.pid}/stat").read_text()
-                    stopped += [str(child.pid)] * (stat.rpartition(")")[2].split()[0] in "Tt")
+                    stat = Path(f"/proc/{child.pid}/stat").read_bytes()  # has a name of any bytes
+                    stopped += [str(child.pid)] * (stat.rpartition(b")")[2].split()[0] in b"Tt")
             message = f"this process hangs at {self.where()}"
             message += f" (stopped: process {', '.join(stopped)})" if stopped else ""
             if self.request.has_come() and asked_at is None:
@@ -324,7 +324,9 @@ class Watch:
         try:
             self.traces.mkdir(exist_ok=True)
             file_of_rank = self.traces / f"rank-{self.rank:05d}.txt"
-            with os.fdopen(open_to_write(file_of_rank), "w") as file:
+            with os.fdopen(
+                open_to_write(file_of_rank), "w", encoding="utf-8", errors="replace"
+            ) as file:
                 echo(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
                 if self.error:
                     traceback.print_exception(self.error, file=file)

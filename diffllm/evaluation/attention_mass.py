@@ -143,8 +143,8 @@ def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
     """Return the kind (TARGET, FILLER or SINK) of each token of `question.context`.
 
-    The first token, an EOS, is SINK. Tokens that overlap the example's evidence are TARGET, and all
-    other tokens are FILLER. Raises ConfigError if no token overlaps the evidence.
+    The first token, an EOS or a BOS, is SINK. Tokens that overlap the example's evidence are
+    TARGET, and all other tokens are FILLER. Raises ConfigError if no token overlaps the evidence.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
@@ -152,7 +152,7 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
         texts = (example.prompt, example.prompt[:start], example.prompt[end:])
         ids, before, after = tokenizer.encode_batch(texts, threads=1)
         # Tokens that are the same without the evidence do not overlap the evidence.
-        first = 1 + common([ids, before])  # after the EOS
+        first = 1 + common([ids, before])  # after the EOS or the BOS
         last = 1 + len(ids) - common([ids[::-1], after[::-1]])
         kinds[first:last] = [TARGET] * len(kinds[first:last])
     if TARGET not in kinds:

@@ -4,6 +4,7 @@ Shapes: T sequence length.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,11 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
 
     Raises ConfigError if the corpus or the tokenizer has changed since training.
     """
-    data = prepare(cfg.data, cfg.prepare)
+    own = cfg.data
+    if own.tokenizer:
+        # The files of the copy in the run directory name the EOS that the run was trained with.
+        own = replace(own, tokenizer=str(tokenizer_of(run)), eos_token=None)
+    data = prepare(own, cfg.prepare)
     facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
     now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
     for name, found in now.items():

@@ -122,10 +122,12 @@ def positions_up_to(seq_len: int, model: Transformer) -> Iterator[None]:
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
     """Run the model on a batch of texts; return the loss of each token of each text in nats.
 
-    A text is a sequence of token ids. The model reads an EOS before each text.
+    A text is a sequence of token ids. The model reads an EOS before each text; an imported model
+    reads its BOS instead.
     """
     targets = padded(texts, -1, torch.device("cpu"))
-    inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
+    first = subject.tokenizer.start_id
+    inputs = padded([[first, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
     documents = None
     if subject.cfg.data.mask_documents:
         documents = Documents.of(inputs, eos_id).to(subject.device)

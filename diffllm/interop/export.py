@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tokenizers
 import torch
-from sentencepiece import SentencePieceProcessor
 
 from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf.layout import ARCHITECTURE, Layout, layout_of
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
-from diffllm.config.saved import load_run_config
-from diffllm.core.atomic_directories import new_directory
-from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import check_absent
-from diffllm.data.tokenizer import (
-    BEHAVIOUR_PROBE,
-    FAST,
-    MODEL,
-    SPACE_MARK,
-    Tokenizer,
-    tokenizer_files,
-    tokenizer_of,
-)
-from diffllm.model.auto_setting import dtype_name
-from diffllm.model.config import ModelConfig
-
-if TYPE_CHECKING:
-    import tokenizers
-import math
-
+from diffllm.checkpoint.hf.tokenizer import fast_tokenizer
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in
+from diffllm.config.saved import load_run_config
+from diffllm.core.atomic_directories import new_directory
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files import check_absent
 from diffllm.data.config import TextConfig
+from diffllm.data.tokenizer import FAST, MODEL, Tokenizer, tokenizer_files, tokenizer_of
 from diffllm.metrics.records import read_record, read_summary
+from diffllm.model.auto_setting import dtype_name
+from diffllm.model.config import ModelConfig
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
 OLDEST = "5.4.0"
@@ -79,10 +68,10 @@ def export(
 
 
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
-    """Copy the tokenizer of a run to `directory`; return the tokenizer.
+    """Write the tokenizer of a run to `directory` as a fast tokenizer; return the tokenizer.
 
-    For a sentencepiece tokenizer, also write a fast tokenizer. Raises CheckpointError if the
-    tokenizer has more than `model.vocab_size` tokens.
+    Also copy a sentencepiece file. Raises CheckpointError if the tokenizer has more than
+    `model.vocab_size` tokens, and DataError if it cannot be converted to a fast tokenizer.
     """
     path = tokenizer_of(run)
     tokenizer = Tokenizer.from_file(path)
@@ -91,11 +80,31 @@ def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenize
             f"the tokenizer {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size="
             f"{model.vocab_size}; restore the tokenizer that the run was trained with"
         )
-    for name, content in tokenizer_files(path).items():
-        (directory / name).write_bytes(content)
     if path.name == MODEL:
-        (directory / FAST).write_text(fast_tokenizer(path).to_str())
+        (directory / MODEL).write_bytes(tokenizer_files(path)[MODEL])
+    (directory / FAST).write_text(exported_tokenizer(path, tokenizer).to_str(), encoding="utf-8")
     return tokenizer
+
+
+def exported_tokenizer(path: Path, tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Convert `tokenizer`, which was loaded from `path`, to a fast tokenizer with equal ids.
+
+    transformers adds tokens to texts as the post-processor says. Training adds only an EOS after
+    each document, so the result has no post-processor, except for the BOS of an imported model.
+    """
+    if path.name == MODEL:
+        fast = fast_tokenizer(path)
+    else:
+        content = json.loads(path.read_bytes())
+        content |= {"post_processor": None, "truncation": None, "padding": None}
+        fast = tokenizers.Tokenizer.from_str(json.dumps(content))
+    if tokenizer.bos_id is not None:
+        bos = tokenizer.piece(tokenizer.bos_id)
+        special = [(bos, tokenizer.bos_id)]
+        fast.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=special
+        )
+    return fast
 
 
 def write_configs(
@@ -105,8 +114,9 @@ def write_configs(
 
     If the layout uses the class in modeling_diffllm.py, copy modeling_diffllm.py as well.
     """
-    eos = tokenizer.eos_id  # the only special token: end of document and padding
-    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos}
+    eos, bos = tokenizer.eos_id, tokenizer.bos_id  # the EOS is the padding, too
+    ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
+    bos_token = {} if bos is None else {"bos_token": tokenizer.piece(bos)}
     config = {
         "architectures": [layout.architecture],
         **layout.config,
@@ -127,6 +137,7 @@ def write_configs(
         "generation_config": {**ids, "do_sample": False},
         "tokenizer_config": {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            **bos_token,
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.eos_token,
             "padding_side": "left",
@@ -137,85 +148,9 @@ def write_configs(
         },
     }
     for name, content in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-BPE = 2
-"""Value of `model_type` of BPE models in sentencepiece files."""
-
-
-def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
-    """Convert a sentencepiece file to a fast tokenizer that splits texts into the same tokens.
-
-    Like the class `Tokenizer`, the fast tokenizer decodes invalid bytes as U+FFFD. Both encode the
-    character U+2581 as bytes, because sentencepiece uses U+2581 for spaces. Raises DataError if the
-    sentencepiece tokenizer normalises texts, is not BPE, or cannot encode all bytes.
-    """
-    import tokenizers
-    from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import decoders, models
-
-    processor = SentencePieceProcessor(model_file=str(model))
-    proto: Any = sentencepiece_model_pb2
-    content = proto.ModelProto.FromString(processor.serialized_model_proto())
-    if content.trainer_spec.model_type != BPE:
-        raise DataError(
-            f"the tokenizer {model} cannot be exported, because it is not a BPE model; "
-            "train a model with a BPE tokenizer instead"
+        (directory / f"{name}.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
         )
-    if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
-        raise DataError(
-            f"the tokenizer {model} cannot be exported, because it normalises texts; "
-            "train a model with a tokenizer without normalisation instead"
-        )
-    if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
-        raise DataError(
-            f"the tokenizer {model} cannot be exported, because it has no token for some bytes; "
-            "train a model with a tokenizer that has byte fallback instead"
-        )
-    stored = map(processor.id_to_piece, range(processor.vocab_size()))
-    pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    fast = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=merges_of(processor, vocabulary),
-            unk_token=pieces[processor.unk_id()],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    special = [i for i in range(len(pieces)) if processor.is_control(i) or processor.is_unknown(i)]
-    fast.add_special_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in special])
-    fast.encode_special_tokens = True
-    return fast
-
-
-def merges_of(
-    processor: SentencePieceProcessor, vocabulary: dict[str, int]
-) -> list[tuple[str, str]]:
-    """List all BPE merges: pairs of tokens whose concatenation is a token.
-
-    The pairs are sorted by the sentencepiece score of the concatenation, highest first. Pairs with
-    the same concatenation are sorted by the length of the left token, longest first, because
-    sentencepiece merges from left to right. `vocabulary` maps tokens to ids.
-    """
-    excluded = (
-        processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
-    )  # fmt: skip
-    texts = {
-        piece: token
-        for piece, token in vocabulary.items()
-        if not any(stands_apart(token) for stands_apart in excluded)
-    }
-    found = [
-        (-processor.get_score(token), token, -cut, (piece[:cut], piece[cut:]))
-        for piece, token in texts.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in texts and piece[cut:] in texts
-    ]
-    return [pair for *_, pair in sorted(found)]
 
 
 CARD = """\
@@ -281,7 +216,7 @@ def write_card(
         rows="\n".join(f"| {k} | {v} |" for k, v in rows.items() if v is not None),
         carried=CARRIED if carried else "",
     )
-    (directory / "README.md").write_text(card)
+    (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def origin_rows(facts: dict[str, Any], step: int, cfg: TrainConfig) -> dict[str, Any]:

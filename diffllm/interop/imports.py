@@ -19,7 +19,7 @@ from diffllm.config.origin import Origin, implied, name_from, origin_of
 from diffllm.core.atomic_directories import new_directory
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import check_absent, user_path
-from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files
+from diffllm.data.tokenizer import TOKENIZER_FILES, Tokenizer, tokenizer_files
 from diffllm.model import without_storage
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -62,7 +62,8 @@ def import_model(
             f"perturb={perturb} is only supported with attention=diff_v2; "
             "add attention=diff_v2 or remove perturb"
         )
-    tokenizer = origin.tokenizer
+    tokenizer, bos_token = origin.tokenizer, origin.bos_token
+    facts["bos_token"] = bos_token
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
         if made is not None:
@@ -70,13 +71,14 @@ def import_model(
             tensors = routers | {mapped.name: mapped.of(tensors) for mapped in made}
         names = [name for name, _ in without_storage(new.model).named_parameters()]
         write_parameters(hidden / "checkpoints", tensors, names)
-        for file, content in tokenizer_files(tokenizer).items():
+        for file, content in tokenizer_files(tokenizer, bos_token=bos_token).items():
             (hidden / file).write_bytes(content)
-        (hidden / "config.yaml").write_text(config_yaml(new, out, tokenizer))
+        copy = Tokenizer.from_file(hidden / tokenizer.name)
+        (hidden / "config.yaml").write_text(config_yaml(new, out, tokenizer), encoding="utf-8")
         counted = sum(tensors[name].numel() for name in names)
         facts["step"] = step_of(checkpoint) if checkpoint else None
-        facts = {"parameters": counted, "imported": facts}
-        (hidden / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+        facts = {"parameters": counted, "eos_token": copy.eos_token, "imported": facts}
+        (hidden / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return new
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from diffllm.core.errors import UserError
 
@@ -80,11 +80,16 @@ def open_closed_descriptors() -> None:
             os.set_inheritable(opened, True)
 
 
+def read_only_stream() -> TextIO:
+    """Open a text stream to which every write fails."""
+    return open(os.devnull, encoding="utf-8")
+
+
 def never_fail() -> None:
     """Replace stdout and stderr by streams that never raise, not even in the flush at exit."""
     sys.stdout, sys.stderr = (
-        # A stream that was closed before the start is None. Writes to the read-only file fail.
-        stream if type(stream) is Unfailing else Unfailing(stream or open(os.devnull))  # noqa: SIM115
+        # A stream that was closed before the start is None.
+        stream if type(stream) is Unfailing else Unfailing(stream or read_only_stream())
         for stream in (sys.stdout, sys.stderr)
     )
 

@@ -13,10 +13,18 @@ from diffllm.config.saved import changes_to
 from diffllm.config.schema import Changes, changes_text, is_allowed
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
+from diffllm.core.files import read_bytes
 from diffllm.core.registry import SCHEMAS
+from diffllm.data.config import DataConfig
 from diffllm.data.mixture import Prepared
 from diffllm.data.text.file_index import combined_hash
-from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer import (
+    FAST,
+    LARGEST_TOKENIZER,
+    Tokenizer,
+    guesses_eos,
+    located,
+)
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.optim import Schedule, learning_rate
@@ -61,6 +69,35 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
         "tokenizer": data.manifest.pieces_hash,
         "tokens": combined_hash(files),
     }
+
+
+def former_eos(run: Path, data: DataConfig) -> str | None:
+    """Return data.eos_token, or the EOS of the run in the directory `run` if this EOS is a guess.
+
+    Older versions guessed by other rules, but a resumed run needs the same EOS.
+    """
+    copy = run / FAST
+    if not guesses_eos(data.tokenizer, data.eos_token) or not copy.is_file():
+        return data.eos_token
+    if read_bytes(copy, LARGEST_TOKENIZER) != located(str(data.tokenizer)).read_bytes():
+        return data.eos_token
+    return Tokenizer.from_file(copy).eos_token
+
+
+def check_pieces(cfg: TrainConfig, eos_token: str | None) -> None:
+    """Raise DataError if data.tokenizer has more than model.vocab_size entries or no EOS.
+
+    `eos_token` is the result of `former_eos`.
+    """
+    name, most = cfg.data.tokenizer, cfg.model.vocab_size
+    if name is None:
+        return
+    pieces = Tokenizer.from_file(name, eos_token).vocab_size
+    if pieces > most:
+        raise DataError(
+            f"data.tokenizer={name} has {pieces} entries, more than model.vocab_size={most}; "
+            f"choose a tokenizer with at most {most} entries or a larger model.vocab_size"
+        )
 
 
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:

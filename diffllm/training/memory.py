@@ -93,7 +93,7 @@ def machine_memory(root: Path = ROOT) -> int:
 def limit_in(file: Path, default: int) -> int:
     """Return the number in a limit file of a control group, or `default` without a limit."""
     try:
-        text = file.read_text().strip()
+        text = file.read_text(encoding="utf-8").strip()
     except OSError:
         return default
     return int(text) if text.isdecimal() else default

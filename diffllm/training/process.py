@@ -164,5 +164,10 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 def git(directory: Path, *words: str) -> str:
     return subprocess.run(
-        ["git", "-C", directory, *words], capture_output=True, text=True, check=True, timeout=10
+        ["git", "-C", directory, *words],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=True,
+        timeout=10,
     ).stdout.strip()

@@ -23,7 +23,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
 from diffllm.data.text.skipped import skipped_text
-from diffllm.data.tokenizer import Tokenizer, tokenizer_in
+from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
@@ -35,8 +35,10 @@ from diffllm.model.transformer import write_factors
 from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,
+    check_pieces,
     check_same_tokens,
     corpus_facts,
+    former_eos,
     starting_point,
 )
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
@@ -78,6 +80,7 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     shared = {key: value for key, value in values if not OF_THE_MACHINE.fullmatch(key)}
     check_same(here.world, "config", shared)
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, here.world.size))
+    cfg.data.eos_token = told["eos_token"]
     directory, saved = kept or (None, None)
     path, checkpoint, origin = (text and Path(text) for text in told["paths"])
     if told["ended"]:
@@ -98,26 +101,23 @@ def claim_on_rank_0(
     """
     directory = claim_directory(cfg)
     checkpoint = saved = origin = None
+    eos_token = cfg.data.eos_token
     try:
         directory.check()
         ended = ending(directory.path, cfg)
         if not ended:
             check_memory(cfg, world_size, ranks_on_first_node())
             checkpoint, saved = continuation(cfg, directory)
-            tokenizer, most = cfg.data.tokenizer, cfg.model.vocab_size
-            if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:
-                raise DataError(
-                    f"data.tokenizer={tokenizer} has {pieces} entries, more than "
-                    f"model.vocab_size={most}; choose a tokenizer with at most {most} entries or a "
-                    "larger model.vocab_size"
-                )
+            eos_token = former_eos(directory.path, cfg.data)
+            check_pieces(cfg, eos_token)
             origin = None if checkpoint else starting_point(cfg)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise
     paths = [place and str(place) for place in (directory.path, checkpoint, origin)]
-    told = {"paths": paths, "ended": ended, "ranks": saved["ranks"] if saved else 0}
+    ranks = saved["ranks"] if saved else 0
+    told = {"paths": paths, "ended": ended, "ranks": ranks, "eos_token": eos_token}
     return told, (directory, saved)
 
 
@@ -269,9 +269,9 @@ def carried(cfg: TrainConfig) -> tuple[str, ...]:
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load the carried tensors from a checkpoint, or parameters from a Hugging Face directory.
 
-    Return an entry of run.json. Its keys "path", "step", "tokens" and "corpus" describe the other
-    model; "tokens" includes all earlier stages. Its key "differs" lists the model settings that
-    differ between the other model and this run. Every rank must call this.
+    Return an entry of run.json. Its keys "path", "step", "tokens", "corpus" and "bos_token"
+    describe the other model; "tokens" includes all earlier stages. Its key "differs" lists the
+    model settings that differ between the other model and this run. Every rank must call this.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
@@ -301,4 +301,5 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
         tokens = before + step * loop["order"]["global_batch_size"] * loop["order"]["seq_len"]
     return {
         "path": str(path), "step": step, "tokens": tokens, "differs": differs, "corpus": corpus,
+        "bos_token": origin.bos_token,
     }  # fmt: skip

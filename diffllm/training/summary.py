@@ -9,13 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diffllm.checkpoint.hf.layout import layout_of
+from diffllm.checkpoint.hf.tokenizer import export_obstacle
 from diffllm.config import TrainConfig
 from diffllm.config.help import variant_line
 from diffllm.config.plugins import plugin_versions
+from diffllm.core.errors import ConfigError
 from diffllm.data.heldout import heldout_tokens
 from diffllm.data.mixture import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import SPLITS, thin_heldout
+from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
 from diffllm.metrics.wandb_run import OFFLINE_RUNS, files_of, resolve_mode, with_variables
@@ -57,12 +61,20 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
             lines.append(f"next stage of {source}; the schedule and data start from the beginning")
         else:
             lines.append(f"weights of {source}; optimizer and data start from the beginning")
+        if weights["bos_token"]:
+            lines.append(
+                f"the tokenizer of these weights puts the BOS {weights['bos_token']!r} before each "
+                "text; the training data contains no BOS"
+            )
     lines.append(
         f"{choices['data']}{files}: {train.tokens:,} training tokens{predicted}, "
         f"{heldout.tokens:,} held out{', cut from one text' * manifest.cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}"
     )
+    if cfg.data.tokenizer:
+        lines.append(eos_text(facts["eos_token"], manifest.eos_id, facts["eos_guessed"]))
+    lines += export_notes(cfg, tokenizer_in(data.directory))
     if thin := thin_heldout(heldout.documents, heldout.tokens):
         lines.append(thin)
     if manifest.note:
@@ -79,6 +91,18 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         for name, setting in facts["choices"].items()
     ]
     return "\n".join(lines)
+
+
+def export_notes(cfg: TrainConfig, tokenizer: Path) -> list[str]:
+    """Return why `diffllm export` will refuse this run; the result is empty for most runs."""
+    notes = []
+    try:
+        layout_of(cfg.model, own=False)
+    except ConfigError as error:
+        notes.append(f"diffllm export will refuse this run: {error}")
+    if obstacle := export_obstacle(tokenizer):
+        notes.append(f"diffllm export will refuse the tokenizer of this run, because {obstacle}")
+    return notes
 
 
 def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
@@ -124,6 +148,8 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "corpus": data.manifest.corpus,
         "corpus_note": data.manifest.note,
         "tokenizer": data.manifest.pieces_hash,
+        "eos_token": data.tokenizer().eos_token,
+        "eos_guessed": guesses_eos(cfg.data.tokenizer, cfg.data.eos_token),
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "heldout_tokens": heldout_tokens(heldout, eos_id, cfg.eval.tokens),
         "heldout_split_tokens": heldout_tokens(heldout, eos_id),

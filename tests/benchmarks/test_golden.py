@@ -22,18 +22,18 @@ def test_golden_comparison_fails_if_any_output_file_differs(tmp_path):
     assert compare(before, after, CASE)
 
     metrics = after / "replicas" / "metrics.jsonl"
-    unchanged = metrics.read_text()
+    unchanged = metrics.read_text(encoding="utf-8")
     first, *others = unchanged.splitlines()
     line = json.loads(first)
     line["train/loss"] += 1e-6
-    metrics.write_text("\n".join([json.dumps(line), *others]))
+    metrics.write_text("\n".join([json.dumps(line), *others]), encoding="utf-8")
     assert not compare(before, after, CASE)
-    metrics.write_text(unchanged)
+    metrics.write_text(unchanged, encoding="utf-8")
 
     trace = after / "trace-replicas-0-1.json"
-    found = json.loads(trace.read_text())
+    found = json.loads(trace.read_text(encoding="utf-8"))
     found["entries"].reverse()
-    trace.write_text(json.dumps(found))
+    trace.write_text(json.dumps(found), encoding="utf-8")
     assert not compare(before, after, CASE)
     shutil.copy(before / trace.name, trace)
 

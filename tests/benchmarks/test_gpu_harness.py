@@ -55,8 +55,8 @@ def test_gpu_harness_runs_remaining_measurements_after_failure_or_timeout(tmp_pa
     assert not left
     assert lines["steps: raises"]["result"] == "MemoryError: CUDA out of memory"
     assert lines["steps: dies"]["result"] == "SIGKILL; a last word"
-    assert has_ended(int(child.read_text()))
-    assert "not the result" in (tmp_path / "logs" / "steps:-fast.log").read_text()
+    assert has_ended(int(child.read_text(encoding="utf-8")))
+    assert "not the result" in (tmp_path / "logs" / "steps:-fast.log").read_text(encoding="utf-8")
     written = table(tmp_path)
     assert "| fast | 500 (0.50) |" in written
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
@@ -90,15 +90,15 @@ def test_compiled_graphs_are_restored_from_archive(tmp_path, capsys):
     used, other = tmp_path / "used", tmp_path / "other"
     for name in ("fxgraph/ab/graph", "triton/kernel"):
         (used / name).parent.mkdir(parents=True)
-        (used / name).write_text(name)
+        (used / name).write_text(name, encoding="utf-8")
     other.mkdir()
     compile_cache.pack(used, other / compile_cache.ARCHIVE)
     compile_cache.restore(other)
     found = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
     assert found == {compile_cache.ARCHIVE, "fxgraph/ab/graph"}
-    (other / "fxgraph/ab/graph").write_text("newer")
+    (other / "fxgraph/ab/graph").write_text("newer", encoding="utf-8")
     compile_cache.restore(other)
-    assert (other / "fxgraph/ab/graph").read_text() == "newer"
+    assert (other / "fxgraph/ab/graph").read_text(encoding="utf-8") == "newer"
     (used / compile_cache.ARCHIVE).write_bytes(b"damaged")
     shutil.rmtree(used / "fxgraph")
     compile_cache.restore(used)

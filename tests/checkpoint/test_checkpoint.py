@@ -226,11 +226,11 @@ def test_list_checkpoints_returns_only_complete_checkpoints_in_step_order(checkp
     for name in ("step-00000003", ".step-00000004.incomplete", "step-x", "step-5.bak"):
         (tmp_path / name).mkdir()
     for name in (".step-00000004.incomplete", "step-x", "step-5.bak"):
-        (tmp_path / name / "state.json").write_text("{}")
-    (tmp_path / "step-00000006").write_text("a file")
+        (tmp_path / name / "state.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "step-00000006").write_text("a file", encoding="utf-8")
     for name in ("step-100000000", "step-99999999", "step-00000020"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "state.json").write_text("{}")
+        (tmp_path / name / "state.json").write_text("{}", encoding="utf-8")
     found = list_checkpoints(tmp_path)
     assert [step_of(path) for path in found] == [3, 20, 99999999, 100000000]
     assert list_checkpoints(tmp_path / "nowhere") == []

@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained")
     with gloo_group():
         trained_run(path, ["attention=standard"])
-    (path / "metrics.jsonl").write_text('{"step": 3, "train/loss": 4.0}\n')
+    (path / "metrics.jsonl").write_text('{"step": 3, "train/loss": 4.0}\n', encoding="utf-8")
     return path
 
 
@@ -249,8 +249,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 def also(run: Path, name: str) -> str:
     """Return the manifest with an additional file `name`, whose record fits a file outside."""
     outside = run.parent / "outside"
-    outside.write_text("not of the checkpoint")
-    manifest = json.loads((checkpoint_of(run) / "manifest.json").read_text())
+    outside.write_text("not of the checkpoint", encoding="utf-8")
+    manifest = json.loads((checkpoint_of(run) / "manifest.json").read_text(encoding="utf-8"))
     files = {**manifest["files"], name: vars(file_records([outside])["outside"])}
     return json.dumps({**manifest, "files": files})
 
@@ -261,7 +261,7 @@ OUT = ("../../../outside", "{parent}/outside", "./state.json", "..", ".", "", "a
 @pytest.mark.parametrize("name", slow_but(OUT[:2], OUT))
 def test_manifest_with_path_outside_of_checkpoint_is_refused(run, name, capfd):
     file = checkpoint_of(run) / "manifest.json"
-    file.write_text(also(run, name.format(parent=run.parent)))
+    file.write_text(also(run, name.format(parent=run.parent)), encoding="utf-8")
     said = refused(run, capfd)
     assert all("which cannot be a file of a checkpoint" in line for line in said), said
     assert all(line.isprintable() for line in said), said
@@ -269,7 +269,7 @@ def test_manifest_with_path_outside_of_checkpoint_is_refused(run, name, capfd):
 
 
 def test_deeply_nested_state_json_is_refused_by_every_command(run, capfd):
-    (checkpoint_of(run) / "state.json").write_text('{"loop": ' + DEEP + "}")
+    (checkpoint_of(run) / "state.json").write_text('{"loop": ' + DEEP + "}", encoding="utf-8")
     sign(checkpoint_of(run))
     assert all("state.json is nested too deeply" in line for line in refused(run, capfd))
     assert "damaged" in listed_and_reported(run, capfd)
@@ -290,7 +290,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", slow_but(["a call", "a created node"], CONFIGS))
 def test_forged_run_config_is_refused_by_every_command(run, tmp_path, name, capfd):
     file, marker = run / "config.yaml", tmp_path / "marker"
-    rest = file.read_text()
+    rest = file.read_text(encoding="utf-8")
     before, _, after = rest.partition("model:\n")
     named, _, unnamed = rest.partition("run:\n")
     unnamed = "\n".join(line for line in unnamed.split("\n") if not line.startswith("  name:"))
@@ -302,7 +302,8 @@ def test_forged_run_config_is_refused_by_every_command(run, tmp_path, name, capf
             after=after,
             named=f"{named}run:\n",
             unnamed=unnamed,
-        )
+        ),
+        encoding="utf-8",
     )
     capfd.readouterr()
     with pytest.raises(CheckpointError, match=r"config\.yaml (is not|is nested|has) ") as caught:
@@ -320,7 +321,9 @@ def test_forged_run_config_is_refused_by_every_command(run, tmp_path, name, capf
     assert SECRET not in said
     assert not marker.exists()
     assert not (tmp_path / "out").exists()
-    reports = [f.read_text() for f in (tmp_path / "report").glob("*") if f.is_file()]
+    reports = [
+        f.read_text(encoding="utf-8") for f in (tmp_path / "report").glob("*") if f.is_file()
+    ]
     assert not any(SECRET in text for text in reports)
 
 
@@ -333,9 +336,15 @@ def evil(tmp_path, monkeypatch):
     site, marker = tmp_path / "site", tmp_path / "imported"
     facts = site / "evil_plugin-1.0.dist-info"
     facts.mkdir(parents=True)
-    (site / "evil_plugin.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: evil-plugin\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[diffllm.plugins]\nstandard = evil_plugin\n")
+    (site / "evil_plugin.py").write_text(
+        f"import os\nos.mkdir({str(marker)!r})\n", encoding="utf-8"
+    )
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: evil-plugin\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (facts / "entry_points.txt").write_text(
+        "[diffllm.plugins]\nstandard = evil_plugin\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(str(site))
     yield marker
     sys.modules.pop("evil_plugin", None)
@@ -355,11 +364,11 @@ NAMED = {
 @pytest.mark.parametrize("name", slow_but(["plugins alone", "a variant"], NAMED))
 def test_commands_do_not_import_plugins_named_in_run_config(run, evil, name, capfd):
     file = run / "config.yaml"
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     for old, new in [("plugins: []\n", "plugins:\n- evil_plugin\n"), *NAMED[name]]:
         assert old in text, old
         text = text.replace(old, new)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     out = f"out={run.parent / 'out'}"
     for words in (
         ["generate", f"run={run}", "prompt=a", "max_new_tokens=1"],
@@ -411,7 +420,7 @@ def test_unsafe_loaders_are_called_only_in_allowlisted_files():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))
-        for match in UNSAFE.finditer(path.read_text())
+        for match in UNSAFE.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == GUARDED
     for line in ("loads = pickle.loads", "from torch import load", "torch.load(f)", "eval(x)"):

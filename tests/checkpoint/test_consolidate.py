@@ -101,7 +101,7 @@ def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(run, tmp_pat
 def test_consolidate_splits_large_model_into_several_files(run, tmp_path):
     path, logits, _ = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
     files = sorted({*index["weight_map"].values()})
     count = len(files)
     assert count > 2
@@ -127,12 +127,14 @@ def test_consolidate_does_not_overwrite_existing_files(run, tmp_path, capfd):
     for name in ("model.safetensors", "config.yaml", "tokenizer.model"):
         directory = tmp_path / name.replace(".", "-")
         directory.mkdir()
-        (directory / name).write_text("mine")
+        (directory / name).write_text("mine", encoding="utf-8")
         assert main(["consolidate", f"run={path}", f"out={directory}"]) == 2
         error = capfd.readouterr().err
         assert f"{directory / name} already exists" in error
         assert "overwrite=true" in error
-        assert {f.name: f.read_text() for f in directory.iterdir()} == {name: "mine"}
+        assert {f.name: f.read_text(encoding="utf-8") for f in directory.iterdir()} == {
+            name: "mine"
+        }
 
 
 def test_consolidate_leaves_no_files_after_failed_write(run, tmp_path, monkeypatch, capfd):

@@ -70,7 +70,7 @@ def test_forged_state_json_is_rejected_or_loaded_safely(run):
         if not faults(path):
             assert_usable(path)
 
-    state = json.loads(file.read_text())
+    state = json.loads(file.read_text(encoding="utf-8"))
     spikes = edited(state["loop"]["spikes"]).map(json.loads)
     states = spikes.map(lambda new: {**state, "loop": {**state["loop"], "spikes": new}})
     try_all(check, edited(state) | states.map(lambda new: json.dumps(new).encode()), 80)
@@ -127,11 +127,11 @@ MISSING = object()
 )
 def test_state_json_with_missing_or_invalid_field_is_rejected(run, name, value):
     file = newest(run) / "state.json"
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     content["loop"][name] = value
     if value is MISSING:
         del content["loop"][name]
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")
     sign(newest(run))
     assert faults(newest(run)) == [f"loop.{name} in state.json is missing or invalid"]
     assert chosen(run) == "step-00000001"
@@ -149,14 +149,16 @@ def test_renamed_checkpoint_directory_is_rejected(run, capfd):
 
 def test_state_json_with_wrong_step_is_rejected(run):
     file = newest(run) / "state.json"
-    file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"step": 3', '"step": 2'), encoding="utf-8"
+    )
     sign(newest(run))
     assert faults(newest(run)) == ["state.json has step 2, but the directory name has 3"]
 
 
 def test_run_config_with_yaml_alias_bomb_is_refused(run, capfd):
     file = run / "config.yaml"
-    file.write_text(BOMB + file.read_text())
+    file.write_text(BOMB + file.read_text(encoding="utf-8"), encoding="utf-8")
     said = f"config.yaml has more than {MOST_NODES:,} keys and values"
     with pytest.raises(CheckpointError, match=said):
         load_run_config(run)
@@ -171,12 +173,12 @@ READERS = [load_study, lambda path: with_recipe(f"data={path}"), read_yaml]
 @pytest.mark.parametrize("read", slow_but([load_study], READERS))
 def test_yaml_file_with_alias_bomb_is_refused_by_every_yaml_reader(tmp_path, read):
     file = tmp_path / "file.yaml"
-    file.write_text(BOMB)
+    file.write_text(BOMB, encoding="utf-8")
     with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):
         read(file)
-    file.write_text("a: &a [*a]\n")
+    file.write_text("a: &a [*a]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="has the alias a before its value is complete"):
         read(file)
-    file.write_text(f"a: {'[' * 100_000}")
+    file.write_text(f"a: {'[' * 100_000}", encoding="utf-8")
     with pytest.raises(ConfigError, match="is nested too deeply"):
         read(file)

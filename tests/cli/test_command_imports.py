@@ -62,7 +62,11 @@ for name in {names}:
     print(name, *{{*{HEAVY}}} & {{*sys.modules}})
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     assert done.stdout.split() == names
     assert done.stderr.count("diffllm") >= len(names)
@@ -72,7 +76,7 @@ def test_train_command_imports_no_heavy_library_at_start_except_torch(
     place: Path,
 ) -> None:
     """The preparation fails after the first line, because all documents are equal."""
-    (place / "equal.txt").write_text("a b c\n" * 9)
+    (place / "equal.txt").write_text("a b c\n" * 9, encoding="utf-8")
     words = ["model=tiny", "data.paths=equal.txt", "data.sample_by=line", "data.cache_dir=cache"]
     stdout, loaded = loaded_after(["train", *words, "run.name=a"], place, 2)
     assert stdout == "run outputs/a: preparing data\n"
@@ -84,6 +88,6 @@ def loaded_after(words: list[str], place: Path, code: int) -> tuple[str, set[str
     call = f"from diffllm.cli import main\nassert main({words}) == {code}"
     script = f"import sys\n{call}\nprint('\\n', *sys.modules, file=sys.stderr)"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=place, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], cwd=place, capture_output=True, encoding="utf-8", check=True
     )
     return done.stdout, {*done.stderr.split()}

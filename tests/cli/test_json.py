@@ -45,7 +45,9 @@ def test_every_command_accepts_both_spellings_of_json(name, capsys):
 
 
 def test_every_command_has_documented_json():
-    rows = re.findall(r"^\| `([\w -]+?)` \| (?:object|list) \| ", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w -]+?)` \| (?:object|list) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert {re.sub(r" --?[a-z].*", "", row) for row in rows} == {*FULL_NAMES}
 
 
@@ -73,7 +75,9 @@ def test_json_of_study_lists_costs_and_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", "")  # the command sets it for its runs
     study, out = study_file(tmp_path / "study.yaml", RULE), tmp_path / "out"
     write_arms(study, out, LOSSES)
-    (out / "sweep.json").write_text(json.dumps({"runs": {"v2-seed1": ["run.study=a"]}}))
+    (out / "sweep.json").write_text(
+        json.dumps({"runs": {"v2-seed1": ["run.study=a"]}}), encoding="utf-8"
+    )
     words = ["study", "run", str(study.path), f"out={out}", "json=true"]
     assert main([*words, "--dry-run"]) == 0
     planned = json.loads(capsys.readouterr().out)

@@ -24,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("c04", "sweep/seed0"):
         write_run(place / "outputs" / name, "model=tiny")
     for name in ("t.txt", "study.yaml"):
-        (place / name).write_text("text\n")
+        (place / name).write_text("text\n", encoding="utf-8")
     return place
 
 
@@ -123,7 +123,11 @@ def test_valid_override_that_resembles_typing_mistake_is_accepted():
 def test_train_command_prints_single_error_line_if_packages_are_missing(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-S", TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-S", TRAIN],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()

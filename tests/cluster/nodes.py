@@ -35,7 +35,7 @@ def overrides(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(["ip", *words], check=True, capture_output=True, encoding="utf-8").stdout
 
 
 @dataclass
@@ -80,7 +80,7 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
         for node in nodes:
             ip("netns", "add", node.namespace)
             (NAMED / node.namespace).mkdir(parents=True)
-            (NAMED / node.namespace / "hosts").write_text(hosts)
+            (NAMED / node.namespace / "hosts").write_text(hosts, encoding="utf-8")
         one, two = nodes
         ip("-n", one.namespace, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0",
            "netns", two.namespace)  # fmt: skip

@@ -56,13 +56,13 @@ class Slurm:
         }  # fmt: skip
 
     def start(self, number: int, *words: str, log: str = "out") -> subprocess.Popen:
-        with open(self.here / log, "a") as output:
+        with open(self.here / log, "a", encoding="utf-8") as output:
             return self.nodes[number].start(list(words), self.env, output)
 
     def __call__(self, *words: str, timeout: int = 120) -> str:
         inside = ["ip", "netns", "exec", self.nodes[0].namespace]
         done = subprocess.run(
-            [*inside, *words], env=self.env, cwd=ROOT, capture_output=True, text=True,
+            [*inside, *words], env=self.env, cwd=ROOT, capture_output=True, encoding="utf-8",
             timeout=timeout,
         )  # fmt: skip
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}\n{self.logs()}"
@@ -80,17 +80,19 @@ class Slurm:
 
     def logs(self) -> str:
         files = sorted(self.here.glob("*.log")) + sorted(self.here.glob("*.out"))
-        return "\n".join(f"{file}:\n{file.read_text()[-4000:]}" for file in files)
+        return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')[-4000:]}" for file in files)
 
 
 @contextmanager
 def slurm(nodes: tuple[Node, Node], here: Path) -> Iterator[Slurm]:
     """Start SLURM; the removal of the nodes ends its processes."""
-    (here / "slurm.conf").write_text(CONFIG.format(here=here))
+    (here / "slurm.conf").write_text(CONFIG.format(here=here), encoding="utf-8")
     gpus = [f"NodeName=node[1-2] Name=gpu File={file}\n" for file in ("/dev/null", "/dev/zero")]
-    (here / "gres.conf").write_text("".join(gpus))  # Any device works: no process opens it.
+    (here / "gres.conf").write_text(
+        "".join(gpus), encoding="utf-8"
+    )  # Any device works: no process opens it.
     # SLURM does not use cgroups here, but requires the file.
-    (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
     (here / "state").mkdir()
     key = here / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -109,7 +111,7 @@ def slurm(nodes: tuple[Node, Node], here: Path) -> Iterator[Slurm]:
     cluster.wait_for(
         lambda: subprocess.run(
             ["ip", "netns", "exec", nodes[0].namespace, *idle],
-            env=cluster.env, capture_output=True, text=True,
+            env=cluster.env, capture_output=True, encoding="utf-8",
         ).stdout.split() == ["node1", "node2"],
         "idle nodes",
     )  # fmt: skip

@@ -72,7 +72,7 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
     words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
-    assert json.loads((run / "run.json").read_text())["ranks"] == 2
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] == 2
     ranks = tasks(cluster)
     assert len(ranks) == 2, cluster.logs()
     number = signal.SIGTERM if how == "preempted" else signal.SIGUSR1
@@ -89,7 +89,7 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
     cluster.wait_for((run / "requeue").exists, "marker")
-    marker = json.loads((run / "requeue").read_text())
+    marker = json.loads((run / "requeue").read_text(encoding="utf-8"))
     assert marker["signal"] == number.name
     assert 5 < marker["step"] < last
     cluster.wait_for(lambda: cluster.job(job).get("Restarts") == "1", "requeue")
@@ -102,7 +102,7 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
     assert cluster.job(job)["Restarts"] == "1"
     assert steps_logged(run) == list(range(1, last + 1))
     assert not (run / "requeue").exists()
-    log = (cluster.here / f"{job}.out").read_text()  # Output of both starts.
+    log = (cluster.here / f"{job}.out").read_text(encoding="utf-8")  # Output of both starts.
     assert f"resumes from step {marker['step']}" in log
 
 
@@ -123,13 +123,13 @@ def test_cancelled_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
 def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "requeue").write_text("{}")  # As left by an earlier stop.
+    (run / "requeue").write_text("{}", encoding="utf-8")  # As left by an earlier stop.
     words = overrides(corpus, run, "steps=5", "global_batch_size=7")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "FAILED"
     assert cluster.job(job)["Restarts"] == "0"
-    log = (cluster.here / f"{job}.out").read_text()
+    log = (cluster.here / f"{job}.out").read_text(encoding="utf-8")
     assert "error: global_batch_size=7" in log
     assert "Traceback" not in log
 
@@ -141,7 +141,7 @@ def test_two_srun_tasks_join_same_training_run(cluster, corpus, tmp_path):
     cluster(*apart, "python", "train.py", *overrides(corpus, runs[0], "steps=8"))
     together = ["srun", "--nodes=1", "--ntasks=2"]
     cluster(*together, "python", "train.py", *overrides(corpus, runs[1], "steps=8"))
-    ranks = [json.loads((run / "run.json").read_text())["ranks"] for run in runs]
+    ranks = [json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] for run in runs]
     assert ranks == [2, 2]
     assert steps_logged(runs[0]) == steps_logged(runs[1]) == list(range(1, 9))
 

@@ -39,7 +39,7 @@ class Cluster:
             "RDZV_ENDPOINT": f"{self.nodes[self.host].name}:29400",
         }  # fmt: skip
         words = [str(ROOT / "launch" / "torchrun.sh"), *self.overrides]
-        with open(self.log(number), "a") as log:
+        with open(self.log(number), "a", encoding="utf-8") as log:
             os.chdir(ROOT)
             self.agents[number] = self.nodes[number].start(words, env, log)
 
@@ -47,7 +47,9 @@ class Cluster:
         return self.run.with_name(f"node{number + 1}.log")
 
     def logs(self) -> str:
-        return "\n".join(f"{self.log(i)}:\n{self.log(i).read_text()[-6000:]}" for i in (0, 1))
+        return "\n".join(
+            f"{self.log(i)}:\n{self.log(i).read_text(encoding='utf-8')[-6000:]}" for i in (0, 1)
+        )
 
     def finish(self) -> None:
         for agent in self.agents.values():
@@ -65,7 +67,7 @@ class Cluster:
         return losses(self.run)
 
     def ranks(self) -> int:
-        return json.loads((self.run / "run.json").read_text())["ranks"]
+        return json.loads((self.run / "run.json").read_text(encoding="utf-8"))["ranks"]
 
     def steps(self) -> int:
         return max(self.losses(), default=0)
@@ -90,7 +92,7 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
                 f"--nproc-per-node={ranks}"]  # fmt: skip
     done = subprocess.run(
         [*launcher, ROOT / "train.py", *words, f"run.dir={run}"],
-        env=env, capture_output=True, text=True, timeout=300,
+        env=env, capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(run)

@@ -237,7 +237,7 @@ FAULTS = {
 def test_invalid_experiment_yaml_raises_single_line_error(tmp_path, monkeypatch, text):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     with pytest.raises(ConfigError) as caught:
         load_config(["experiment=own"], config_dir=tmp_path)

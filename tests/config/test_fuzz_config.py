@@ -65,7 +65,7 @@ def untouched(tmp_path, monkeypatch, capfd):
     """Assert that a test writes no file and prints nothing."""
     for name in ("cwd", "home", "cache"):
         (tmp_path / name).mkdir()
-    (tmp_path / "cwd" / "mine").write_text("mine")
+    (tmp_path / "cwd" / "mine").write_text("mine", encoding="utf-8")
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DIFFLLM_CACHE", str(tmp_path / "cache"))

@@ -33,7 +33,7 @@ def mine(tmp_path, monkeypatch):
     """Create importable modules; unload the modules after the test."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     plugins.LOADED.clear()
@@ -62,7 +62,7 @@ def test_plugin_version_changes_after_edit_of_an_imported_file(mine, name):
     found = {}
     for file in FILES:
         before = version(mine, name)
-        (mine / file).write_text(f"{FILES[file]}# edited\n")
+        (mine / file).write_text(f"{FILES[file]}# edited\n", encoding="utf-8")
         found[file] = version(mine, name) != before
     assert [file for file in FILES if found[file]] == {
         "own": [*list(FILES)[:6]],
@@ -74,9 +74,9 @@ def test_plugin_version_changes_after_edit_of_an_imported_file(mine, name):
 def test_installed_plugin_version_ignores_files_outside_the_package(mine):
     (mine / "whole-1.0.dist-info").mkdir()
     before = version(mine, "whole")
-    (mine / "beside.py").write_text("x = 1\n")
+    (mine / "beside.py").write_text("x = 1\n", encoding="utf-8")
     assert version(mine, "whole") == before
-    (mine / "whole" / "unused.py").write_text("x = 1\n")
+    (mine / "whole" / "unused.py").write_text("x = 1\n", encoding="utf-8")
     assert version(mine, "whole") != before
 
 
@@ -107,7 +107,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_failed_plugin_import_raises_config_error(mine, name):
     source, said = ODD[name]
-    (mine / "odd.py").write_text(source)
+    (mine / "odd.py").write_text(source, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         imported("odd")
     sys.modules.pop("odd", None)
@@ -137,7 +137,7 @@ def run(mine, tmp_path) -> Path:
     directory = begun(tmp_path / "run", "plugins=[own]")
     directory.begin(tokenizer)
     directory.describe({"plugin_code": plugin_versions(["own"])})
-    (mine / "own.py").write_text("x = 1\n")
+    (mine / "own.py").write_text("x = 1\n", encoding="utf-8")
     forget(mine)
     return directory.path
 
@@ -164,7 +164,7 @@ def test_run_cannot_resume_if_plugin_is_not_imported(run):
 
 def test_run_without_recorded_plugins_resumes_with_any_plugin(run):
     for facts in ("{}", '{"plugin_code": {}}'):
-        (run / "run.json").write_text(facts)
+        (run / "run.json").write_text(facts, encoding="utf-8")
         begun(run, "plugins=[own]").check()
 
 

@@ -75,14 +75,16 @@ def test_error_for_removed_command_or_argument_mentions_replacement(words, said,
 def test_error_for_removed_key_mentions_experiment_that_sets_the_key():
     file = Path("mine/experiment/x.yaml")
     file.parent.mkdir(parents=True)
-    file.write_text("# @package _global_\nprepare:\n  old: 2\n")
+    file.write_text("# @package _global_\nprepare:\n  old: 2\n", encoding="utf-8")
     said = r"^experiment=x: prepare\.old was removed; use something else$"
     with pytest.raises(ConfigError, match=said):
         load_config(["experiment=x"], config_dir="mine")
 
 
 def test_removed_key_in_data_recipe_or_sweep_raises_config_error():
-    Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["a.txt"], "old": True}))
+    Path("r.yaml").write_text(
+        json.dumps({"source": "files", "paths": ["a.txt"], "old": True}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
     swept = split_overrides(["model=tiny", "run.sweep=mine", "prepare.old=1,2"])[0]
@@ -105,7 +107,7 @@ def saved(**changes: Any) -> Path:
         for section in sections:
             inner = inner[section]
         inner[name] = value
-    Path("config.yaml").write_text(yaml.safe_dump(content))
+    Path("config.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     return Path()
 
 

@@ -37,7 +37,7 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "MY_VARIABLE"):
         monkeypatch.setenv(name, SECRET)
-    (tmp_path / f"{PLUGIN}.py").write_text("")
+    (tmp_path / f"{PLUGIN}.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     return tmp_path
@@ -45,7 +45,9 @@ def workplace(tmp_path, monkeypatch):
 
 def of_recipe(key: str, value: str) -> None:
     """Load a recipe with a given value of one data key."""
-    Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["x.txt"], key: value}))
+    Path("r.yaml").write_text(
+        json.dumps({"source": "files", "paths": ["x.txt"], key: value}), encoding="utf-8"
+    )
     load_config(["data=r.yaml", "model=tiny"])
 
 
@@ -54,7 +56,7 @@ def of_directory(group: str) -> Callable[[str, str], None]:
 
     def load(key: str, value: str) -> None:
         Path(f"mine/{group}").mkdir(parents=True)
-        Path(f"mine/{group}/x.yaml").write_text(json.dumps({key: value}))
+        Path(f"mine/{group}/x.yaml").write_text(json.dumps({key: value}), encoding="utf-8")
         load_config([f"{group}=x", "model=tiny"], config_dir="mine")
 
     return load
@@ -62,7 +64,9 @@ def of_directory(group: str) -> Callable[[str, str], None]:
 
 def of_study(base: str = "steps=1", arm: str = "steps=2") -> None:
     """Load a study with an override for all arms, or for one arm."""
-    Path("s.yaml").write_text(STUDY.format(base=json.dumps(base), arm=json.dumps(arm)))
+    Path("s.yaml").write_text(
+        STUDY.format(base=json.dumps(base), arm=json.dumps(arm)), encoding="utf-8"
+    )
     load_study(Path("s.yaml"))
 
 
@@ -71,7 +75,7 @@ def of_sweeper(word: str) -> None:
     key, _, value = word.partition("=")
     Path("mine/experiment").mkdir(parents=True)
     params = json.dumps({"hydra": {"sweeper": {"params": {key: value}}}})
-    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}")
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}", encoding="utf-8")
     load_plugins([], [Path("mine").resolve()])
     experiment_words(["experiment=x"])
 
@@ -81,11 +85,11 @@ def of_sweep(word: str) -> None:
     own = split_overrides(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
     plan_sweep(own, 1)[0].lock.release()
     file = Path("outputs/s/sweep.json")
-    record = json.loads(file.read_text())
+    record = json.loads(file.read_text(encoding="utf-8"))
     record["runs"]["forged"] = [word]
-    file.write_text(json.dumps(record))
+    file.write_text(json.dumps(record), encoding="utf-8")
     Path("outputs/s/forged").mkdir()
-    Path("outputs/s/forged/config.yaml").write_text("")
+    Path("outputs/s/forged/config.yaml").write_text("", encoding="utf-8")
     plan_sweep(own, 1)
 
 
@@ -126,7 +130,7 @@ def test_list_in_sweeper_params_keeps_text_with_commas():
     values = ["a, b", "'c, d'", "e(1)", None]
     Path("mine/experiment").mkdir(parents=True)
     params = json.dumps({"hydra": {"sweeper": {"params": {"data.name": values}}}})
-    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}")
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}", encoding="utf-8")
     load_plugins([], [Path("mine").resolve()])
     jobs = combinations(split_overrides(experiment_words(["experiment=x"]))[0])
     names = [load_config([*job, "data.dataset=a/b"]).data.name for job in jobs]
@@ -136,7 +140,7 @@ def test_list_in_sweeper_params_keeps_text_with_commas():
 def test_interpolation_split_over_two_config_values_is_refused():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
-    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^wandb\.group: the value contains \${"):
         load_config(["experiment=x", "model=tiny"], config_dir="mine")
 
@@ -145,7 +149,8 @@ def test_experiment_yaml_can_interpolate_other_config_keys():
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text(
         "# @package _global_\nsteps: 40\noptim: {warmup_steps: '${of_steps:0.1, 200}'}\n"
-        "eval: {interval: '${optim.warmup_steps}'}\n"
+        "eval: {interval: '${optim.warmup_steps}'}\n",
+        encoding="utf-8",
     )
     cfg = load_config(["experiment=x", "model=tiny"], config_dir="mine")
     assert (cfg.optim.warmup_steps, cfg.eval.interval) == (4, 4)
@@ -193,7 +198,7 @@ def test_config_of_planned_does_not_import_plugins():
 
 
 def test_study_run_command_imports_plugins_named_on_command_line(capsys):
-    Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
+    Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"), encoding="utf-8")
     words = ["s.yaml", "out=o", "--dry-run", f"plugins=[{PLUGIN}]"]
     try:
         assert main(["study", "run", *words]) == 0, capsys.readouterr().err
@@ -207,7 +212,7 @@ def test_hydra_launcher_yaml_in_config_dir_is_refused():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
         Path(f"mine/{file}.yaml").parent.mkdir(parents=True)
-        Path(f"mine/{file}.yaml").write_text(text)
+        Path(f"mine/{file}.yaml").write_text(text, encoding="utf-8")
     load_plugins([], [Path("mine").resolve()])
     with pytest.raises(ConfigError, match=r"submitit_local\.yaml: a file cannot set Hydra"):
         ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")

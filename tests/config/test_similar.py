@@ -21,14 +21,14 @@ def runs(tmp_path):
             "lr: 0.002", f"lr: {len(name)}.5"
         )
         own = own.replace("seed: 0", f"seed: {ord(name)}")
-        (tmp_path / name / "config.yaml").write_text(own)
+        (tmp_path / name / "config.yaml").write_text(own, encoding="utf-8")
     return tmp_path
 
 
 def edit(run: Path, old: str, new: str):
-    text = (run / "config.yaml").read_text()
+    text = (run / "config.yaml").read_text(encoding="utf-8")
     assert text.count(old)
-    (run / "config.yaml").write_text(text.replace(old, new))
+    (run / "config.yaml").write_text(text.replace(old, new), encoding="utf-8")
 
 
 def test_run_configs_are_parsed_once_if_only_seeds_differ(runs, monkeypatch):

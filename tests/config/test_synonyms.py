@@ -61,7 +61,7 @@ def test_synonym_in_any_input_gives_single_line_with_key(tmp_path, monkeypatch, 
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     (tmp_path / "experiment").mkdir()
     yaml = tmp_path / "experiment" / "mine.yaml"
-    yaml.write_text("# @package _global_\noptim: {learning_rate: 0.1}\n")
+    yaml.write_text("# @package _global_\noptim: {learning_rate: 0.1}\n", encoding="utf-8")
     study_file(tmp_path / "study.yaml", RULE, base="[model=tiny, optim.learning_rate=0.1]")
     commands = [
         ["train", "-m", "optim.learning_rate=0.1,0.2"],

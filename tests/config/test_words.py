@@ -189,7 +189,7 @@ def test_launcher_keys_of_submitit_are_text_keys():
 
 def test_recipe_path_can_be_quoted_and_contain_any_character(tmp_path):
     path = tmp_path / "ü, (1).yaml"
-    path.write_text("source: files\npaths: ['a, b.txt']\n")
+    path.write_text("source: files\npaths: ['a, b.txt']\n", encoding="utf-8")
     for word in (f"data='{path}'", f'data="{path}"'):
         assert with_recipe(word) == ["data=files", 'data.paths=["a, b.txt"]']
         assert load_config([word, "steps=1"]).data.paths == ["a, b.txt"]

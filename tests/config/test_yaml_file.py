@@ -100,6 +100,6 @@ def test_parse_yaml_raises_value_error_for_unsafe_or_ambiguous_yaml(
 
 def test_read_yaml_refuses_file_above_size_limit(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
-    file.write_text("a: " + "x" * LARGEST_YAML)
+    file.write_text("a: " + "x" * LARGEST_YAML, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"large\.yaml has 1,048,579 bytes, more than 1,048,576"):
         read_yaml(file)

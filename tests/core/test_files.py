@@ -52,19 +52,19 @@ def test_replace_file_syncs_file_before_rename(tmp_path, order):
     """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
-    assert (tmp_path / "summary.json").read_text() == "{}"
+    assert (tmp_path / "summary.json").read_text(encoding="utf-8") == "{}"
 
 
 @pytest.mark.parametrize("name", ["file", ".file.{pid}"])
 def test_replace_file_does_not_change_target_of_existing_link(tmp_path, name):
     name = name.format(pid=os.getpid())
     outside = tmp_path / "outside"
-    outside.write_text("another's")
+    outside.write_text("another's", encoding="utf-8")
     (tmp_path / name).symlink_to(outside)
     replace_file(tmp_path / "file", "mine")
-    assert outside.read_text() == "another's"
+    assert outside.read_text(encoding="utf-8") == "another's"
     assert not (tmp_path / "file").is_symlink()
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
 
 
@@ -88,7 +88,7 @@ def names(directory):
 def die_in_scratch_directory(final):
     """Exit inside a scratch directory, like a killed process."""
     with scratch_directory(final) as scratch:
-        (scratch / "half").write_text("")
+        (scratch / "half").write_text("", encoding="utf-8")
         os._exit(9)
 
 
@@ -102,7 +102,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     assert len(names(tmp_path)) == 3, "the scratch directory, its lock, and a directory of a user"
     with scratch_directory(final) as scratch:
         assert names(scratch) == []
-        (scratch / "whole").write_text("")
+        (scratch / "whole").write_text("", encoding="utf-8")
         publish(scratch, final)
     assert names(tmp_path) == sorted([name, other.name])
     assert names(final) == ["whole"]
@@ -128,7 +128,7 @@ def test_scratch_directory_does_not_change_target_of_existing_link(tmp_path):
 @pytest.mark.parametrize("files_synced", [False, True])
 def test_publish_calls_sync_and_rename_in_crash_safe_order(tmp_path, order, files_synced):
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
-    (tmp_path / "hidden" / "inner" / "file").write_text("")
+    (tmp_path / "hidden" / "inner" / "file").write_text("", encoding="utf-8")
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
     content = [] if files_synced else ["inner", "file"]
     assert order == [*content, "hidden", "renamed", tmp_path.name]
@@ -152,7 +152,7 @@ def test_new_directory_creates_final_path_only_after_success(tmp_path):
         (scratch / "half").rename(scratch / "missing" / "half")
     assert names(final.parent) == []
     with new_directory(final) as scratch:
-        (scratch / "whole").write_text("")
+        (scratch / "whole").write_text("", encoding="utf-8")
         assert not final.exists()
     assert names(final.parent) == ["final"]
     assert names(final) == ["whole"]
@@ -161,7 +161,7 @@ def test_new_directory_creates_final_path_only_after_success(tmp_path):
 def write_new(final: Path) -> str:
     try:
         with new_directory(final) as scratch:
-            (scratch / "writer").write_text(str(os.getpid()))
+            (scratch / "writer").write_text(str(os.getpid()), encoding="utf-8")
     except (InUseError, FileExistsError) as error:
         return type(error).__name__
     return str(os.getpid())
@@ -170,7 +170,7 @@ def write_new(final: Path) -> str:
 def test_one_of_eight_concurrent_processes_creates_new_directory(tmp_path):
     results = call_together(write_new, 8, tmp_path / "out")
     (writer,) = (text for text in results if text.isdecimal())
-    assert (tmp_path / "out" / "writer").read_text() == writer
+    assert (tmp_path / "out" / "writer").read_text(encoding="utf-8") == writer
     assert names(tmp_path) == ["out"]
 
 
@@ -197,7 +197,7 @@ def test_reserve_survives_processes_that_take_back_common_parent(tmp_path):
 
 
 def test_reserve_raises_config_error_if_parent_is_a_file(tmp_path):
-    (tmp_path / "outputs").write_text("")
+    (tmp_path / "outputs").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^run directory .*outputs/run cannot be written"):
         reserve(tmp_path / "outputs" / "run", *WORDS)
 
@@ -253,7 +253,9 @@ def test_waiting_thread_acquires_lock_after_lock_file_is_deleted(tmp_path):
 
 
 def pause(path: str) -> None:
-    Path(path, "holds").write_text(str(os.getpid()))  # after the fork has closed inherited locks
+    Path(path, "holds").write_text(
+        str(os.getpid()), encoding="utf-8"
+    )  # after the fork has closed inherited locks
     signal.pause()
 
 
@@ -269,14 +271,14 @@ def test_child_process_does_not_keep_lock_of_killed_parent_process(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"
-    while not holds.exists() or not holds.read_text():
+    while not holds.exists() or not holds.read_text(encoding="utf-8"):
         assert process.is_alive()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     try:
         hold(tmp_path, "run directory", "run.dir=...").release()
     finally:
-        os.kill(int(holds.read_text()), signal.SIGKILL)
+        os.kill(int(holds.read_text(encoding="utf-8")), signal.SIGKILL)
 
 
 def test_hold_refuses_directory_that_is_already_locked(tmp_path):

@@ -75,6 +75,6 @@ def test_made_returns_valid_dataclass_or_raises_value_error(content):
 
 def test_read_typed_raises_error_with_key_if_value_has_wrong_type(tmp_path):
     file = tmp_path / "record.json"
-    file.write_text(json.dumps({**GOOD, "loss": "x"}))
+    file.write_text(json.dumps({**GOOD, "loss": "x"}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):
         read_typed(file, Outer)

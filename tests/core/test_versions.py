@@ -63,7 +63,7 @@ def resolve(name: str) -> Any:
 
 def test_installed_torch_version_contains_every_torch_name_in_source_code():
     """Include private names, and names needed only on GPUs or after rare failures."""
-    names = {name for path in FILES for name in uses(path.read_text())}
+    names = {name for path in FILES for name in uses(path.read_text(encoding="utf-8"))}
     assert "torch.nn.attention._fa4.register_flash_attention_fa4" in names, "imported in a function"
     for name in names:
         resolve(name)

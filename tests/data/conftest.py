@@ -21,7 +21,7 @@ from diffllm.data.token_data import TokenData
 @pytest.fixture
 def corpus_file(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.txt"
-    path.write_text("\n".join(sample_documents(200)) + "\n")
+    path.write_text("\n".join(sample_documents(200)) + "\n", encoding="utf-8")
     return path
 
 
@@ -46,7 +46,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
     """Token shards of 200 one-line documents."""
     directory = tmp_path_factory.mktemp("prepared")
     corpus = directory / "corpus.txt"
-    corpus.write_text("\n".join(sample_documents(200)) + "\n")
+    corpus.write_text("\n".join(sample_documents(200)) + "\n", encoding="utf-8")
     return prepare(
         DataConfig(
             source="files",

@@ -26,7 +26,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         if self.log:
-            with self.log.open("a") as file:
+            with self.log.open("a", encoding="utf-8") as file:
                 file.write(f"{self.command} {self.path}\n")
 
     def do_GET(self) -> None:

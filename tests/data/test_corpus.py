@@ -67,7 +67,9 @@ def test_json_lines_corpus_reads_all_files_that_match_a_glob(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for name in ("b", "a"):
-        (tmp_path / f"{name}.jsonl").write_text(json_lines(name, None, column="body"))
+        (tmp_path / f"{name}.jsonl").write_text(
+            json_lines(name, None, column="body"), encoding="utf-8"
+        )
     cfg = make_config(tmp_path / "*.jsonl", tmp_path / "a.jsonl", text_column="body")
     assert texts(cfg) == ["a", None, "b", None]
 
@@ -97,7 +99,7 @@ def test_unusable_corpus_file_raises_single_line_error_with_path(
     tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, message: str
 ) -> None:
     good = tmp_path / "good.jsonl"
-    good.write_text(json_lines("fine"))
+    good.write_text(json_lines("fine"), encoding="utf-8")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         texts(make_config(good, tmp_path / name))
@@ -133,9 +135,11 @@ def test_json_array_corpus_reads_only_the_text_column(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path = tmp_path / "a.json"
-    path.write_text('[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]')
+    path.write_text(
+        '[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]', encoding="utf-8"
+    )
     assert texts(make_config(path)) == [None, "a", "b"]
-    path.write_text('[{"text": "a"}, {"text": 1}]')
+    path.write_text('[{"text": "a"}, {"text": 1}]', encoding="utf-8")
     with pytest.raises(
         DataError, match=r"a.json cannot be read: column 'text' contains int, not text"
     ):
@@ -149,7 +153,7 @@ def test_documents_of_a_file_do_not_depend_on_read_block_size(
     documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]
     monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(files, "PART_BYTES", 30)
-    (tmp_path / "a.jsonl").write_text(json_lines(*documents))
+    (tmp_path / "a.jsonl").write_text(json_lines(*documents), encoding="utf-8")
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(json_lines(*documents).encode()))
     assert texts(make_config(tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst")) == documents * 2
     (tmp_path / "c.txt").write_bytes("one\r\ntwo é\n\nthree\n\n\n\nfour".encode())
@@ -195,12 +199,12 @@ def test_corpus_identity_does_not_depend_on_file_name_or_modification_time(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_text("one\ntwo\n")
-    second.write_text("one\ntwo\n")
+    first.write_text("one\ntwo\n", encoding="utf-8")
+    second.write_text("one\ntwo\n", encoding="utf-8")
     os.utime(second, (0, 0))
     identity = opened(make_config(first)).identity
     assert opened(make_config(second)).identity == identity
-    second.write_text("one\ntwo!\n")
+    second.write_text("one\ntwo!\n", encoding="utf-8")
     assert opened(make_config(second)).identity != identity
     assert opened(make_config(first, sample_by=SampleBy.document)).identity != identity
 
@@ -209,7 +213,7 @@ def test_unchanged_corpus_file_is_not_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("one")
+    path.write_text("one", encoding="utf-8")
     facts = file_facts([path], tmp_path / "cache")
     monkeypatch.setattr(file_index, "_read_facts", lambda _: pytest.fail("read again"))
     assert file_facts([path], tmp_path / "cache") == facts
@@ -227,7 +231,10 @@ def test_hub_dataset_name_that_is_a_local_path_is_refused(
 
 
 def test_data_modules_never_set_trust_remote_code_for_hub_datasets() -> None:
-    sources = [path.read_text() for path in Path(diffllm.__file__).parent.glob("data/**/*.py")]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in Path(diffllm.__file__).parent.glob("data/**/*.py")
+    ]
     assert any("load_dataset" in source for source in sources)
     assert not any("trust_remote_code" in source for source in sources)
 

@@ -21,7 +21,7 @@ from diffllm.data.sequences import PackedSequences, training_sequences
 def kept(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """A corpus with a cache that contains every kind of file."""
     directory = tmp_path_factory.mktemp("kept")
-    (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n")
+    (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n", encoding="utf-8")
     cfg = DataConfig(
         **{"source": "files", "paths": [str(directory / "t.txt")], "sample_by": SampleBy.line},
         **{"vocab_size": 300, "heldout_fraction": 0.3},
@@ -118,11 +118,11 @@ def test_damaged_partial_shard_is_rewritten_or_raises_error_with_path(
 
 
 def edited(file: Path, keys: list[Any], value: Any) -> None:
-    content = inner = json.loads(file.read_text())
+    content = inner = json.loads(file.read_text(encoding="utf-8"))
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,9 @@ def written(tmp_path_factory: pytest.TempPathFactory, prepared: TokenData) -> Pa
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     bpe.add_special_tokens(["<end>"])
     bpe.save(str(place / "fast" / "tokenizer.json"))
-    (place / "fast" / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    (place / "fast" / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<end>"}}', encoding="utf-8"
+    )
     return place
 
 

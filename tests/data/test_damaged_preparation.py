@@ -127,7 +127,7 @@ def vanish(path: Path) -> None:
 
 
 def grow(path: Path) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write('{"text": "one more"}\n')
 
 
@@ -187,7 +187,7 @@ def test_preparation_killed_at_random_moments_leaves_no_incomplete_directory(
 
     def prepare_until(moment: int, cache: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", PREPARE, str(moment), cache, *map(str, paths)]
-        return subprocess.run(command, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, encoding="utf-8")
 
     undisturbed = prepare(make_config(*paths, cache_dir=str(tmp_path / "undisturbed")))
     moments, killed = int(prepare_until(0, str(tmp_path / "counted")).stdout), 0
@@ -220,7 +220,7 @@ def test_preparation_on_full_disk_does_not_change_older_corpora(
     tmp_path: Path, make_config: MakeConfig, disk: Path, size: int
 ) -> None:
     first = tmp_path / "first.txt"
-    first.write_text("\n".join(TEXTS[:200]))
+    first.write_text("\n".join(TEXTS[:200]), encoding="utf-8")
     older = prepare(make_config(first, cache_dir=str(disk / "cache"), sample_by=SampleBy.line))
     before, seen = contents(older), visible(disk / "cache")
     used = os.statvfs(disk)

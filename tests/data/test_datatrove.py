@@ -57,10 +57,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save("tokenizer.json")
-    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}), encoding="utf-8")
     Path("bin").mkdir()
     for name, content in SLURM.items():
-        Path("bin", name).write_text(f"#!/bin/bash\n{content}\n")
+        Path("bin", name).write_text(f"#!/bin/bash\n{content}\n", encoding="utf-8")
         Path("bin", name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{Path(sys.executable).parent}", ":")
     return texts
@@ -68,11 +68,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def run_deduplication() -> None:
     """Run the script with three tasks and two finders of duplicates."""
-    Path("script.py").write_text(SCRIPT.read_text().replace("500, 50", "3, 2"))
-    done = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, timeout=PATIENCE_S
+    Path("script.py").write_text(
+        SCRIPT.read_text(encoding="utf-8").replace("500, 50", "3, 2"), encoding="utf-8"
     )
-    log = Path("sbatch.log").read_text() if Path("sbatch.log").exists() else ""
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, encoding="utf-8", timeout=PATIENCE_S
+    )
+    log = Path("sbatch.log").read_text(encoding="utf-8") if Path("sbatch.log").exists() else ""
     assert done.returncode == 0, done.stderr + log
 
 
@@ -108,7 +110,9 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
     assert sorted(texts) == sorted(workplace), "each text occurs once"
 
     (command,) = re.findall(
-        r"^diffllm train (data=tokens .*ds\].*)$", (SCRIPT.parent / "README.md").read_text(), re.M
+        r"^diffllm train (data=tokens .*ds\].*)$",
+        (SCRIPT.parent / "README.md").read_text(encoding="utf-8"),
+        re.M,
     )
     words = [*shlex.split(command), "model=micro", "seq_len=32", "steps=2", "run.name=first"]
     cfg = load_config([*words, "data.cache_dir=cache", "wandb.mode=disabled", "run.report=false"])
@@ -118,4 +122,4 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
     assert tokens.tolist() == list(chain(*everything))
     assert sum(split.documents for split in data.manifest.splits.values()) == len(workplace)
     train(cfg)
-    assert json.loads(Path("outputs/first/summary.json").read_text())["steps"] == 2
+    assert json.loads(Path("outputs/first/summary.json").read_text(encoding="utf-8"))["steps"] == 2

@@ -82,7 +82,7 @@ def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
     others = ([tmp_path / "moved"], [tmp_path / "mov*"], [tmp_path / "moved" / n for n in names])
     for paths in others:
         assert opened(make_config(*paths)).identity == found.identity
-    (tmp_path / "moved" / "new.rst").write_text("new")
+    (tmp_path / "moved" / "new.rst").write_text("new", encoding="utf-8")
     assert opened(make_config(tmp_path / "moved")).identity != found.identity
     assert list(opened(make_config(tmp_path / "moved" / "*.md")).texts()) == ["z"]
 
@@ -121,8 +121,8 @@ def test_column_key_with_only_plain_text_files_raises_error_with_fix(
         assert f"data.{key}=body needs files with columns" in str(caught.value)
         assert str(caught.value).endswith(f"plain text has no columns; remove data.{key}")
     rows = docs / "c.jsonl"
-    rows.write_text(json_lines("x", column="body"))
-    (docs / "long.md").write_text("text without columns " * 100)
+    rows.write_text(json_lines("x", column="body"), encoding="utf-8")
+    (docs / "long.md").write_text("text without columns " * 100, encoding="utf-8")
     if key == "text_column":
         assert texts(make_config(docs, **column)) == ["x"]
         assert texts(make_config(docs / tree[0], rows, **column)) == ["text", "x"]
@@ -156,7 +156,7 @@ def write_kind(directory: Path, kind: str, documents: int) -> Path:
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path)
     else:
-        path.write_text(json_lines(*rows) if kind == "json" else "\n".join(rows))
+        path.write_text(json_lines(*rows) if kind == "json" else "\n".join(rows), encoding="utf-8")
     return path
 
 
@@ -185,7 +185,7 @@ def test_directory_with_equal_bytes_of_two_kinds_is_read_as_the_first_kind(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     size = write_kind(tmp_path / "docs", "json", 3).stat().st_size
-    (tmp_path / "docs" / "a.txt").write_text("x" * size)
+    (tmp_path / "docs" / "a.txt").write_text("x" * size, encoding="utf-8")
     assert texts(make_config(tmp_path / "docs")) == ["json 0", "json 1", "json 2"]
 
 

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diffllm.core.errors import DataError
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.preparation.prepare import prepare
-from diffllm.data.tokenizer import FastTokenizer, Tokenizer, located, tokenizer_files, tokenizer_in
+from diffllm.data.tokenizer import (
+    FastTokenizer,
+    Tokenizer,
+    guesses_eos,
+    located,
+    tokenizer_files,
+    tokenizer_in,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|endoftext|>"
@@ -46,10 +53,10 @@ def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer,
 def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
     byte_level: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
-    content = json.loads((byte_level / "tokenizer.json").read_text())
+    content = json.loads((byte_level / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     cfg = make_config(corpus_file, tokenizer=str(tmp_path))
     data, tokenizer = prepare(cfg), Tokenizer.from_file(tmp_path)
     assert data.manifest.vocab_size == tokenizer.vocab_size == 3 * 599 + 1
@@ -59,15 +66,21 @@ def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
     assert set(tokens[tokens > 1] % 3) == {0}
     assert tokens.max() > 600
     assert tokenizer.decode([4, *tokens.tolist()]) == tokenizer.decode(tokens.tolist())
-    assert corpus_file.read_text().splitlines()[3] in tokenizer.decode(tokens.tolist())
+    assert corpus_file.read_text(encoding="utf-8").splitlines()[3] in tokenizer.decode(
+        tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
 def test_tokenizer_config_json_determines_the_eos_token(
     byte_level: Path, tmp_path: Path, said: Any
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+    (tmp_path / "tokenizer.json").write_text(
+        (byte_level / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": said}), encoding="utf-8"
+    )
     other = Tokenizer.from_file(tmp_path / "tokenizer.json")
     assert other.eos_id == 0
     assert other.pieces_hash != Tokenizer.from_file(byte_level).pieces_hash
@@ -89,10 +102,82 @@ def test_tokenizer_config_json_determines_the_eos_token(
 def test_invalid_tokenizer_json_files_raise_data_error(
     byte_level: Path, tmp_path: Path, name: str, content: str, said: str
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
-    (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer.json").write_text(
+        (byte_level / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=said):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def write_letters(place: Path, special: list[str], ordinary: list[str]) -> Path:
+    """Write a tokenizer.json of single bytes with special and ordinary added tokens."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*special, *letters, *ordinary])}
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = tokenizers.decoders.ByteLevel()
+    letters.add_special_tokens(special)
+    letters.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in ordinary])
+    place.mkdir()
+    letters.save(str(place / "tokenizer.json"))
+    return place / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("special", "ordinary", "said"),
+    [
+        (["<pad>", "<eos>"], ["</s>"], "<eos>"),
+        (["<|end_of_text|>", "<|eot_id|>"], [], "<|end_of_text|>"),
+        (["<pad>"], ["</s>", "<eos>"], r"contains no EOS .* special; special tokens: '<pad>'; set"),
+        ([], ["</s>"], r"special tokens: \(no tokens\); set the token"),
+        (["<|endoftext|>", "<|im_end|>"], ["a"], r"several .*: '<\|endoftext\|>'; '<\|im_end"),
+    ],
+)
+def test_eos_without_tokenizer_config_is_the_only_usual_special_token(
+    tmp_path: Path, special: list[str], ordinary: list[str], said: str
+) -> None:
+    path = write_letters(tmp_path / "letters", special, ordinary)
+    assert guesses_eos(str(path), None)
+    if said in special:
+        assert Tokenizer.from_file(path).eos_token == said
+    else:
+        with pytest.raises(DataError, match=said) as caught:
+            Tokenizer.from_file(path)
+        assert "data.eos_token='<...>'" in str(caught.value)
+    for token in special:
+        chosen = Tokenizer.from_file(path, token)
+        assert (chosen.eos_token, chosen.piece(chosen.eos_id)) == (token, token)
+    assert not guesses_eos(str(path), "<pad>")
+    with pytest.raises(DataError, match=r"no EOS '<none>'; set data.eos_token to a token of the"):
+        Tokenizer.from_file(path, "<none>")
+
+
+def test_every_document_of_corpus_with_tags_ends_with_one_eos(
+    tmp_path: Path, make_config: Any
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"price <s>{i}</s> <eos>\n" for i in range(300)), encoding="utf-8")
+    path = write_letters(tmp_path / "letters", ["<pad>", "<eos>"], ["</s>"])
+    directories = set()
+    for eos_token, eos_id in ((None, 1), ("<eos>", 1), ("<pad>", 0)):
+        data = prepare(make_config(corpus, tokenizer=str(path), eos_token=eos_token))
+        stream, split = data.split("train"), data.manifest.splits["train"]
+        assert data.manifest.eos_id == data.tokenizer().eos_id == eos_id
+        assert (stream.tokens(0, len(stream)) == eos_id).sum() == split.documents
+        directories.add(data.directory)
+    assert len(directories) == 2, "a guessed and an equal chosen EOS share the cache"
+    cfg = make_config(corpus, tokenizer=str(path), eos_token="</s>")
+    with pytest.raises(DataError, match=r"the text '</s>' encodes to the EOS, so a document"):
+        prepare(cfg)
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"the text '</s>' encodes to the EOS, so a document"):
+        prepare(make_config(corpus, tokenizer=str(path)))
+
+
+def test_data_eos_token_needs_data_tokenizer(corpus_file: Path, make_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data.eos_token=<eos> needs data.tokenizer"):
+        prepare(make_config(corpus_file, eos_token="<eos>"))
 
 
 def test_copied_tokenizer_files_load_as_the_same_tokenizer(
@@ -102,7 +187,9 @@ def test_copied_tokenizer_files_load_as_the_same_tokenizer(
         (tmp_path / name).write_bytes(content)
     copied = Tokenizer.from_file(tokenizer_in(tmp_path))
     assert copied.pieces_hash == Tokenizer.from_file(byte_level).pieces_hash
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {
+        "eos_token": END
+    }
 
 
 def test_missing_tokenizer_raises_error_with_path_or_repository_name(

@@ -166,7 +166,7 @@ def test_heldout_text_sizes_and_hashes_match_corpus_documents(
     sizes, hashes = (sum(parts) for parts in zip(*texts_of_ranks(chosen, prepared), strict=True))
     assert sizes.sum() == split.bytes
     (corpus,) = prepared.directory.parents[2].glob("corpus.txt")
-    texts = [line.encode() for line in corpus.read_text().splitlines()]
+    texts = [line.encode() for line in corpus.read_text(encoding="utf-8").splitlines()]
     of_text = {text: hashlib.sha256(text).digest()[:8] for text in texts}
     known = {int.from_bytes(digest, signed=True): len(text) for text, digest in of_text.items()}
     assert [known[value] for value in hashes.tolist()] == sizes.tolist()

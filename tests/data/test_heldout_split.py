@@ -55,7 +55,9 @@ def test_heldout_split_contains_documents_with_smallest_hashes(
     enough: bool,
 ) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 200_000)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8"
+    )
     options = {"tokenizer": str(prepared.directory), "heldout_fraction": fraction}
     data, other = (
         prepare(
@@ -104,7 +106,7 @@ def test_heldout_text_of_single_document_is_spread_over_the_document(
     pieces: int,
     share: tuple[float, float],
 ) -> None:
-    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     whole = make_config(
         tmp_path / "a.txt", sample_by=SampleBy.document, tokenizer=str(prepared.directory)
     )

@@ -62,7 +62,7 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
     def start(hangs_at: str = "no file") -> dict[str, str]:
         script = Path(__file__).with_name("fake_hub.py")
         words = [sys.executable, str(script), str(repository), hangs_at]
-        servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, encoding="utf-8"))
         assert servers[-1].stdout is not None
         address = f"http://127.0.0.1:{int(servers[-1].stdout.readline())}"
         return environment(address, tmp_path)
@@ -77,12 +77,14 @@ def test_hub_dataset_files_are_streamed_without_local_copies(
     tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: MakeConfig
 ) -> None:
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
-    result = subprocess.run(words, env=serve(), capture_output=True, text=True)
+    result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert f"{NAME}@{SHA[:12]}, train" in result.stderr
     data = TokenData(Path(result.stdout.strip()))
     assert len(data.manifest.splits["train"].shards) == 3  # one shard per file
-    (tmp_path / "local.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    (tmp_path / "local.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in TEXTS), encoding="utf-8"
+    )
     local = make_config(tmp_path / "local.jsonl", tokenizer=str(data.directory))
     for split in ("train", "heldout"):
         here, there = prepare(local).split(split), data.split(split)
@@ -117,7 +119,7 @@ def test_hugging_face_variables_choose_cache_of_hub_datasets(
 
 def waits(words: list[str], env: dict[str, str], message: str) -> None:
     """Assert that a process writes `message` to stderr, then kill the process."""
-    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, encoding="utf-8")
     assert process.stderr is not None
     said: list[str] = []
     for line in process.stderr:
@@ -155,7 +157,7 @@ def test_unknown_hub_dataset_split_raises_error_with_available_splits(
 ) -> None:
     script = PREPARE.replace(")).directory", "split='dev')).directory")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, SHA]
-    result = subprocess.run(words, env=serve(), capture_output=True, text=True)
+    result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")
     assert (
         f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits"
         in result.stderr

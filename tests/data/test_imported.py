@@ -21,7 +21,7 @@ from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_to
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
-DOCUMENTS = json.loads((FILES / "documents.json").read_text())
+DOCUMENTS = json.loads((FILES / "documents.json").read_text(encoding="utf-8"))
 ALL = np.concatenate(DOCUMENTS)
 EOS = 1
 
@@ -111,11 +111,11 @@ def test_corpus_identity_does_not_change_if_token_files_are_moved(
     second = prepare(make(moved))
     assert second.directory == first.directory
     assert second.paths == (str(moved),)
-    (tmp_path / "moved" / "README.md").write_text("Tokens.")
+    (tmp_path / "moved" / "README.md").write_text("Tokens.", encoding="utf-8")
     assert prepare(make(tmp_path / "moved")) == second
     reason = "not a .bin or .ds file"
     listing = second.directory / "skipped.txt"
-    assert listing.read_text() == f"{tmp_path / 'moved' / 'README.md'}: {reason}\n"
+    assert listing.read_text(encoding="utf-8") == f"{tmp_path / 'moved' / 'README.md'}: {reason}\n"
     assert np.array_equal(second.split("heldout").tokens(0, 9), first.split("heldout").tokens(0, 9))
 
 
@@ -223,8 +223,10 @@ def test_token_source_ignores_obsolete_field_of_older_manifest(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")
-    content = json.loads((old / "manifest.json").read_text())
-    (old / "manifest.json").write_text(json.dumps({**content, "skipped_duplicates": 7}))
+    content = json.loads((old / "manifest.json").read_text(encoding="utf-8"))
+    (old / "manifest.json").write_text(
+        json.dumps({**content, "skipped_duplicates": 7}), encoding="utf-8"
+    )
     data = prepare(make(old, tokenizer=None))
     assert data.manifest == prepared.manifest
     for split in ("train", "heldout"):
@@ -258,7 +260,7 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
         damaged(
             NAMES[2],
             ".ds.metadata",
-            lambda p: p.write_text("x|3"),
+            lambda p: p.write_text("x|3", encoding="utf-8"),
             "number of bytes per token is '3'",
         ),
     ],
@@ -288,6 +290,6 @@ def test_token_source_refuses_missing_tokenizer_or_token_files(make: Make, tmp_p
         prepare(make(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
         prepare(make())
-    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.txt").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"neither a \.bin or \.ds file nor"):
         prepare(make(tmp_path / "a.txt"))

@@ -240,7 +240,7 @@ def test_loader_processes_end_silently_after_parent_process_ends(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "stream"), end],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "here\n"

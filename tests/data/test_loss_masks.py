@@ -39,7 +39,7 @@ def drawn(seed: int = 0) -> tuple[list[int], np.ndarray]:
 
 def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) -> None:
     """Write masks next to the shards of a directory, except for the shard numbers in `but`."""
-    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     start = 0
     for number, shard in enumerate(manifest["splits"]["train"]["shards"]):
         content = mask[start : start + shard["tokens"]].astype(np.uint8).tobytes()
@@ -48,7 +48,7 @@ def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) ->
             shard["mask"] = f"{Path(shard['file']).stem}.mask"
             shard["mask_sha256"] = hashlib.sha256(content).hexdigest()
             (directory / shard["mask"]).write_bytes(content)
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def opened(directory: Path) -> TokenStream:
@@ -87,7 +87,7 @@ def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
     expected = mask.copy()
     expected[97:194] = True
     assert found.loss_mask(0, TOKENS).tolist() == expected.tolist()
-    text = (tmp_path / "stream" / "manifest.json").read_text()
+    text = (tmp_path / "stream" / "manifest.json").read_text(encoding="utf-8")
     assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
 
 
@@ -96,10 +96,10 @@ def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
 ) -> None:
     make_stream(drawn()[0])
     file = tmp_path / "stream" / "manifest.json"
-    manifest = json.loads(file.read_text())
+    manifest = json.loads(file.read_text(encoding="utf-8"))
     for shard in manifest["splits"]["train"]["shards"]:
         del shard["mask"], shard["mask_sha256"]
-    file.write_text(json.dumps(manifest))
+    file.write_text(json.dumps(manifest), encoding="utf-8")
     assert not opened(tmp_path / "stream").masked
 
 

@@ -194,8 +194,12 @@ def test_token_range_of_joined_stream_may_span_several_streams(
 
 
 def test_all_mixture_sources_use_one_common_tokenizer(tmp_path: Any) -> None:
-    (tmp_path / "a.txt").write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)))
-    (tmp_path / "b.txt").write_text("\n\n".join(f"The {i}th day was mild." for i in range(200)))
+    (tmp_path / "a.txt").write_text(
+        "\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)), encoding="utf-8"
+    )
+    (tmp_path / "b.txt").write_text(
+        "\n\n".join(f"The {i}th day was mild." for i in range(200)), encoding="utf-8"
+    )
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
     sources = {
         "code": SourceConfig(**texts, paths=[str(tmp_path / "a.txt")], weight=3),
@@ -236,7 +240,7 @@ def test_all_mixture_sources_use_one_common_tokenizer(tmp_path: Any) -> None:
 def test_mixture_error_message_contains_key_of_faulty_source(
     tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
 ) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n', encoding="utf-8")
     paths = {"code": corpus_file, "web": tmp_path / name}
     by_line = {"source": "files", "sample_by": SampleBy.line}
     cfg = DataConfig(

@@ -39,7 +39,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     root = tmp_path / "site"
     for name, content in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
+        (root / name).write_text(content, encoding="utf-8")
     monkeypatch.syspath_prepend(str(root))
     monkeypatch.setattr(packages, "ONLY_SOME_BUILDS", ("aaa/old/",))
     reference = {}
@@ -61,7 +61,9 @@ def test_corpus_of_installed_packages_has_the_reference_hash(
 
 
 def test_reference_package_versions_match_constraints_file() -> None:
-    pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    pinned = (
+        (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    )
     assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
 
 
@@ -77,16 +79,16 @@ def test_packages_corpus_omits_generated_duplicate_and_empty_files(
 def test_generated_file_does_not_change_the_packages_corpus(
     name: str, installed: Path, make_config: MakeConfig
 ) -> None:
-    (installed / name).write_text("built = 'elsewhere'\n")
+    (installed / name).write_text("built = 'elsewhere'\n", encoding="utf-8")
     assert opened(make_config(source="packages")).note == ""
 
 
 def test_packages_corpus_note_lists_missing_and_changed_packages(
     installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (installed / "bbb/own.py").write_text("own = 3\n")
+    (installed / "bbb/own.py").write_text("own = 3\n", encoding="utf-8")
     (installed / "bbb-2.dist-info").mkdir()
-    (installed / "bbb-2.dist-info/METADATA").write_text("Name: bbb\nVersion: 2\n")
+    (installed / "bbb-2.dist-info/METADATA").write_text("Name: bbb\nVersion: 2\n", encoding="utf-8")
     cfg = make_config(source="packages")
     edited = "not the reference corpus: bbb 2 with other files (reference 2)"
     assert opened(cfg).note == edited

@@ -217,7 +217,7 @@ def test_packing_accepts_token_files_of_other_libraries(tmp_path: Path, eos_id: 
     stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
     stream.stop = len(stream.whole)
     sequences = packed(stream, 16, tmp_path, eos_id)
-    documents = json.loads((files / "documents.json").read_text())
+    documents = json.loads((files / "documents.json").read_text(encoding="utf-8"))
     assert sequences.plan.counts.documents == len(documents)
     _, targets = sequences.read(np.arange(len(sequences)))
     assert int((targets >= 0).sum()) == len(stream)
@@ -296,9 +296,9 @@ def test_packing_plan_with_out_of_range_values_raises_error(
     content = np.fromfile(file, packing.ARRAYS[name])
     content[:] = value
     content.tofile(file)
-    said = json.loads(record.read_text())
+    said = json.loads(record.read_text(encoding="utf-8"))
     said["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    record.write_text(json.dumps(said))
+    record.write_text(json.dumps(said), encoding="utf-8")
     sequences.plan = PackingPlan(tmp_path / "plan")
     with pytest.raises(DataError, match=r"plan.json: unusable \(a piece .*; delete"):
         sequences.read(np.arange(2))

@@ -42,10 +42,10 @@ def corpus(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPa
     table = pyarrow.table({"text": TEXTS[:400]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50)
     lines = "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS[400:800]))
-    (tmp_path / "b.jsonl").write_text(lines)
-    (tmp_path / "c.txt").write_text("\n".join(TEXTS[800:]))
+    (tmp_path / "b.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "c.txt").write_text("\n".join(TEXTS[800:]), encoding="utf-8")
     model = tmp_path / "tokenizer.txt"
-    model.write_text("\n".join(TEXTS))
+    model.write_text("\n".join(TEXTS), encoding="utf-8")
     tokenizer = prepare(make_config(model, cache_dir=str(tmp_path / "other"))).directory
     paths = [tmp_path / name for name in ("a.parquet", "b.jsonl", "c.txt")]
     return make_config(*paths, tokenizer=str(tokenizer), heldout_fraction=0.3)
@@ -176,7 +176,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
     for sent in (signal.SIGINT, signal.SIGKILL):
         process = subprocess.Popen(
             [sys.executable, "-c", script, corpus.cache_dir, *corpus.paths[:1]],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
         )  # fmt: skip
         assert process.stdout is not None
         worker = int(process.stdout.readline())
@@ -215,8 +215,8 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
 
     def measured(self: encoding.Encoding, *args: Any) -> None:
         encode(self, *args)
-        status = Path("/proc/self/status").read_text()
-        (tmp_path / "peak").write_text(status.split("VmHWM:")[1].split()[0])
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        (tmp_path / "peak").write_text(status.split("VmHWM:")[1].split()[0], encoding="utf-8")
 
     monkeypatch.setattr(encoding.Encoding, "encode", measured)
     monkeypatch.setattr(encoding, "BATCH_BYTES", 100_000)
@@ -229,7 +229,7 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
             tmp_path / f"of-{documents}",
         )
         job.build(PrepareConfig())
-        peaks[documents] = int((tmp_path / "peak").read_text())
+        peaks[documents] = int((tmp_path / "peak").read_text(encoding="utf-8"))
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 

@@ -46,7 +46,7 @@ def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess
         [sys.executable, "-c", PREPARE, str(corpus), str(cache), stage],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
 
 
@@ -70,7 +70,7 @@ def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData)
         for shard in split.shards:
             content = (prepared.directory / shard.file).read_bytes()
             assert hashlib.sha256(content).hexdigest() == shard.sha256
-    stored = json.loads((prepared.directory / "manifest.json").read_text())
+    stored = json.loads((prepared.directory / "manifest.json").read_text(encoding="utf-8"))
     assert stored == asdict(manifest)
 
 
@@ -79,8 +79,8 @@ def test_heldout_texts_do_not_depend_on_document_order_or_duplicates(
 ) -> None:
     texts = sample_documents(100)
     forwards, backwards = tmp_path / "forwards.txt", tmp_path / "backwards.txt"
-    forwards.write_text("\n".join(texts))
-    backwards.write_text("\n".join(reversed(texts + texts[:50])))
+    forwards.write_text("\n".join(texts), encoding="utf-8")
+    backwards.write_text("\n".join(reversed(texts + texts[:50])), encoding="utf-8")
     first = prepare(make_config(forwards, heldout_fraction=0.4))
     second = prepare(make_config(backwards, heldout_fraction=0.4))
     assert set(documents_of(first, "heldout")) == set(documents_of(second, "heldout"))
@@ -93,7 +93,9 @@ def test_prepare_excludes_and_counts_blank_documents(
 ) -> None:
     corpus = tmp_path / "corpus.jsonl"
     texts: list[str | None] = [*sample_documents(30), "", " \n\u00a0", None]
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     data = prepare(make_config(corpus, vocab_size=300))
     assert data.manifest.skipped_empty == 3
     assert sum(split.documents for split in data.manifest.splits.values()) == 30
@@ -108,10 +110,11 @@ def test_prepare_names_each_skipped_file_once(
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in sample_documents(30))
+        "".join(json.dumps({"text": text}) + "\n" for text in sample_documents(30)),
+        encoding="utf-8",
     )
     for number in range(12):
-        (docs / f"{number:02}.md").write_text("a note")
+        (docs / f"{number:02}.md").write_text("a note", encoding="utf-8")
     cfg = make_config(docs, tokenizer=str(prepared.directory))
 
     def printed() -> list[str]:
@@ -122,7 +125,7 @@ def test_prepare_names_each_skipped_file_once(
     first, *messages = printed()
     listing = data.directory / "skipped.txt"
     assert first.startswith(f"data.paths: skipped 12 entries of directories, listed in {listing};")
-    listed = listing.read_text().splitlines()
+    listed = listing.read_text(encoding="utf-8").splitlines()
     assert messages == [*(f"skipped {line}" for line in listed[:10]), "skipped 2 more"]
     reason = "plain text; of docs/, only JSON is read ("
     expected = [f"{docs}/{number:02}.md: {reason}" for number in range(12)]
@@ -131,10 +134,10 @@ def test_prepare_names_each_skipped_file_once(
     prepare(cfg)
     assert not printed()
     # The text is the same, so the prepared tokens are reused.
-    (docs / "README.md").write_text("more")
+    (docs / "README.md").write_text("more", encoding="utf-8")
     assert prepare(cfg).directory == data.directory
     assert printed()[-1] == "skipped 3 more"
-    assert f"{docs}/README.md: " in listing.read_text()
+    assert f"{docs}/README.md: " in listing.read_text(encoding="utf-8")
     text = f"data.paths: skipped 13 entries of directories, listed in {listing}"
     assert skipped_text(data.directory) == text
 
@@ -144,7 +147,7 @@ def test_prepare_names_each_skipped_file_once(
 def test_prepare_refuses_corpus_of_blank_documents(
     tmp_path: Path, make_config: MakeConfig, prepared: TokenData, content: str, given: bool
 ) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
     tokenizer = str(prepared.directory) if given else None
     with pytest.raises(DataError, match=r"1 file: a.jsonl: no document contains text"):
         prepare(make_config(tmp_path / "a.jsonl", tokenizer=tokenizer))
@@ -164,7 +167,7 @@ def test_heldout_text_of_single_document_starts_at_expected_position(
     tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
 ) -> None:
     path = tmp_path / "corpus.txt"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     corpus = open_corpus(make_config(path, sample_by=SampleBy.document), tmp_path / "cache")
     cut = held_out_pieces(corpus, fraction)
     assert cut is not None
@@ -183,7 +186,7 @@ def test_cache_directory_depends_on_settings_that_affect_tokens(
         {"tokenizer_sample_bytes": 9000},
     ):
         assert prepare(make_config(corpus_file, **changes)).directory != base.directory
-    corpus_file.write_text("\n".join(sample_documents(150, seed=1)))
+    corpus_file.write_text("\n".join(sample_documents(150, seed=1)), encoding="utf-8")
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
@@ -229,6 +232,8 @@ def test_waiting_preparation_continues_after_lock_holder_is_killed(
 def test_cache_key_of_corpus_matches_stored_value(
     tmp_path: Path, make_config: MakeConfig, changes: dict[str, Any], key: str
 ) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"Line {i} says {i * i % 97}.\n" for i in range(400)))
+    (tmp_path / "a.txt").write_text(
+        "".join(f"Line {i} says {i * i % 97}.\n" for i in range(400)), encoding="utf-8"
+    )
     data = prepare(make_config(tmp_path / "a.txt", vocab_size=284, **changes))
     assert data.directory.name == key

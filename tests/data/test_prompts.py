@@ -26,7 +26,9 @@ PAIRS = list(zip(TEXTS[:200], TEXTS[200:], strict=True))
 def prompted(tmp_path: Path, make_config: MakeConfig) -> DataConfig:
     rows = [{"prompt": a, "completion": b} for a, b in PAIRS]
     rows[0]["prompt"] = rows[1]["prompt"] = ""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return make_config(
         tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt",
         heldout_fraction=0.2,
@@ -101,7 +103,9 @@ def test_documents_are_distinct_if_only_prompts_differ(
     tmp_path: Path, make_config: MakeConfig, prompts: list[str]
 ) -> None:
     rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
     if prompts == ["a", "b"]:
         assert {s.documents for s in prepare(cfg).manifest.splits.values()} == {1}
@@ -113,8 +117,8 @@ def test_documents_are_distinct_if_only_prompts_differ(
 def test_error_of_missing_prompt_column_proposes_a_column(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    (tmp_path / "b.txt").write_text("a\nb\n")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    (tmp_path / "b.txt").write_text("a\nb\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"has no column 'x' .*; use data.prompt_column=prompt$"):
         prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
     with pytest.raises(DataError, match=r"data.prompt_column=\w+ needs files with columns"):

@@ -34,14 +34,14 @@ class Source:
         directory.mkdir(exist_ok=True)
         self.path, self.form = directory / f"a.{form}", form
         self.texts = sample_documents(40, seed)
-        self.path.write_text(WRITERS[form](self.texts))
+        self.path.write_text(WRITERS[form](self.texts), encoding="utf-8")
 
     def rewrite(self, replaced: bool = False) -> None:
         before, swap = self.path.stat(), str.maketrans("bcd", "cdb")
         self.texts = [text.translate(swap) for text in self.texts]
         if replaced:
             self.path.unlink()
-        self.path.write_text(WRITERS[self.form](self.texts))
+        self.path.write_text(WRITERS[self.form](self.texts), encoding="utf-8")
         os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert self.path.stat().st_size == before.st_size
 

@@ -86,7 +86,7 @@ def test_mixture_bits_per_nat_depends_on_token_count_per_source(
 ) -> None:
     words, digits = sample_documents(60), [f"{i * i} {i}" * 20 for i in range(60)]
     for name, texts in (("words", words), ("digits", digits)):
-        (tmp_path / f"{name}.txt").write_text("\n".join(texts))
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts), encoding="utf-8")
     sources = {
         name: SourceConfig(
             source="files", paths=[str(tmp_path / f"{name}.txt")], sample_by=SampleBy.line

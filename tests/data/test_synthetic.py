@@ -173,5 +173,7 @@ def test_prepare_refuses_config_with_removed_task_setting(
         prepare(cfg.data)
     with pytest.raises(ConfigError, match=said):
         cfg.check_world(1)
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    (tmp_path / "config.yaml").write_text(
+        OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8"
+    )
     assert load_run_config(tmp_path).data == cfg.data

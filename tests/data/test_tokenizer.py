@@ -3,7 +3,9 @@ import inspect
 import io
 import linecache
 import re
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from diffllm.core.errors import DataError
 from diffllm.data import tokenizer
 from diffllm.data.preparation.prepare import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
-from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer import Tokenizer, write_tokenizer
 
 CODE = [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]
 
@@ -134,12 +136,45 @@ def test_tokenizer_training_sample_is_balanced_over_documents() -> None:
 def test_unusable_tokenizer_model_raises_error_with_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
         Tokenizer.from_file(tmp_path / "absent.model")
-    (tmp_path / "text.model").write_text("not a model")
+    (tmp_path / "text.model").write_text("not a model", encoding="utf-8")
     with pytest.raises(DataError, match=r"text.model: not a valid sentencepiece model"):
         Tokenizer.from_file(tmp_path / "text.model")
     no_eos = _train(tmp_path / "no_eos.model", eos_id=-1)
     with pytest.raises(DataError, match=r"no_eos.model: the tokenizer has no end-of-sentence"):
         Tokenizer.from_file(no_eos)
+
+
+def test_chosen_eos_of_sentencepiece_model_is_kept_in_copies(tmp_path: Path) -> None:
+    model = _train(tmp_path / "tokenizer.model", eos_id=-1, control_symbols=["<end>"])
+    with pytest.raises(DataError, match=r"data.eos_token='a' must be a control token of .*'<end>'"):
+        Tokenizer.from_file(model, "a")
+    chosen = Tokenizer.from_file(model, "<end>")
+    assert chosen.piece(chosen.eos_id) == "<end>"
+    assert chosen.decode([*chosen.encode("a <end>"), chosen.eos_id]) == "a <end>"
+    assert not chosen.spells_eos
+    (tmp_path / "copy").mkdir()
+    write_tokenizer(model, tmp_path / "copy", "<end>")
+    copied = Tokenizer.from_file(tmp_path / "copy")
+    assert (copied.eos_id, copied.pieces_hash) == (chosen.eos_id, chosen.pieces_hash)
+
+
+@given(text=st.text(alphabet="ab \n\u2581é\U0001f600", max_size=40) | st.sampled_from(CODE[:1]))
+@example("\u2581")
+@example(" \u2581 a")
+def test_dummy_prefix_is_one_token_prefix_that_decoding_removes(text: str) -> None:
+    tokenizer = prefixing_tokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    if "\u2581" not in text:  # sentencepiece itself would read U+2581 as a space
+        assert ids == tokenizer._processor.encode(text)
+
+
+@cache
+def prefixing_tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as place:
+        options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+        model = _train(Path(place) / "m.model", add_dummy_prefix=True, **options)
+        return Tokenizer.from_file(model)
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,9 @@ def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
 def test_mkl_mode_uses_avx512_only_if_cpu_has_all_required_flags(tmp_path, flags, expected):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
-        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")
+        cpuinfo.write_text(
+            f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n", encoding="utf-8"
+        )
     assert strict_mode(cpuinfo) == expected
 
 
@@ -374,6 +376,8 @@ def test_every_command_chooses_threads_before_torch_is_imported():
         "sys.exit(cli.main(['evaluate', '--help']))\n"
     )
     env = {name: value for name, value in os.environ.items() if name not in launcher.WAITING}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", env=env
+    )
     assert ended.returncode == 0, ended.stderr
     assert "chosen" in ended.stdout

@@ -255,7 +255,7 @@ def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, 
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["attention_mass_recall"]
     file = run / "evaluation/step-00000000/attention_mass_recall.jsonl"
-    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()[1:]]
+    texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()[1:]]
     assert texts == [i // 2 for i in range(50)] * 2
     scores = {score["of"]: score for score in told["scores"]}
     assert sum(scores[kind]["value"] for kind in ("target", "filler", "sink")) == approx(1)
@@ -275,7 +275,7 @@ def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, 
     for of in ("target", "sink, no key", "map 2 filler"):
         assert re.search(rf"attention_mass_recall +{of} ", compared)
     assert main(["report", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "attention_mass_recall, attention of the last token" in page
     assert "target, layer 1" in page
 

@@ -64,7 +64,9 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     first = capsys.readouterr().out
     directory = run / "evaluation" / "step-00000000"
     assert sorted(path.name for path in directory.iterdir()) == ["icl.jsonl", "mqar.jsonl"]
-    head, *lines = map(json.loads, (directory / "mqar.jsonl").read_text().splitlines())
+    head, *lines = map(
+        json.loads, (directory / "mqar.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     assert head["key"]["evaluation"] == "mqar"
     assert head["scores"] == json.loads(first)["mqar"]["scores"]
     assert len(lines) == sum(score["examples"] for score in head["scores"])
@@ -83,7 +85,9 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert asked == []
-    (directory / "icl.jsonl").write_text("{")  # An incomplete file, as after a crash.
+    (directory / "icl.jsonl").write_text(
+        "{", encoding="utf-8"
+    )  # An incomplete file, as after a crash.
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert asked == ["icl"]
@@ -228,7 +232,7 @@ class Copied(Task):
 def test_evaluate_command_runs_task_from_plugin_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "copied_task.py").write_text(OWN)
+    (tmp_path / "copied_task.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "copied")
@@ -240,7 +244,7 @@ def test_evaluate_command_runs_task_from_plugin_file(
 
 
 def write_lines(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     return path
 
 

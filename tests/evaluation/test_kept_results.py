@@ -59,7 +59,9 @@ def test_read_result_returns_none_if_evaluation_settings_differ(
 def test_read_result_returns_none_if_result_file_was_edited(
     file: Path, capsys: pytest.CaptureFixture[str], edit: Edit, said: str
 ) -> None:
-    file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))
+    file.write_text(
+        "".join(edit(file.read_text(encoding="utf-8").splitlines(keepends=True))), encoding="utf-8"
+    )
     assert read_result(file, KEY) is None
     error = capsys.readouterr().err
     assert error.startswith(str(file))

@@ -146,7 +146,7 @@ OVERRIDES = [
     ("words", "named"), slow_but(OVERRIDES[::6], OVERRIDES), ids=lambda words: " ".join(words)
 )
 def test_train_refuses_unusable_override(workspace, words, named):
-    (workspace.path / "file").write_text("")
+    (workspace.path / "file").write_text("", encoding="utf-8")
     workspace.rejects(words, *named)
 
 
@@ -246,7 +246,7 @@ def test_train_refuses_run_directory_used_by_another_process(workspace):
         workspace.rejects(["run.name=busy"], "outputs/busy", f"in use by process {first.pid()} on")
         first.signal(signal.SIGCONT)
         first.signal(signal.SIGTERM)
-        gate.open()
+        gate.open(encoding="utf-8")
         assert "stopped by SIGTERM" in first.finish()
     finally:
         first.kill()
@@ -297,7 +297,7 @@ def test_sweep_with_invalid_job_starts_no_run(workspace, words, named):
     ],
 )
 def test_commands_refuse_invalid_arguments(workspace, words, named):
-    (workspace.path / "file").write_text("")
+    (workspace.path / "file").write_text("", encoding="utf-8")
     workspace.rejects_tool(words, *named)
 
 
@@ -307,7 +307,7 @@ def test_generate_refuses_unusable_run_or_prompt_or_step(workspace, own_run):
 
     rejects("3", "[2, 4]", words=["prompt=a", "step=3"])
     rejects("tokens", "32", words=[f"prompt={'a b ' * 100}"])
-    (own_run / "tokenizer.model").write_text("none")
+    (own_run / "tokenizer.model").write_text("none", encoding="utf-8")
     rejects("tokenizer.model", "sentencepiece")
     (own_run / "tokenizer.model").unlink()
     rejects("tokenizer.model", "contains no")
@@ -328,7 +328,7 @@ REAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "named"), REAL)
 def test_invalid_command_in_new_process_changes_no_file(tmp_path, environment, words, named):
-    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
     before = snapshot(tmp_path)
     line = error_line(command(words, tmp_path, environment))
     assert all(word in line for word in named), line

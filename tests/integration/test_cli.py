@@ -32,7 +32,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 def assert_complete(run: Path) -> None:
     assert [line["step"] for line in metrics(run)][-1] == 4
-    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 4
     assert (run / "config.yaml").is_file()
     assert (run / "tokenizer.model").is_file()
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -62,17 +62,17 @@ def test_run_log_contains_output_of_every_launch_except_refused_launches(
     words = [*tiny, "run.name=logged", "run.report=false"]
     first = train(words, tmp_path, environment)
     log = tmp_path / "outputs" / "logged" / "run.log"
-    header, _, shown = log.read_text().partition("\n")
+    header, _, shown = log.read_text(encoding="utf-8").partition("\n")
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d on \S+: \S", header)
     assert shown == first.out + first.err
     assert shown.count("held-out text: only ") == 1
     assert "files (1 file: corpus.jsonl): " in shown
     refused = train([*words, "steps=5"], tmp_path, environment)
     assert refused.code == 2
-    assert log.read_text() == f"{header}\n{shown}"
+    assert log.read_text(encoding="utf-8") == f"{header}\n{shown}"
     again = train([*words, "steps=5", "run.allow_changes=[steps]"], tmp_path, environment)
     assert again.code == 0, again.err
-    text = log.read_text()
+    text = log.read_text(encoding="utf-8")
     assert text.startswith(f"{header}\n{shown}2")
     assert text.endswith(again.out)
     assert "resumes from step 4" in text
@@ -87,14 +87,16 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
     assert re.fullmatch(r"tiny-gated-\d{8}-\d{6}", run.name)
     assert_complete(run)
     assert f"outputs/{run.name}" in result.out.splitlines()[0]
-    for name, choice in json.loads((run / "run.json").read_text())["choices"].items():
+    for name, choice in json.loads((run / "run.json").read_text(encoding="utf-8"))[
+        "choices"
+    ].items():
         line = rf"^  {name.replace('_', ' ')} +{re.escape(str(choice['value']))} \("
         assert re.search(line, result.out, re.M), result.out
         assert f"({choice['reason']})" in result.out
     for step in (2, 4):
         line = rf"^step {step}/4  loss \d+\.\d+ \(\d\.\d\d b/B\)  grad"
         assert re.search(line, result.out, re.M), result.out
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], (
         "a file was written outside of outputs/"
@@ -184,7 +186,7 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
     assert sorted(run.name for run in runs) == sorted(SWEPT)
     for run in runs:
         assert_complete(run)
-        summary = json.loads((run / "summary.json").read_text())
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         assert summary["variant"] == run.name
         loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits per byte"
         last = rf"^{run.relative_to(cwd)} +{loss}$"
@@ -195,7 +197,7 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
 
 def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
     (directory,) = (swept[0] / "outputs").iterdir()
-    text = (directory / "standard.log").read_text()
+    text = (directory / "standard.log").read_text(encoding="utf-8")
     assert re.match(r"\d{4}-\d\d-\d\d .*run.name=standard\n", text)
     assert re.search(r"^step 4/4  loss ", text, re.M)
     assert not (directory / "standard" / "run.log").exists()

@@ -104,10 +104,10 @@ def truncate(directory):
 
 
 def shorten_in_manifest(directory):
-    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     for counted in (manifest["splits"]["train"], manifest["splits"]["train"]["shards"][1]):
         counted["tokens"] -= 1
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

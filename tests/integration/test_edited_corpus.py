@@ -35,7 +35,7 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
     assert error.endswith(allowed)
     said = start(corpus, run, *more[:2], allowed).finish()
     assert f"resumes from step {STEPS}" in said
-    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    (line,) = (run / "changes.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["changes"].keys() == {"steps", *changed}
 
 
@@ -43,8 +43,10 @@ def test_resume_with_edited_corpus_requires_allow_changes(
     begun: tuple[Path, Path], tmp_path: Path
 ) -> None:
     corpus, run = begun
-    lines = corpus.read_text().splitlines(keepends=True)
-    corpus.write_text("".join([*lines[:9], lines[9].replace("the end", "no end"), *lines[10:]]))
+    lines = corpus.read_text(encoding="utf-8").splitlines(keepends=True)
+    corpus.write_text(
+        "".join([*lines[:9], lines[9].replace("the end", "no end"), *lines[10:]]), encoding="utf-8"
+    )
     shutil.rmtree(tmp_path / "cache")
     assert_resume_requires_allow_changes(corpus, run, "corpus", "tokenizer")
 

@@ -28,7 +28,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def written(path: Path) -> dict[str, dict[int, float]]:
     """Return the values in metrics.jsonl by name and step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
+    for line in map(json.loads, (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
         for name, value in line.items():
             if name != "step":
                 found[name][line["step"]] = value
@@ -55,7 +55,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
     assert {e["name"] for e in events if e["name"].startswith("step ")} == {"step 2", "step 3"}
-    facts = json.loads((path / "run.json").read_text())
+    facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     assert facts["command"] == command(sys.orig_argv)
     assert set(facts["git"]) == {"commit", "dirty"}
     assert facts["environment"]["python"].startswith("3.")
@@ -70,7 +70,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
 
 def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):
     blocked = tmp_path / "file"
-    blocked.write_text("")
+    blocked.write_text("", encoding="utf-8")
     events = EventFiles(blocked / "tensorboard", 0)
     events.log({"step": 1, "train/loss": 2.0})
     events.close()

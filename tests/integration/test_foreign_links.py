@@ -24,21 +24,21 @@ def test_training_never_writes_through_link_in_run_directory(
 ):
     run = killed_run
     outside, file = tmp_path / "outside", run / name.format(pid=os.getpid())
-    outside.write_text(CONTENT)
+    outside.write_text(CONTENT, encoding="utf-8")
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     file.symlink_to(outside)
     before = (run / "metrics.jsonl").read_bytes()
     words = [*tiny, "attention=standard", f"run.dir={run}", "run.report=true"]
     result = train(words, tmp_path, environment)
-    assert outside.read_text() == CONTENT
+    assert outside.read_text(encoding="utf-8") == CONTENT
     if result.code:
         line = refusal_of(result)
         assert str(file) in line or name == ".lock"
         if name != "metrics.jsonl":
             assert (run / "metrics.jsonl").read_bytes() == before
     else:
-        assert json.loads((run / "summary.json").read_text())["steps"] == 4
+        assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 4
 
 
 @pytest.mark.parametrize("name", slow_but(["config.yaml"], ["tokenizer.model", "config.yaml"]))
@@ -65,9 +65,9 @@ def test_commands_never_read_through_link_in_run_directory(
 
 def test_attention_map_command_never_writes_through_symlink(finished_run, tmp_path, environment):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
-    outside.write_text(CONTENT)
+    outside.write_text(CONTENT, encoding="utf-8")
     (run / "figure.png").symlink_to(outside)
     words = ["attention-map", f"run={run}", "prompt=a", f"out={run / 'figure.png'}"]
     assert tool(words, tmp_path, environment).code == 0
-    assert outside.read_text() == CONTENT
+    assert outside.read_text(encoding="utf-8") == CONTENT
     assert (run / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -40,7 +40,7 @@ def data_of(corpus: Path) -> TokenData:
 
 
 def summary_of(run: Path) -> dict:
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return {key: value for key, value in summary.items() if key not in SPEED}
 
 
@@ -52,9 +52,12 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     assert summary["heldout_tokens"] == losses.tokens.sum() == split.tokens
     assert summary["heldout_loss"] == pytest.approx(total / split.tokens)
     assert summary["heldout_bits_per_byte"] == pytest.approx(total / split.bytes / math.log(2))
-    facts = json.loads((straight / "run.json").read_text())
+    facts = json.loads((straight / "run.json").read_text(encoding="utf-8"))
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == split.tokens
-    texts = [json.loads(line)["text"].encode() for line in corpus.read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"].encode()
+        for line in corpus.read_text(encoding="utf-8").splitlines()
+    ]
     sizes = {int.from_bytes(hashlib.sha256(t).digest()[:8], signed=True): len(t) for t in texts}
     assert losses.bytes.tolist() == [sizes[text] for text in losses.texts.tolist()]
     assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], (
@@ -93,7 +96,7 @@ def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
     assert (run / "checkpoints" / LAST).is_dir()
     assert not (run / "heldout").exists()
     assert not (run / "summary.json").exists()
-    gate.open()
+    gate.open(encoding="utf-8")
     assert f"resumes from step {STEPS}" in finish(corpus, run, *WORDS)
     assert_ended_as(run, straight)
 
@@ -107,7 +110,10 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
     assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
-    assert json.loads((run / "requeue").read_text()) == {"signal": number.name, "step": STEPS}
+    assert json.loads((run / "requeue").read_text(encoding="utf-8")) == {
+        "signal": number.name,
+        "step": STEPS,
+    }
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)
     assert f"resumes from step {STEPS}" in again
@@ -123,7 +129,7 @@ def test_error_mentions_rank_killed_during_heldout_evaluation(corpus, tmp_path):
     process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)
     process.wait_for(gate.reached, "evaluation of documents")
     process.signal(signal.SIGKILL, 1)
-    gate.open()
+    gate.open(encoding="utf-8")
     assert process.codes()[0] == 1
     assert "rank 1 is missing" in process.text()
     assert "held-out batch" in process.text()

@@ -33,7 +33,9 @@ TINY = [
 
 def run(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
     env = {**os.environ, **(env or {})}
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        words, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from runs.command import Result, tool, train
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 
 
 def keys_of(command: str) -> set[str]:
@@ -66,7 +66,7 @@ def test_train_prints_summary_as_json_and_progress_on_stderr(tmp_path, tiny, env
     words = [*tiny, "run.name=a", "--json"]
     first = train(words, tmp_path, environment)
     value = value_of(first)
-    summary = json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text(encoding="utf-8"))
     assert value == {"run": "outputs/a", "signal": None, **summary}
     assert re.search(r"^step 4/4  loss ", first.err, re.MULTILINE)
     again = train(words, tmp_path, environment)

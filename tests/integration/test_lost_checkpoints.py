@@ -24,7 +24,7 @@ def empty(checkpoints: Path) -> None:
 
 def replaced_by_file(checkpoints: Path) -> None:
     shutil.rmtree(checkpoints)
-    checkpoints.write_text("a file")
+    checkpoints.write_text("a file", encoding="utf-8")
 
 
 LOSSES: dict[str, Callable[[Path], object]] = {

@@ -48,12 +48,12 @@ def diffllm(place: Path, environment: dict[str, str]) -> Any:
 
 def words_of(run: Path) -> list[str]:
     """Return the overrides of the command line in run.json."""
-    words = shlex.split(json.loads((run / "run.json").read_text())["command"])
+    words = shlex.split(json.loads((run / "run.json").read_text(encoding="utf-8"))["command"])
     return words[words.index("data=files") :]
 
 
 def expected(name: str) -> Any:
-    return json.loads((EXPECTED / name).read_text())
+    return json.loads((EXPECTED / name).read_text(encoding="utf-8"))
 
 
 ROUNDING = 5e-8
@@ -80,7 +80,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
     """Return the samples of all ranks and the loss, by step."""
     samples, losses = defaultdict(list), {}
     for file in files:
-        for line in map(json.loads, file.read_text().splitlines()):
+        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             samples[line["step"]] += line["samples"]
             losses[line["step"]] = line["loss"]
     return {step: (sorted(samples[step]), losses[step]) for step in samples}
@@ -99,7 +99,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     place: Path, name: str, stopped: int, words: list[str], ranks: int
 ) -> None:
     run = place / "outputs" / name
-    logged, cache = (run / "metrics.jsonl").read_text(), cached(place)
+    logged, cache = (run / "metrics.jsonl").read_text(encoding="utf-8"), cached(place)
     output = ForkedRun([*words_of(run), *words], ranks, place).finish()
     assert "warning: " not in output
     assert changes(cache, cached(place)) == []
@@ -110,10 +110,13 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     for step, (samples, loss) in resumed.items():
         assert samples == whole[step][0], step
         assert loss == pytest.approx(whole[step][1], abs=2e-5), step
-    summary, undisturbed = json.loads((run / "summary.json").read_text()), expected(f"{name}.json")
+    summary, undisturbed = (
+        json.loads((run / "summary.json").read_text(encoding="utf-8")),
+        expected(f"{name}.json"),
+    )
     for key in ("steps", "tokens", "train_loss", "heldout_loss", "heldout_tokens"):
         assert summary[key] == pytest.approx(undisturbed[key], abs=2e-5), key
-    assert (run / "metrics.jsonl").read_text().startswith(logged)
+    assert (run / "metrics.jsonl").read_text(encoding="utf-8").startswith(logged)
     assert metrics(run)[-1]["step"] == len(whole)
     assert not (run / "changes.jsonl").exists()
 
@@ -144,10 +147,13 @@ def test_export_and_import_of_older_run_match_stored_results(
 ) -> None:
     diffllm("export", "run=outputs/run", "out=again")
     assert contents("again") == contents("exported")
-    before, after = (json.loads(Path(p, "config.json").read_text()) for p in ("exported", "again"))
+    before, after = (
+        json.loads(Path(p, "config.json").read_text(encoding="utf-8"))
+        for p in ("exported", "again")
+    )
     assert before == after
     diffllm("import", "hf=exported", "out=outputs/imported")
-    text = (EXPECTED / "generated.txt").read_text()
+    text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
     assert diffllm("generate", "run=outputs/imported", *GREEDY) == text
 
 
@@ -160,7 +166,7 @@ def contents(directory: str) -> list[tuple[list[int], bytes]]:
 def test_output_of_generate_and_outliers_commands_matches_older_version(
     place: Path, diffllm: Any
 ) -> None:
-    text = (EXPECTED / "generated.txt").read_text()
+    text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
     assert close(expected("outliers.json")) == json.loads(
         diffllm("outliers", "run=outputs/run", "--json")
@@ -182,7 +188,9 @@ def test_evaluation_scores_of_older_run_match_stored_scores(place: Path, diffllm
 def scores(run: Path) -> dict[str, dict[str, Any]]:
     """Return the stored scores of step 4, by evaluation and by name."""
     files = (run / "evaluation" / "step-00000004").glob("*.jsonl")
-    first = {file.stem: json.loads(file.read_text().splitlines()[0]) for file in files}
+    first = {
+        file.stem: json.loads(file.read_text(encoding="utf-8").splitlines()[0]) for file in files
+    }
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
@@ -202,7 +210,7 @@ def test_repeated_sweep_of_older_version_changes_no_run(place: Path, diffllm: An
 
 def table(file: Path) -> list[dict[str, Any]]:
     """Read a CSV file, with numbers as float."""
-    with open(file) as lines:
+    with open(file, encoding="utf-8") as lines:
         return [{key: number(text) for key, text in row.items()} for row in csv.DictReader(lines)]
 
 

@@ -71,11 +71,11 @@ def test_error_message_identifies_missing_rank_and_waiting_ranks(
     traces = run_directory / "traces"
     assert f"stack traces in {traces}" in error
     for other in others:
-        text = (traces / f"rank-{other:05d}.txt").read_text()
+        text = (traces / f"rank-{other:05d}.txt").read_text(encoding="utf-8")
         assert text.startswith(f"rank {other} at {place}\n")
         assert "train_step" in text or kind == "start"
     if kind in ("hang", "start"):
-        assert "planted_train.py" in (traces / f"rank-{rank:05d}.txt").read_text()
+        assert "planted_train.py" in (traces / f"rank-{rank:05d}.txt").read_text(encoding="utf-8")
 
 
 def test_failure_of_one_rank_prints_only_one_traceback(corpus, tmp_path):
@@ -83,8 +83,8 @@ def test_failure_of_one_rank_prints_only_one_traceback(corpus, tmp_path):
         error = error_of(run)
     assert "rank 1 failed at step 8: ValueError: a planted error" in error
     assert "rank 0 waits at step 8 in gloo:" in error
-    assert Path(run.said[1]).read_text().count("Traceback") == 1
-    assert "Traceback" not in Path(run.said[0]).read_text()
+    assert Path(run.said[1]).read_text(encoding="utf-8").count("Traceback") == 1
+    assert "Traceback" not in Path(run.said[0]).read_text(encoding="utf-8")
 
 
 def is_stopped(pid: int) -> bool:

@@ -30,10 +30,10 @@ def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     shares = [line["data/tokens/prose"] / line["tokens"] for line in lines]
     assert shares[-1] == pytest.approx(0.25 * 0.1 + 0.8 * 0.625 + 0.1, abs=0.02)
     assert shares[2] == pytest.approx(0.25, abs=0.04)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     losses = [summary[f"heldout_loss/{name}"] for name in ("code", "prose")]
     assert min(losses) <= summary["heldout_loss"] <= max(losses)
     page, _ = write_report([run])
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "Held-out sample loss, code" in text
     assert "Epochs of prose" in text

@@ -30,9 +30,9 @@ SHOWN = [("full", "full"), ("ascii", "ascii")]
 
 
 def assert_whole(run: Path, steps: int) -> None:
-    assert json.loads((run / "summary.json").read_text())["steps"] == steps
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == steps
     assert metrics(run)[-1]["step"] == steps
-    assert (run / "run.log").read_text().count(f"step {steps}/{steps}") == 1
+    assert (run / "run.log").read_text(encoding="utf-8").count(f"step {steps}/{steps}") == 1
 
 
 @pytest.mark.parametrize(("stdout", "stderr"), slow_but(SHOWN, PAIRS))
@@ -64,8 +64,12 @@ def test_sweep_finishes_valid_run_if_stdout_or_stderr_fails(tmp_path, environmen
     ended = forked_call(with_faults("train", fault, fault), words, tmp_path, environment)
     assert ended.code == 1, ended
     sweep = tmp_path / "outputs" / "both"
-    assert json.loads((sweep / "seq_len32" / "summary.json").read_text())["steps"] == 2
-    assert "\nerror: the train split has " in (sweep / "seq_len99999.log").read_text()
+    assert (
+        json.loads((sweep / "seq_len32" / "summary.json").read_text(encoding="utf-8"))["steps"] == 2
+    )
+    assert "\nerror: the train split has " in (sweep / "seq_len99999.log").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
@@ -93,7 +97,7 @@ def test_training_continues_after_terminal_is_closed(corpus, tmp_path):
     assert b"loss" in os.read(reader, 1 << 16)
     os.close(reader)
     os.close(terminal)
-    gate.open()
+    gate.open(encoding="utf-8")
     assert process.codes() == [0]
     assert [line["step"] for line in metric_lines(run)] == list(range(1, 9))
     assert_whole(run, 8)
@@ -140,7 +144,7 @@ def test_command_fails_if_result_cannot_be_written_to_stdout(
 def test_command_keeps_exit_code_if_stdout_cannot_be_flushed(
     tmp_path, environment, tiny, words, code
 ):
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S
         )

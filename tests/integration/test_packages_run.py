@@ -14,7 +14,7 @@ def run_on_another_package(words: list[str]) -> int:
     """Train on one small package, which is not in the reference."""
     Path("site/small").mkdir(parents=True)
     for i, text in enumerate(documents(100)):
-        Path(f"site/small/module{i}.py").write_text(text)
+        Path(f"site/small/module{i}.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, "site")
     packages.REFERENCE = {"small": ("2.0", "")}
     cfg = diffllm.load_config([*words, "run.dir=run"])
@@ -29,4 +29,6 @@ def test_train_prints_note_if_corpus_is_not_reference_corpus(tmp_path, tiny, env
     assert done.code == 0, done
     note = "not the reference corpus: small missing (reference 2.0)"
     assert f"\ncorpus: {note}\n" in done.out
-    assert json.loads((tmp_path / "run/run.json").read_text())["corpus_note"] == note
+    assert (
+        json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["corpus_note"] == note
+    )

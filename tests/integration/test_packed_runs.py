@@ -59,7 +59,7 @@ def test_packed_run_on_two_ranks_matches_single_rank_run(corpus, tmp_path):
     counts = packing_counts(prepare(cfg.data), cfg.data, cfg.seq_len)
     assert f"packing: {counts.text()}" in said
     for file in ("run.json", "summary.json"):
-        assert json.loads((one / file).read_text())["packing"] == counts.numbers()
+        assert json.loads((one / file).read_text(encoding="utf-8"))["packing"] == counts.numbers()
     epochs = STEPS * BATCH / counts.sequences
     assert f"{epochs:.2g} epochs" in said
 
@@ -78,7 +78,7 @@ def test_resume_refuses_changed_packing_without_allow_changes(corpus, tmp_path):
         assert "data.packing: stream in the run, best_fit in this command" in refused.text()
     allowed = "run.allow_changes=[steps,data.packing]"
     ForkedRun(words(corpus, run, *packed, "steps=6", allowed), 1, run).finish()
-    (note,) = map(json.loads, (run / "changes.jsonl").read_text().splitlines())
+    (note,) = map(json.loads, (run / "changes.jsonl").read_text(encoding="utf-8").splitlines())
     assert note["changes"]["data.packing"] == ["stream", "best_fit"]
     ForkedRun(words(corpus, fresh, *packed), 1, fresh).finish()
     later, begun = samples(run), samples(fresh)
@@ -87,7 +87,7 @@ def test_resume_refuses_changed_packing_without_allow_changes(corpus, tmp_path):
 
 def mask_every_third(directory: Path) -> dict[str, int]:
     """Write masks next to all shards; return the number of unmasked tokens per split."""
-    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     left = {}
     for name, split in manifest["splits"].items():
         left[name] = 0
@@ -97,7 +97,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
             shard["mask"] = f"{shard['file']}.mask"
             shard["mask_sha256"] = hashlib.sha256(mask.tobytes()).hexdigest()
             (directory / shard["mask"]).write_bytes(mask.tobytes())
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return left
 
 
@@ -112,11 +112,11 @@ def test_training_and_heldout_losses_ignore_masked_tokens(tmp_path, packing):
     found = [line["train/target_share"] for line in metric_lines(run)]
     assert found == pytest.approx(shares(overrides))
     assert max(found) < 0.7
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     split = Manifest.load(directory).splits["heldout"]
     assert summary["heldout_tokens"] == left["heldout"] < split.tokens
     assert 0 < summary["heldout_loss"] < 7
-    facts = json.loads((run / "run.json").read_text())
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == left["heldout"]
 
 
@@ -124,7 +124,7 @@ def test_train_refuses_heldout_sample_that_contains_only_prompt_tokens(tmp_path)
     """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     prompts = [*words(corpus, run), "data.text_column=completion", "data.prompt_column=prompt"]
     prompts += ["data.vocab_size=400", "data.heldout_fraction=0.2", "eval.interval=2"]
     refused = ForkedRun([*prompts, "eval.sequences=1"], 1, tmp_path / "said")

@@ -29,10 +29,10 @@ def script_of(page: str, cwd: Path) -> str:
         if name := FILE.search(page[: match.start()].rpartition("```")[2]):
             file = cwd / name[1]
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
         elif language == "python":
             (cwd / "session.py").touch()
-            with open(cwd / "session.py", "a") as file:
+            with open(cwd / "session.py", "a", encoding="utf-8") as file:
                 file.write(text)
         elif not language and CLUSTER not in text:
             lines.append(text)
@@ -46,12 +46,12 @@ def test_commands_in_documentation_page_succeed(page, tmp_path, environment):
     for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(ROOT))}.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir()
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         file.chmod(0o755)
     cwd = tmp_path / "empty"
     (cwd / "texts").mkdir(parents=True)
     write_jsonl(cwd / "texts" / "a.jsonl", documents(300), column="content")
-    script = script_of((ROOT / "docs" / f"{page}.md").read_text(), cwd)
+    script = script_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), cwd)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent)])
     env = {
         **environment,

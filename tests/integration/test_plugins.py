@@ -59,11 +59,13 @@ def assert_ends(done: Result, *parts: str) -> None:
 
 
 def test_training_uses_variant_and_data_source_and_metric_of_plugin(trained):
-    config = (trained / "config.yaml").read_text()
+    config = (trained / "config.yaml").read_text(encoding="utf-8")
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
-    assert json.loads((trained / "summary.json").read_text())["variant"] == "scaled"
-    assert list(json.loads((trained / "run.json").read_text())["plugin_code"]) == [MODULE]
+    assert json.loads((trained / "summary.json").read_text(encoding="utf-8"))["variant"] == "scaled"
+    assert list(json.loads((trained / "run.json").read_text(encoding="utf-8"))["plugin_code"]) == [
+        MODULE
+    ]
     measured = [line for line in metrics(trained) if "scale_mean/layer_01" in line]
     assert [line["step"] for line in measured] == [2, 4, 6]
 
@@ -115,9 +117,9 @@ def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
     assert outputs["generate"].startswith("Document")
     assert "scaled" in outputs["report"]
     assert "\nscaled / nano: " in outputs["plan"]
-    page = (cwd / "page" / "report.html").read_text()
+    page = (cwd / "page" / "report.html").read_text(encoding="utf-8")
     assert "Mean scale, by layer" in page
-    header, row = (cwd / "page" / "report.csv").read_text().splitlines()
+    header, row = (cwd / "page" / "report.csv").read_text(encoding="utf-8").splitlines()
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
@@ -139,11 +141,14 @@ def test_run_of_custom_variant_is_readable_without_config_dir(tmp_path, tiny, en
     """The run's config names the built-in variant of which the YAML is an ablation."""
     file = tmp_path / "mine" / "attention" / "normed.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text("# @package model.attention\ndefaults: [diff_v2, _self_]\nhead_norm: true\n")
+    file.write_text(
+        "# @package model.attention\ndefaults: [diff_v2, _self_]\nhead_norm: true\n",
+        encoding="utf-8",
+    )
     words = [*tiny, "attention=normed", "steps=2", "run.dir=run"]
     done = train([f"--config-dir={file.parents[1]}", *words], tmp_path, environment)
     assert done.code == 0, done.err
-    assert "attention: normed" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "attention: normed" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     for words in (["generate", "run=run", "prompt=a", "max_new_tokens=1"], ["report", "run"]):
         done = tool(words, tmp_path, environment)
         assert (done.code, done.err) == (0, ""), words
@@ -195,7 +200,7 @@ ERRORS = {
 def test_command_prints_single_error_line_if_plugin_import_fails(place, tmp_path, name):
     _, env = place
     source, *parts = ERRORS[name]
-    (tmp_path / "bad.py").write_text(source)
+    (tmp_path / "bad.py").write_text(source, encoding="utf-8")
     env = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"}
     assert_ends(tool(["count", "plugins=[bad]"], tmp_path, env), "plugins=[bad]", *parts)
 
@@ -217,8 +222,10 @@ FAILING = {
 def test_train_prints_single_traceback_if_plugin_code_raises_error(place, tmp_path, name):
     _, env = place
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
-    source = file.read_text().replace(*FAILING[name])
-    file.write_text(source.replace("import Corpus,", "import Corpus, Part, TextBatch,"))
+    source = file.read_text(encoding="utf-8").replace(*FAILING[name])
+    file.write_text(
+        source.replace("import Corpus,", "import Corpus, Part, TextBatch,"), encoding="utf-8"
+    )
     env = {**env, "PYTHONPATH": f"{file.parent}{os.pathsep}{env['PYTHONPATH']}"}
     words = ["--config-dir", str(file.parent), PLUGIN, "experiment=count_up", *QUIET]
     done = train([*words, f"data.documents={300 + len(name)}"], tmp_path, env)
@@ -232,10 +239,10 @@ def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(place, 
     cwd, env = place
     ours = tmp_path / "again" / "attention" / "gated.yaml"
     ours.parent.mkdir(parents=True)
-    ours.write_text("")
+    ours.write_text("", encoding="utf-8")
     (tmp_path / "global" / "experiment").mkdir(parents=True)
     (tmp_path / "global" / "experiment" / "all.yaml").write_text(
-        "# @package _global_\nplugins: [scaled_attention]\n"
+        "# @package _global_\nplugins: [scaled_attention]\n", encoding="utf-8"
     )
     known = ["--config-dir", str(mine)]
     for words, *parts in (

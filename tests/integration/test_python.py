@@ -36,7 +36,7 @@ def straight(tiny, environment, tmp_path_factory) -> Path:
 def session(words: list[str]) -> int:
     cfg = diffllm.load_config([*words, "run.dir=run"])
     summary = diffllm.train(cfg)
-    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert summary == json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
     assert diffllm.train(cfg) == summary  # the run is finished
 
     with pytest.raises(ConfigError, match="seed: 0 in the run, 1 in this command"):
@@ -94,7 +94,7 @@ def session_without_memory(words: list[str]) -> int:
     cfg.steps += 1
     with pytest.raises(ConfigError, match="does not fit into memory"):
         diffllm.train(cfg)
-    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert summary == json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
     cfg.force = True
     assert diffllm.train(cfg)["steps"] == cfg.steps
     return 0
@@ -144,7 +144,7 @@ def notebook(words: list[str]) -> int:
 
     Path("mine/attention").mkdir(parents=True)
     Path("mine/attention/cell.yaml").write_text(
-        "# @package model.attention\ndefaults: [cell_schema, _self_]\n"
+        "# @package model.attention\ndefaults: [cell_schema, _self_]\n", encoding="utf-8"
     )
     for cell in range(2):
 
@@ -174,7 +174,7 @@ def test_notebook_can_define_same_variant_twice(tmp_path, tiny, environment):
 
 @pytest.mark.slow
 def test_train_function_returns_summary_on_every_rank(tmp_path, tiny, environment):
-    (tmp_path / "session.py").write_text(SESSION)
+    (tmp_path / "session.py").write_text(SESSION, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [sys.executable, *launcher, "session.py", *tiny, "run.dir=run"]
     for _ in range(2):  # the second time, the run is finished
@@ -182,9 +182,11 @@ def test_train_function_returns_summary_on_every_rank(tmp_path, tiny, environmen
         assert done.code == 0, done
         answers = sorted(tmp_path.glob("answer*.json"))
         assert [answer.name for answer in answers] == ["answer0.json", "answer1.json"]
-        summaries = [json.loads(answer.read_text()) for answer in answers]
+        summaries = [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
         assert (
-            summaries[0] == summaries[1] == json.loads((tmp_path / "run/summary.json").read_text())
+            summaries[0]
+            == summaries[1]
+            == json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
         )
         for answer in answers:
             answer.unlink()

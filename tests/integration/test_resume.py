@@ -110,7 +110,9 @@ def test_resume_uses_mkl_and_compile_settings_of_checkpoint(corpus, tmp_path):
     whole = trained("whole", MKL_CBWR="AVX2,STRICT")
     half_way = whole / "checkpoints" / HALF_WAY
     again = trained("again", f"resume={half_way}")
-    state = json.loads((again / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text())
+    state = json.loads(
+        (again / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text(encoding="utf-8")
+    )
     assert (state["loop"]["mkl_mode"], state["loop"]["compiled"]) == ("AVX2,STRICT", False)
     assert_same_weights(whole, again, STEPS)
 
@@ -133,6 +135,6 @@ def test_resume_keeps_compile_setting_of_first_launch(corpus, tmp_path):
     first.kill()
     first.wait()
     finish(corpus, run, *INTERVALS)  # a new short run would not compile
-    log = (run / "run.log").read_text()
+    log = (run / "run.log").read_text(encoding="utf-8")
     assert log.count("compile         True (long run: ") == 1
     assert log.count("compile         True (as in the checkpoint)") == 1

@@ -24,7 +24,7 @@ def samples(run: Path) -> dict[int, list[str]]:
     """Return the sorted samples of each step over all ranks, from its last execution."""
     by_rank: list[dict[int, list[str]]] = []
     for file in run.glob("samples-*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         by_rank.append({line["step"]: line["samples"] for line in lines})
     return {
         step: sorted(name for of_rank in by_rank for name in of_rank.get(step, []))
@@ -94,7 +94,10 @@ def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
     corpus, tmp_path, change, allowed
 ):
     other = tmp_path / "other.jsonl"
-    other.write_text("".join(reversed(corpus.read_text().splitlines(keepends=True)[:300])))
+    other.write_text(
+        "".join(reversed(corpus.read_text(encoding="utf-8").splitlines(keepends=True)[:300])),
+        encoding="utf-8",
+    )
     change = change.replace("OTHER", str(other))
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
@@ -118,7 +121,7 @@ def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
     assert "resumes from step 4" in said
     assert "changed: " in said
     assert "warning: the learning rate changes from " in said
-    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    (line,) = (run / "changes.jsonl").read_text(encoding="utf-8").splitlines()
     note = json.loads(line)
     assert note["step"] == 4
     assert note["changes"].keys() == {"steps", *allowed}
@@ -163,5 +166,5 @@ def test_allowed_config_change_is_recorded_before_model_is_built(corpus, tmp_pat
     more = ["steps=4", "optim.lr=0.01", "run.allow_changes=[steps,optim.lr]"]
     broken = ForkedRun([*short, *more], 1, run, Fault("broken build"))
     assert broken.codes() == [1]
-    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    (line,) = (run / "changes.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["changes"]["optim.lr"][1] == 0.01

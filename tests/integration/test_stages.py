@@ -92,7 +92,7 @@ def test_killed_stage_resumes_bit_identically(corpus, first, tmp_path, ranks):
     assert "resumes from step 2" in finish(corpus, broken, *words, ranks=ranks)
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, 4)
-    assert "previous" in json.loads((broken / "run.json").read_text())
+    assert "previous" in json.loads((broken / "run.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,10 @@ def test_each_stage_reads_samples_in_another_order(stages):
 def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
     (first, second, third), said = stages
     assert f"next stage of {second}/checkpoints/step-00000004, step 4;" in said
-    tokens = [json.loads((run / "run.json").read_text())["previous"] for run in (second, third)]
+    tokens = [
+        json.loads((run / "run.json").read_text(encoding="utf-8"))["previous"]
+        for run in (second, third)
+    ]
     before = [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
     assert [each["tokens"] for each in tokens] == before
     curve = over_stages(stages_of(load_run(third)), "train/loss")
@@ -130,7 +133,7 @@ def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
     assert curve.values.tolist() == pytest.approx([*chain(*losses)])
     assert [start for _, start in stages_of(load_run(third))] == [0, *before]
     assert main(["report", str(third)]) == 0
-    assert "Loss over all stages" in (third / "report.html").read_text()
+    assert "Loss over all stages" in (third / "report.html").read_text(encoding="utf-8")
 
 
 def router_biases(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -61,7 +61,10 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     marker = run / "requeue"
     assert marker.exists() == marked
     if marked:
-        assert json.loads(marker.read_text()) == {"signal": number.name, "step": step}
+        assert json.loads(marker.read_text(encoding="utf-8")) == {
+            "signal": number.name,
+            "step": step,
+        }
     again = ForkedRun([*words, f"steps={step + 2}", "run.allow_changes=[steps]"], 2, run)
     assert f"resumes from step {step}" in again.finish()
     assert not marker.exists()
@@ -96,7 +99,7 @@ def run_command(_: Fault, words: list[str]) -> int:
 @pytest.mark.parametrize("name", slow_but(["prepare"], ["prepare", "report", "export", "import"]))
 def test_command_prints_single_line_after_ctrl_c(tmp_path, monkeypatch, name):
     module = cli.module_of_command(name).rpartition(".")[2]
-    (tmp_path / "hanging.py").write_text(HANGING.format(module=module, name=name))
+    (tmp_path / "hanging.py").write_text(HANGING.format(module=module, name=name), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = ForkedRun([name, "plugins=[hanging]"], 1, tmp_path, main=run_command)
     process.wait_for(lambda: process.text() == "begun\n", "command")
@@ -111,14 +114,14 @@ def test_command_prints_single_line_after_ctrl_c(tmp_path, monkeypatch, name):
     ids=["train.py", "console script", "module"],
 )
 def test_ctrl_c_during_imports_prints_single_line(tmp_path, environment, words):
-    (tmp_path / "torch.py").write_text(SLEEP)
+    (tmp_path / "torch.py").write_text(SLEEP, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         words,
         env={**environment, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     assert process.stdout
     assert process.stdout.readline() == "begun\n"
@@ -131,7 +134,7 @@ def test_train_command_removes_stale_requeue_marker_of_finished_run(corpus, tmp_
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(words, 1, run).finish()
-    (run / "requeue").write_text("{}")  # a stale marker
+    (run / "requeue").write_text("{}", encoding="utf-8")  # a stale marker
     assert "is finished" in ForkedRun(words, 1, run).finish()
     assert not (run / "requeue").exists()
 
@@ -147,7 +150,10 @@ def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path, ranks)
     output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output
-    assert json.loads((run / "requeue").read_text()) == {"signal": "SIGUSR1", "step": None}
+    assert json.loads((run / "requeue").read_text(encoding="utf-8")) == {
+        "signal": "SIGUSR1",
+        "step": None,
+    }
 
 
 @pytest.mark.slow
@@ -174,7 +180,7 @@ def test_repeatedly_killed_run_resumes_bit_identically():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=880,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -33,7 +33,7 @@ def study_file(path: Path, tiny: list[str]) -> Path:
         "lr": {"grid": [1e-3, 2e-3], "seeds": [7], "steps": 2, "extend": 0},
         "rule": {"kind": "difference", "arm": "half", "against": "whole", "below": 0.0},
     }
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
@@ -64,7 +64,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
     for line, name in STOPS:
         process = subprocess.Popen(
             words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, start_new_session=True,
+            encoding="utf-8", start_new_session=True,
         )  # fmt: skip
         assert any(line in said for said in iter(process.stdout.readline, "")), line
         wait_for(lambda: any(out.rglob("config.yaml")), process, "begun run")
@@ -108,9 +108,14 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
         "the best of two learning rates is at an end of the grid"
     )
     assert {arm: f"{each['lr']:g}" for arm, each in found["arms"].items()} == at_the_end
-    losses = json.loads((out / "half-seed1" / "summary.json").read_text())["heldout_loss"]
+    losses = json.loads((out / "half-seed1" / "summary.json").read_text(encoding="utf-8"))[
+        "heldout_loss"
+    ]
     assert found["arms"]["half"]["values"]["1"] == losses
 
-    path.write_text(path.read_text().replace("half is better", "half is no worse"))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("half is better", "half is no worse"),
+        encoding="utf-8",
+    )
     result = command(words, tmp_path, environment)
     assert json.loads(result.out)["verdict"] == "exploratory"

@@ -24,7 +24,7 @@ def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subproces
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
 
@@ -47,7 +47,7 @@ def started(run: Path) -> int:
 
 
 def assert_finished(run: Path) -> None:
-    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == STEPS
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(set(steps))
     assert steps[-1] == STEPS
@@ -121,7 +121,7 @@ def test_sweep_reports_finished_runs_and_starts_no_other_run_after_ctrl_c(
 def test_submitit_sweep_on_two_ranks_reports_failed_run(tmp_path, tiny, environment, finished_run):
     obstacle = tmp_path / "outputs" / "mine" / "seed1"
     obstacle.parent.mkdir(parents=True)
-    obstacle.write_text("in the way")
+    obstacle.write_text("in the way", encoding="utf-8")
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
     words = ["-m", "seed=0,1", *tiny, *launcher, "run.sweep=mine"]
     result: Result = command(train_command(words), tmp_path, environment)
@@ -131,7 +131,7 @@ def test_submitit_sweep_on_two_ranks_reports_failed_run(tmp_path, tiny, environm
     assert re.search(rf"^outputs/mine/seed1 +FAILED, {reason}", result.out, re.M), result.out
     assert "Traceback" not in result.out + result.err
     run = tmp_path / "outputs" / "mine" / "seed0"
-    assert json.loads((run / "run.json").read_text())["ranks"] == 2
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] == 2
     assert [line["step"] for line in metrics(run)][-1] == 4
     logs = list((obstacle.parent / ".submitit").glob("*/*_log.out"))
-    assert any("2 x CPU" in log.read_text() for log in logs)
+    assert any("2 x CPU" in log.read_text(encoding="utf-8") for log in logs)

@@ -42,7 +42,10 @@ def test_task_scores_logged_in_training_match_scores_of_evaluate_command(place, 
 
 
 def read(run: Path) -> dict[int, dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {line["step"]: line for line in lines}
 
 
@@ -73,7 +76,9 @@ def test_train_refuses_invalid_task_setting(place, environment, words, said):
     run = place / "refused"
     for folder in ("arc", "piqa"):
         (place / folder).mkdir(exist_ok=True)
-        (place / folder / "test.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+        (place / folder / "test.jsonl").write_text(
+            '{"prompt": "a", "answer": "b"}\n', encoding="utf-8"
+        )
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 2, result

@@ -29,7 +29,7 @@ NO_PATHS = {
 def unusable_paths(place: Path) -> dict[str, str]:
     """Create files, links and directories in `place`; return unusable paths by description."""
     place.mkdir(parents=True, exist_ok=True)
-    (place / "file").write_text("a file")
+    (place / "file").write_text("a file", encoding="utf-8")
     if not (place / "loop").is_symlink():
         (place / "loop").symlink_to("loop")
     (place / "forbidden").mkdir(exist_ok=True)
@@ -110,11 +110,11 @@ def test_load_config_refuses_unusable_path_in_data_source_or_environment(
 def test_load_run_config_accepts_unusable_tokenizer_path(finished_run, tmp_path):
     from diffllm.config.saved import load_run_config
 
-    text = (finished_run / "config.yaml").read_text()
+    text = (finished_run / "config.yaml").read_text(encoding="utf-8")
     before, _, after = text.partition("\n  tokenizer: null\n")
     assert after
     (tmp_path / "config.yaml").write_text(
-        f"{before}\n  tokenizer: ~nosuchuser/tokenizer.model\n{after}"
+        f"{before}\n  tokenizer: ~nosuchuser/tokenizer.model\n{after}", encoding="utf-8"
     )
     assert load_run_config(tmp_path).data.tokenizer == "~nosuchuser/tokenizer.model"
 
@@ -170,6 +170,7 @@ POSITIONS = {
 def test_command_refuses_unusable_positional_path(tmp_path, environment, name):
     (tmp_path / "study.yaml").write_text(
         "claim: c\nbase: []\narms: {a: [], b: []}\nbaseline: a\nseeds: [0, 1]\n"
-        "rule: {kind: difference, arm: b, against: a, below: 0}\n"
+        "rule: {kind: difference, arm: b, against: a, below: 0}\n",
+        encoding="utf-8",
     )
     assert_refused(POSITIONS[name], "error: ", tmp_path, environment)

@@ -28,8 +28,8 @@ def save_next_checkpoint(run: Path) -> None:
     old, new = (run / "checkpoints" / f"step-{step:08d}" for step in (4, 8))
     if old.is_dir():
         old.rename(new)
-        state = (new / "state.json").read_text()
-        (new / "state.json").write_text(state.replace('"step": 4', '"step": 8'))
+        state = (new / "state.json").read_text(encoding="utf-8")
+        (new / "state.json").write_text(state.replace('"step": 4', '"step": 8'), encoding="utf-8")
         sign(new)
 
 

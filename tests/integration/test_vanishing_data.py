@@ -53,7 +53,7 @@ FAST = [("train cut off", 1, 0)]
 
 def samples(run: Path, rank: int) -> dict[int, list[str]]:
     """Return the samples of a rank by step; for a repeated step, the last."""
-    lines = (run / f"samples-{rank}.jsonl").read_text().splitlines()
+    lines = (run / f"samples-{rank}.jsonl").read_text(encoding="utf-8").splitlines()
     return {line["step"]: line["samples"] for line in map(json.loads, lines)}
 
 
@@ -83,7 +83,7 @@ def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
     process = start(Path(corpus), run, *words, ranks=ranks)
     process.wait_for(gate.reached, "step 3")
     DAMAGE[damage](directory)
-    gate.open()
+    gate.open(encoding="utf-8")
     line = the_error(process.finish(2))
     made = max(samples(run, 0))
     assert 3 <= made < STEPS  # the run still uses samples that are intact or already read
@@ -118,13 +118,13 @@ def test_damaged_heldout_tokens_stop_run_before_evaluation(workplace, tmp_path, 
     process = start(Path(corpus), run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the last evaluation")
     DAMAGE["heldout cut off"](directory)
-    gate.open()
+    gate.open(encoding="utf-8")
     assert "heldout-00000-00000.bin: truncated" in the_error(process.finish(2))
     shutil.rmtree(directory)
     shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
     finish(Path(corpus), run, *WORDS, ranks=ranks)
     losses = [
-        json.loads((path / "summary.json").read_text())["heldout_loss"]
+        json.loads((path / "summary.json").read_text(encoding="utf-8"))["heldout_loss"]
         for path in (run, undisturbed(workplace, ranks))
     ]
     assert losses[0] == losses[1]

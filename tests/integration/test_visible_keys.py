@@ -66,7 +66,10 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
         flops = model.flops_per_token(means[line["step"]])
         expected = flops * line["perf/tokens_per_s"] / PEAK
         assert line["perf/mfu"] * ranks[line["step"]] == pytest.approx(expected, rel=1e-12)
-    summary, facts = (json.loads((run / f"{name}.json").read_text()) for name in ("summary", "run"))
+    summary, facts = (
+        json.loads((run / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("summary", "run")
+    )
     mean = sum(keys) / (STEPS * queries)
     assert 1 < mean < (cfg.seq_len + 1) / 2 - 1
     assert summary["visible_keys"] == mean
@@ -105,5 +108,5 @@ def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus
         assert "data/visible_keys" not in line
         if "perf/mfu" in line:
             assert line["perf/mfu"] == flops * line["perf/tokens_per_s"] / 1 / PEAK
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["visible_keys"], summary["flops_per_token"]) == (None, flops)

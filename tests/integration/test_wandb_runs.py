@@ -55,15 +55,15 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
     for name in names:
         (pattern,) = [metric.name for metric in METRICS if covers(metric.name, name)]
         assert found.metrics[pattern].step_metric == "tokens"
-    final = json.loads((run / "summary.json").read_text())
+    final = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     for name in ("loss", "bits_per_byte", "tokens", "documents"):
         assert found.summary[f"heldout_{name}"] == final[f"heldout_{name}"]
 
     header, config = found.header, found.config
-    facts = json.loads((run / "run.json").read_text())
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     assert {name: config[name] for name in facts} == facts
     assert config["parameters"] > 1000
-    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     assert {name: config[name] for name in saved} == saved
     assert config["run"]["choices"]["attention"] == header.run_group == "diff_v2"
     assert config["run"]["choices"]["model"] == header.job_type == "tiny"
@@ -77,7 +77,7 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
 
 def service_of(parent: int) -> int:
     for pid in descendants(parent):
-        if Path(f"/proc/{pid}/comm").read_text().startswith("wandb-core"):
+        if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").startswith("wandb-core"):
             return pid
     raise AssertionError("wandb has no service")
 
@@ -90,14 +90,14 @@ def test_training_continues_after_wandb_service_is_killed(directory, corpus):
     process = start(corpus, run, *overrides)
     process.wait_for(gate.reached, "step 6")
     os.kill(service_of(process.pid()), signal.SIGKILL)
-    gate.open()
+    gate.open(encoding="utf-8")
     output = process.finish()
     said = said_of_wandb(output)
     assert "Traceback" not in output
     assert len(said) == 1, output
     assert "wandb stopped working, training continues" in said[0]
     assert [line["step"] for line in metrics(run)] == list(range(1, 13))
-    assert json.loads((run / "summary.json").read_text())["steps"] == 12
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 12
 
 
 SHARED = {"WANDB_NAME": "one-name", "WANDB_RUN_ID": "one-id", "WANDB_RUN_GROUP": "one-group"}
@@ -122,7 +122,9 @@ def test_resumed_run_keeps_wandb_id_of_first_start(tmp_path, corpus, monkeypatch
     (second,) = headers(run)
     assert [first.run_id, second.run_id] == ["one-id", "one-id"]
     assert [first.display_name, second.display_name] == ["one-name", "mine"]
-    recorded = json.loads((run / "run.json").read_text())["environment"]["variables"]
+    recorded = json.loads((run / "run.json").read_text(encoding="utf-8"))["environment"][
+        "variables"
+    ]
     assert recorded["WANDB_RUN_GROUP"] == second.run_group == "one-group"
 
 

@@ -54,5 +54,5 @@ def read(request: dict) -> dict:
 
 if __name__ == "__main__":
     requests, out = sys.argv[1:]
-    with open(requests) as file:
+    with open(requests, encoding="utf-8") as file:
         torch.save([read(request) for request in json.load(file)], out)

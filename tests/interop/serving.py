@@ -54,7 +54,7 @@ def logprobs_of(one) -> list[float]:
 
 if __name__ == "__main__":
     requests, out = sys.argv[1:]
-    with open(requests) as file:
+    with open(requests, encoding="utf-8") as file:
         results = [served(request) for request in json.load(file)]
-    with open(out, "w") as file:
+    with open(out, "w", encoding="utf-8") as file:
         json.dump(results, file)

@@ -94,7 +94,9 @@ def test_invalid_value_in_config_json_raises_error_with_key_name(key, value, sai
 def write(directory: Path, found: Layout, **changes: Any) -> Path:
     """Write a model directory with tensors of ones."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({**config_of(found), **changes}))
+    (directory / "config.json").write_text(
+        json.dumps({**config_of(found), **changes}), encoding="utf-8"
+    )
     ours = dict(without_storage(model_of(config_of(found))[1]).named_parameters())
     shapes = {tensor.name: tensor.of(ours).shape for tensor in found.exported}
     save_file({n: torch.ones(s) for n, s in shapes.items()}, directory / "model.safetensors")
@@ -145,7 +147,7 @@ def test_model_directory_refuses_fifo_as_weights_file(tmp_path, name):
 def test_model_directory_refuses_invalid_safetensors_index(tmp_path, index, said):
     path = write(tmp_path / "hf", LAYOUTS["llama"])
     (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_text(index)
+    (path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     with pytest.raises(CheckpointError, match=said):
         ModelDirectory(path)
 

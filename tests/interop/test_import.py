@@ -106,7 +106,7 @@ def test_commands_print_model_name_and_unknown_corpus_of_imported_run(tmp_path, 
     said = capsys.readouterr().out
     assert said.startswith(f"{run}, step-00000000, trained on an unknown corpus\n")
     assert main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
+    page = (run / "report.html").read_text(encoding="utf-8")
     assert "<dt>corpus</dt><dd>unknown</dd>" in page
     assert "stdlib" not in page
 
@@ -198,7 +198,9 @@ def test_perturb_argument_changes_only_second_query_head_of_each_pair(make_run, 
 
 def changed_config(directory: Path, **values: object) -> None:
     file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text(encoding="utf-8")), **values}), encoding="utf-8"
+    )
 
 
 def changed_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

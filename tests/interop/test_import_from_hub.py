@@ -23,7 +23,7 @@ def test_import_from_hub_downloads_no_code_or_pickle_file(make_run, tmp_path, re
     assert main(["export", f"run={run}", f"out={repository}", "max_shard_size=100KB"]) == 0
     (repository / "pytorch_model.bin").write_bytes(b"not to be fetched")
     words = [sys.executable, str(HUB), str(repository), "no file", str(tmp_path / "log")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
             address = f"http://127.0.0.1:{int(server.stdout.readline())}"
@@ -36,16 +36,16 @@ def test_import_from_hub_downloads_no_code_or_pickle_file(make_run, tmp_path, re
             for i, (name, code) in enumerate(asked_for.items()):
                 ended = subprocess.run(
                     [*command, f"hf={name}", f"out=back-{i}"],
-                    env=environment, cwd=tmp_path, capture_output=True, text=True,
+                    env=environment, cwd=tmp_path, capture_output=True, encoding="utf-8",
                 )  # fmt: skip
                 assert ended.returncode == code, ended.stderr
             assert ended.stderr.startswith("error: hf=nobody/nothing is not a directory, and")
             assert ended.stderr.count("\n") == 1
         finally:
             server.kill()
-    facts = json.loads((tmp_path / "back-0" / "run.json").read_text())["imported"]
+    facts = json.loads((tmp_path / "back-0" / "run.json").read_text(encoding="utf-8"))["imported"]
     assert (facts["from"], facts["revision"]) == (NAME, SHA)
-    asked = (tmp_path / "log").read_text()
+    asked = (tmp_path / "log").read_text(encoding="utf-8")
     assert "modeling_diffllm.py" not in asked
     assert "pytorch_model.bin" not in asked
     mine, theirs = (diffllm.load_model(path)[0] for path in (run, tmp_path / "back-0"))

@@ -57,7 +57,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 def section() -> str:
     """Return the section of docs/evaluation.md about lm-eval."""
-    return PAGE.read_text().partition("## lm-evaluation-harness\n")[2].partition("\n## ")[0]
+    return (
+        PAGE.read_text(encoding="utf-8")
+        .partition("## lm-evaluation-harness\n")[2]
+        .partition("\n## ")[0]
+    )
 
 
 def command(start: str) -> list[str]:
@@ -72,18 +76,20 @@ def write_tasks(directory: Path) -> None:
     """Write the documented task, a task of each other kind of request, and their documents."""
     directory.mkdir()
     (documented,) = re.findall(r"^```yaml\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
-    (directory / "mine.yaml").write_text(documented)
+    (directory / "mine.yaml").write_text(documented, encoding="utf-8")
     for task in (TEXTS, ENDED, CONTINUED):
         files = {"data_files": {"test": f"tasks/{task['task']}.jsonl"}}
         content = json.dumps({**task, "dataset_kwargs": files})  # JSON is valid YAML
-        (directory / f"{task['task']}.yaml").write_text(content)
+        (directory / f"{task['task']}.yaml").write_text(content, encoding="utf-8")
     for name, rows in ROWS.items():
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (directory / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
 
 
 def samples(directory: Path, task: str) -> list[dict[str, Any]]:
     (file,) = directory.rglob(f"samples_{task}_*.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return sorted(lines, key=lambda line: line["doc_id"])
 
 
@@ -129,7 +135,11 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
     offline = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     for words in (command("diffllm export"), [*evaluation, *more]):
         ended = subprocess.run(
-            words, cwd=tmp_path, env={**os.environ, **offline}, capture_output=True, text=True
+            words,
+            cwd=tmp_path,
+            env={**os.environ, **offline},
+            capture_output=True,
+            encoding="utf-8",
         )
         assert ended.returncode == 0, ended.stderr[-3000:]
     found = {task: samples(tmp_path / "out", task) for task in ROWS}
@@ -156,7 +166,11 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
 
 
 def test_lm_eval_contains_every_task_on_claims_page():
-    text = (PAGE.parent / "claims.md").read_text().partition("\n## Downstream tasks\n")[2]
+    text = (
+        (PAGE.parent / "claims.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Downstream tasks\n")[2]
+    )
     rows = [line.split("|")[3] for line in text.splitlines() if line.startswith("|")]
     names = {name for row in rows[2:] for name in row.strip(" `").split(",")}
     assert {"hellaswag", "longbench_qasper", "gsm8k"} <= names

@@ -277,14 +277,14 @@ def test_modeling_file_raises_value_error_for_unsupported_rope_settings(rope, sa
 def test_modeling_file_raises_import_error_if_transformers_is_too_old(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     assert config["transformers_version"] == "5.4.0"
     code = (
         "import sys, transformers; transformers.__version__ = '5.3.1'; "
         "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)"
     )
     command = [sys.executable, "-c", code, str(directory)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert done.stderr.splitlines()[-1] == (
         "ImportError: transformers 5.3.1 is too old for modeling_diffllm.py: "
         "pip install 'transformers>=5.4'"

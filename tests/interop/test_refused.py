@@ -32,7 +32,7 @@ def test_export_and_import_leave_no_files_if_disk_is_full(make_run, tmp_path, ca
 
 def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     for words, said in (
         ([f"run={run}", f"out={run}"], "already exists"),
         ([f"run={run}", f"out={tmp_path / 'file' / 'hf'}"], "Not a directory"),
@@ -51,7 +51,7 @@ def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, c
 
 def test_import_removes_leftover_files_of_earlier_killed_import(make_run, tmp_path):
     (tmp_path / "out" / ".i.partial" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "out" / ".i.lock").write_text("")
+    (tmp_path / "out" / ".i.lock").write_text("", encoding="utf-8")
     run = make_run("run", "attention=diff_v2")
     assert main(["import", f"hf={run}", f"out={tmp_path / 'out' / 'i'}"]) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["i"]

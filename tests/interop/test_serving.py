@@ -60,13 +60,13 @@ def test_log_probabilities_from_vllm_match_original_run(exported, tmp_path):
         {"directory": str(exported(name)), "prompts": asked, "compiled": name in COMPILED}
         for name in SERVED
     ]
-    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    (tmp_path / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
     script = str(Path(__file__).with_name("serving.py"))
     command = [PYTHON, script, str(tmp_path / "requests.json"), str(tmp_path / "out.json")]
-    with open(tmp_path / "said", "w") as said:
+    with open(tmp_path / "said", "w", encoding="utf-8") as said:
         ended = subprocess.run(command, cwd=tmp_path, stdout=said, stderr=said)
-    assert ended.returncode == 0, (tmp_path / "said").read_text()[-3000:]
-    results = json.loads((tmp_path / "out.json").read_text())
+    assert ended.returncode == 0, (tmp_path / "said").read_text(encoding="utf-8")[-3000:]
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     room = {}
     for name, result in zip(SERVED, results, strict=True):
         model, _ = diffllm.load_model(tmp_path / name)

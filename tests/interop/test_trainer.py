@@ -23,9 +23,9 @@ def test_transformers_trainer_reduces_loss_of_exported_model_in_ten_steps(make_r
     script, out = str(Path(__file__).with_name("training.py")), tmp_path / "out.json"
     directories = [str(tmp_path / "hf" / name) for name in CASES]
     command = [sys.executable, script, *directories, str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
-    for name, found in zip(CASES, json.loads(out.read_text()), strict=True):
+    for name, found in zip(CASES, json.loads(out.read_text(encoding="utf-8")), strict=True):
         losses = found["losses"]
         assert len(losses) == 10, name
         assert losses[-1] < losses[0] - 1, (name, losses)

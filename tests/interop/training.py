@@ -65,5 +65,5 @@ def same_gradients(directory: str) -> dict:
 
 if __name__ == "__main__":
     *directories, out = sys.argv[1:]
-    with open(out, "w") as file:
+    with open(out, "w", encoding="utf-8") as file:
         json.dump([trained(directory) for directory in directories], file)

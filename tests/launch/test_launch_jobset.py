@@ -13,7 +13,7 @@ MANIFEST = ROOT / "launch" / "jobset.yaml"
 
 
 def job_spec() -> dict:
-    manifest = yaml.safe_load(MANIFEST.read_text())
+    manifest = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
     assert manifest["kind"] == "JobSet"
     (replicated,) = manifest["spec"]["replicatedJobs"]
     assert replicated["name"] == "node"
@@ -38,7 +38,7 @@ def test_jobset_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0
-    heard = json.loads(seen.read_text())
+    heard = json.loads(seen.read_text(encoding="utf-8"))
     given = heard[heard.index("train") + 1 :]
     assert given == [f"run.dir={env['RUN_DIR']}", *pod["args"], *AWKWARD]
     assert "--nnodes=2" in heard
@@ -49,7 +49,7 @@ def test_jobset_manifest_fields_are_consistent() -> None:
     job = job_spec()
     env = {entry["name"]: entry["value"] for entry in container()["env"]}
     assert job["completions"] == job["parallelism"] == int(env["NNODES"])
-    name = yaml.safe_load(MANIFEST.read_text())["metadata"]["name"]
+    name = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))["metadata"]["name"]
     assert env["RDZV_ENDPOINT"].partition(":")[0] == f"{name}-node-0-0.{name}"
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container()["volumeMounts"]} == volumes

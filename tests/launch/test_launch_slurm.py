@@ -33,8 +33,12 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
     )
     done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=PATIENCE_S)
     asked = directory / "scontrol.json"
-    scontrol = json.loads(asked.read_text()) if asked.exists() else None
-    return done.returncode, json.loads((directory / "srun.json").read_text()), scontrol
+    scontrol = json.loads(asked.read_text(encoding="utf-8")) if asked.exists() else None
+    return (
+        done.returncode,
+        json.loads((directory / "srun.json").read_text(encoding="utf-8")),
+        scontrol,
+    )
 
 
 def test_slurm_script_passes_config_overrides_unchanged(tmp_path):

@@ -48,7 +48,7 @@ def environment_with(path: Path, **variables: str) -> dict[str, str]:
 def fake(directory: Path, name: str, script: str) -> None:
     directory.mkdir(exist_ok=True)
     file = directory / name
-    file.write_text(f"#!{sys.executable}\n{script}")
+    file.write_text(f"#!{sys.executable}\n{script}", encoding="utf-8")
     file.chmod(0o755)
 
 
@@ -60,7 +60,7 @@ def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -
     seen = tmp_path / "seen.json"
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
     subprocess.run([script, *words], env=env, cwd=tmp_path, check=True, timeout=PATIENCE_S)
-    return json.loads(seen.read_text())
+    return json.loads(seen.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s[hb]*")), ids=lambda p: p.name)
@@ -109,7 +109,7 @@ def test_launch_script_starts_no_process_if_requirement_is_missing(
     env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(seen))
     env["PATH"] = f"{tmp_path / 'bin'}:/usr/bin:/bin"  # Hides the installed torchrun.
     words = ["bash", script, "a b=1"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(words, env=env, capture_output=True, encoding="utf-8", timeout=PATIENCE_S)
     assert done.returncode == 2
     assert message.format(script=script) in done.stderr
     assert done.stderr.count("\n") == 1
@@ -138,7 +138,7 @@ def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
     done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=PATIENCE_S)
     assert done.returncode == expected
-    given = json.loads(seen.read_text())
+    given = json.loads(seen.read_text(encoding="utf-8"))
     assert given[given.index("train") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
 
 
@@ -149,7 +149,7 @@ def started(words: list[str], **variables: str) -> subprocess.Popen:
         cwd="/",
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
 
@@ -199,7 +199,7 @@ def test_torchrun_ends_if_script_receives_signal_before_workers_start(tmp_path):
     )
     seen = tmp_path / "seen"
     env = environment_with(tmp_path / "bin", SEEN=str(seen))
-    process = subprocess.Popen([SCRIPT], env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([SCRIPT], env=env, stdout=subprocess.PIPE, encoding="utf-8")
     wait_for(seen.exists, process, "torchrun")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM

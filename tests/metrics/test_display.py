@@ -76,7 +76,7 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     to_stderr("warning: after it")
     log.close()
     to_stderr("warning: of another run")
-    lines = (tmp_path / "run.log").read_text().splitlines()
+    lines = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
     assert lines == [
         "before",
         "warning: next to the bar",

@@ -25,7 +25,7 @@ def strict(text: str) -> Any:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n")
     return [strict(line) for line in text.splitlines()]
 
@@ -99,13 +99,13 @@ def test_metrics_file_writes_missing_lines_after_disk_space_is_freed(tmp_path, c
         (ballast := disk / "ballast").write_bytes(b"0" * 56 * 1024)
         for step in range(2, 200):
             file.write({"step": step, "text": "x" * 100})
-        written = (disk / "metrics.jsonl").read_text().splitlines()
+        written = (disk / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(written) < 199, "the disk was not full"
         assert all(json.loads(line) for line in written), "a line is incomplete"
         ballast.unlink()
         file.write({"step": 200})
         file.close()
-        lines = (disk / "metrics.jsonl").read_text().splitlines()
+        lines = (disk / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, 201))
         said = capfd.readouterr().err
         assert said.count("warning: ") == 1
@@ -128,7 +128,7 @@ def test_close_method_prints_number_of_unwritten_metrics_lines(tmp_path, monkeyp
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 1}\n'
     assert "cannot write" in said[0]
     assert "the last 2 lines of " in said[1]
     assert len(said) == 2

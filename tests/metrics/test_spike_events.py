@@ -21,7 +21,7 @@ from tiers import slow_but
 
 from diffllm.metrics.spikes import EventCounter, as_normal
 
-PAGE = (Path(__file__).parents[2] / "docs" / "spikes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "spikes.md").read_text(encoding="utf-8")
 NOISE = {"0.4 nats": ("micro_standard", "micro_diff_v2"), "0.2 nats": ("tiny_gated",)}
 """Runs by the standard deviation of losses between steps."""
 LAWS = {"normal": 500, "descent": 100, "log-normal": 100, "t(5)": 25}

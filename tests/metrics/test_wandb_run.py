@@ -291,7 +291,7 @@ def test_killed_or_stopped_wandb_service_does_not_block_run(tmp_path, name, line
     done = subprocess.run(
         [sys.executable, "-c", SERVICE, str(tmp_path), name],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         env=env,
         timeout=PATIENCE_S,
     )

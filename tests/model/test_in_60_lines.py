@@ -10,7 +10,7 @@ import torch
 from diffllm import load_config
 from diffllm.model import build_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "in_60_lines.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "in_60_lines.md").read_text(encoding="utf-8")
 CODE, PRINTED = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
 T, D, H, d = 5, 16, 4, 4
 

@@ -306,7 +306,9 @@ def test_flash_backend_raises_config_error_for_float32_or_missing_package(
 def test_flash_attn_import_error_raises_config_error_with_reason(monkeypatch, tmp_path):
     """For example, a package built for another version of torch."""
     (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    (tmp_path / "flash_attn" / "__init__.py").write_text(
+        "raise ImportError('undefined symbol')", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(kernels, "capability", lambda device, c=capability: c)

@@ -112,7 +112,7 @@ class ForkedRun:
         """
         self.wait_for(gate.reached, "gate")
         self.signal(number, *ranks)
-        gate.open()
+        gate.open(encoding="utf-8")
         first, *others = self.codes()
         assert first == (130 if number == signal.SIGINT else 0), self.text()
         assert not any(others), f"{others}: {self.text()}"
@@ -124,7 +124,7 @@ class ForkedRun:
         if saved:
             self.wait_for(saved.exists, "checkpoint")
         self.kill()
-        gate.open()
+        gate.open(encoding="utf-8")
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(len(self.processes)):
@@ -152,7 +152,7 @@ class ForkedRun:
 
     def text(self) -> str:
         """Return the output of all ranks, one after the other."""
-        return "".join(Path(file).read_text() for file in self.said)
+        return "".join(Path(file).read_text(encoding="utf-8") for file in self.said)
 
 
 class Gate:
@@ -167,7 +167,7 @@ class Gate:
         self.file.touch()
 
     def reached(self) -> bool:
-        return self.file.read_text() == "reached"
+        return self.file.read_text(encoding="utf-8") == "reached"
 
     def open(self) -> None:
         self.file.unlink()
@@ -213,7 +213,7 @@ def forked_call(
         process = forked(_process, (main, (words,), dict(environment), str(cwd), files))
         process.start()
         process.join(PATIENCE_S)
-        out, err = (Path(file).read_text() for file in files)
+        out, err = (Path(file).read_text(encoding="utf-8") for file in files)
         if process.exitcode is None:
             process.kill()
             raise AssertionError(f"still running after {PATIENCE_S} s: {out}{err}")
@@ -248,8 +248,8 @@ def _process(
         opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     torch.set_num_threads(1)
     # Start method of the data loader. Workers of a forkserver would survive this process.
     multiprocessing.set_start_method("fork", force=True)
@@ -335,7 +335,7 @@ def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]
     """Return {(samples file of a rank, step): [(*samples, loss) of each execution of the step]}."""
     seen: dict[tuple[str, int], list[tuple[object, ...]]] = {}
     for file in directory.glob("samples-*.jsonl"):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):  # a kill cut the line, and the step is repeated
                 entry = json.loads(line)
                 found = (*entry["samples"], entry["loss"])
@@ -346,21 +346,21 @@ def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]
 def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
     """Write {column: text, "n": index} for each text, as JSON lines."""
     lines = [json.dumps({column: text, "n": i}) for i, text in enumerate(texts)]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
     """Return the complete lines of a run's metrics.jsonl; empty before the first step."""
     file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def write_corpus(directory: Path) -> Path:
     """Write 400 documents of arithmetic prose as JSON lines."""
     path = directory / "corpus.jsonl"
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         for i in range(400):
             words = " ".join(f"{i % 7} times {k} is {i % 7 * k}, so" for k in range(i % 13 + 4))
             file.write(json.dumps({"text": f"Document {i}: {words} the end.\n"}) + "\n")
@@ -407,7 +407,7 @@ def descendants(parent: int, deep: bool = True) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            ppid = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            ppid = int((path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
             children.setdefault(ppid, []).append(int(path.name))
     found = list(children.get(parent, []))
     for pid in found if deep else []:
@@ -502,7 +502,7 @@ def command(
         cwd=cwd,
         env=dict(env),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=timeout,
         stdin=subprocess.DEVNULL,
     )

@@ -99,7 +99,7 @@ def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(b"no index")
     state = {"format": FORMAT, "step": step, "parameters": {}, "ranks": 1, "loop": loop_of(step)}
-    (path / "state.json").write_text(json.dumps({**state, **parts}))
+    (path / "state.json").write_text(json.dumps({**state, **parts}), encoding="utf-8")
     sign(path)
     return path
 

@@ -71,7 +71,7 @@ def main(fault: Fault, words: list[str]) -> int:
         line = {"step": step + 1, "samples": seen, "loss": out.nll.item()}
         with (
             contextlib.suppress(FileNotFoundError),  # a test may remove the run directory
-            open(samples / f"samples-{rank}.jsonl", "a") as log,
+            open(samples / f"samples-{rank}.jsonl", "a", encoding="utf-8") as log,
         ):
             log.write(json.dumps(line) + "\n")
         return out
@@ -145,7 +145,7 @@ def noted(batches: Iterator[Any], seen: list[str]) -> Iterator[Any]:
 def wait_at_gate(gate: Path) -> None:
     """Write "reached" into the gate's file, and wait until a test removes the file."""
     while gate.exists():
-        with contextlib.suppress(FileNotFoundError), open(gate, "r+") as file:
+        with contextlib.suppress(FileNotFoundError), open(gate, "r+", encoding="utf-8") as file:
             file.write("reached")
         time.sleep(0.005)
 

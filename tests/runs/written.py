@@ -141,7 +141,9 @@ def write_run(
     tokens = cfg.global_batch_size * cfg.seq_len
     if lines is None:
         lines = metric_lines(10 if loss is None else cfg.steps, tokens, loss or 5.0)
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     if loss is not None:
         done = {
             "variant": cfg.run.choices["attention"],
@@ -204,7 +206,7 @@ def study_file(path: Path, rule: str, **more: str) -> Study:
         "unequal": "[parameters, flops]",
         **more,
     }
-    path.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    path.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()), encoding="utf-8")
     return load_study(path)
 
 
@@ -233,7 +235,9 @@ def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts:
         }
         for step in (10, cfg.steps)
     ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     summary = {
         "steps": cfg.steps,
         "tokens": cfg.steps * tokens,
@@ -302,8 +306,8 @@ def write_weights(run: Path, tokenizer: bytes, *words: str) -> Path:
 def write_untrained(run: Path, cfg: TrainConfig, model: Transformer, facts: dict[str, str]) -> None:
     """Write a run with config, facts and model, but without metrics and tokenizer."""
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
-    (run / "run.json").write_text(json.dumps(facts))
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
+    (run / "run.json").write_text(json.dumps(facts), encoding="utf-8")
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tensors = {**parameters, **model.router_state()}
     write_parameters(run / "checkpoints", tensors, list(parameters))
@@ -313,7 +317,7 @@ def write_repeating(directory: Path, documents: int = 120) -> Path:
     """Write documents with repeated words, a few to a few hundred tokens long."""
     rng = random.Random(0)
     path = directory / "corpus.jsonl"
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         for i in range(documents):
             words = ["".join(rng.choices("abcdefgh", k=3)) for _ in range(4)]
             text = " ".join(rng.choices(words, k=3 + i % 40))

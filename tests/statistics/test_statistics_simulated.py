@@ -102,7 +102,7 @@ def test_power_of_students_t_test_equals_published_table(sd, gap, seeds, power):
 
 
 def test_documented_tables_of_power_and_p_values_match_code():
-    text = PAGE.read_text() + PAGE.with_name("power.md").read_text()
+    text = PAGE.read_text(encoding="utf-8") + PAGE.with_name("power.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\d.]+)[^|]* \| (0.*) \| (\d+) seeds \|$", text, re.M)
     assert len(rows) == 4
     for gap, cells, least in rows:
@@ -178,7 +178,9 @@ def covered(seeds, draws, documents=2, document_sd=0.0):
 
 def coverage_of_the_page():
     """Return {seeds: (only seeds vary, documents vary too)} from docs/statistics.md."""
-    rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| \w+ \|$", PAGE.read_text(), re.M)
+    rows = re.findall(
+        r"^\| (\d+) \| (\d+)% \| (\d+)% \| \w+ \|$", PAGE.read_text(encoding="utf-8"), re.M
+    )
     return {int(seeds): (int(worst) / 100, int(with_) / 100) for seeds, worst, with_ in rows}
 
 

@@ -106,6 +106,6 @@ def test_machine_memory_respects_lowest_limit_of_control_groups(group, limits, e
     for name, text in files.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     physical = machine_memory(tmp_path / "missing")
     assert machine_memory(tmp_path) == (expected or physical)

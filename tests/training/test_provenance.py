@@ -12,7 +12,7 @@ from diffllm.training.process import command, git_state, provenance
 def git(directory: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     done = subprocess.run(
-        ["git", "-C", directory, *who, *words], check=True, capture_output=True, text=True
+        ["git", "-C", directory, *who, *words], check=True, capture_output=True, encoding="utf-8"
     )
     return done.stdout.strip()
 
@@ -21,15 +21,15 @@ def test_git_state_returns_commit_and_detects_uncommitted_changes(tmp_path):
     git(tmp_path, "init")
     package = tmp_path / "package"
     package.mkdir()
-    (package / "code.py").write_text("a = 1\n")
+    (package / "code.py").write_text("a = 1\n", encoding="utf-8")
     assert git_state(package) is None  # The package has no tracked files yet.
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
     commit = git(tmp_path, "rev-parse", "HEAD")
     assert git_state(package) == {"commit": commit, "dirty": False}
-    (package / "other.py").write_text("b = 1\n")
+    (package / "other.py").write_text("b = 1\n", encoding="utf-8")
     assert git_state(package) == {"commit": commit, "dirty": False}
-    (package / "code.py").write_text("a = 2\n")
+    (package / "code.py").write_text("a = 2\n", encoding="utf-8")
     assert git_state(package) == {"commit": commit, "dirty": True}
 
 

@@ -46,7 +46,7 @@ def begun(tmp_path: Path, tokenizer: Path) -> Path:
     directory = RunDirectory(tmp_path / "run", tiny())
     directory.check()
     directory.begin(tokenizer)
-    (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (directory.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     write_checkpoint(directory.path / "checkpoints", 1)
     directory.lock.release()
     return directory.path
@@ -64,7 +64,7 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_refused_run_directory_contains_no_lock_file(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("another's")
+    (tmp_path / "metrics.jsonl").write_text("another's", encoding="utf-8")
     directory = RunDirectory(tmp_path, tiny())
     with pytest.raises(ConfigError, match=r"but no config\.yaml"):
         directory.check()
@@ -185,7 +185,7 @@ MATCHED = ("attention=standard", "model.match_params_to=diff_v2")
 def matched(tmp_path: Path, tokenizer: Path) -> Path:
     directory = RunDirectory(tmp_path / "matched", tiny(*MATCHED))
     directory.begin(tokenizer)
-    (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (directory.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     directory.lock.release()
     return directory.path
 
@@ -257,7 +257,7 @@ def test_new_unnamed_run_in_existing_sweep_raises_config_error(tmp_path, monkeyp
     cfg = tiny("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")
     Path("outputs/first").mkdir(parents=True)
-    Path("outputs/first/sweep.json").write_text("{}")
+    Path("outputs/first/sweep.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run\.sweep=first already exists; to resume .* add -m"):
         choose_path(cfg)
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
@@ -277,16 +277,20 @@ def test_new_run_refuses_name_that_older_version_read_as_number(
     monkeypatch.chdir(tmp_path)
     assert choose_path(tiny(word))
     Path(former).mkdir(parents=True)
-    (Path(former) / "run.json").write_text(json.dumps({"command": f"train.py {word} seed=0"}))
+    (Path(former) / "run.json").write_text(
+        json.dumps({"command": f"train.py {word} seed=0"}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=f"to resume, set {re.escape(corrected)};"):
         choose_path(tiny(word))
     assert choose_path(tiny(corrected))
-    (Path(former) / "run.json").write_text(json.dumps({"command": f"train.py {corrected}"}))
+    (Path(former) / "run.json").write_text(
+        json.dumps({"command": f"train.py {corrected}"}), encoding="utf-8"
+    )
     assert choose_path(tiny(word))
 
 
 def test_run_directory_without_write_access_is_refused(tmp_path):
-    (tmp_path / "file").write_text("not a directory")
+    (tmp_path / "file").write_text("not a directory", encoding="utf-8")
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     for path in (tmp_path / "file" / "run", tmp_path / "run", Path("/proc/sys/run")):
         with pytest.raises(ConfigError, match="cannot be written"):

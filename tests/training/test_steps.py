@@ -11,7 +11,9 @@ from diffllm.data.sequences import sequences_in
 @pytest.fixture
 def corpus(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {n} of a text, {n * n} words long" for n in range(3000)))
+    text.write_text(
+        "\n".join(f"line {n} of a text, {n * n} words long" for n in range(3000)), encoding="utf-8"
+    )
     return [
         "data=files", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "data.sample_by=line",
         "data.vocab_size=300", "model=tiny", "seq_len=32", "global_batch_size=4",

@@ -117,5 +117,7 @@ def write_safetensors(
         shutil.copymode(checkpoint / "state.json", directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (directory / f"{stem}.safetensors.index.json").write_text(
+            json.dumps(index, indent=2), encoding="utf-8"
+        )
     return int(split.metadata["total_size"])

@@ -22,7 +22,7 @@ CORPUS = (
     "data.source", "data.dataset", "data.name", "data.split", "data.revision", "data.paths",
     "data.text_column", "data.sample_by",
 )  # fmt: skip
-TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
+TOKENIZER = ("data.tokenizer", "data.eos_token", "data.vocab_size", "data.tokenizer_sample_bytes")
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
 HELDOUT_SPLIT = "heldout_split_tokens"

@@ -276,7 +276,7 @@ def comparison_id(directory: Path) -> str:
     """
     file = directory / ".wandb-id"
     with suppress(OSError, UnicodeDecodeError):
-        stored = file.read_text().strip()
+        stored = file.read_text(encoding="utf-8").strip()
         if re.fullmatch(r"[0-9a-f]{8}", stored):
             return stored
     run_id = new_id()

@@ -209,7 +209,7 @@ def in_queue(job_id: str) -> bool:
     """
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True)
+        answer = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(
             f"squeue cannot be run for job {job_id}: {error.strerror}; "

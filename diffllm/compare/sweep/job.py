@@ -125,8 +125,8 @@ class JobProcess:
         self.signalled = True
 
     def _note(self, text: str) -> None:
-        with contextlib.suppress(OSError), os.fdopen(open_to_append(self.log), "a") as log:
-            log.write(f"{text}\n")
+        with contextlib.suppress(OSError), os.fdopen(open_to_append(self.log), "ab") as log:
+            log.write(os.fsencode(f"{text}\n"))
 
     def wait(self) -> Ending:
         code = self.child.wait()

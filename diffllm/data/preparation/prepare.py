@@ -22,7 +22,7 @@ from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.text.skipped import report_skipped
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenizer import MODEL, Tokenizer, check_tokenizer, located
+from diffllm.data.tokenizer import FAST, MODEL, Tokenizer, check_tokenizer, located
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 DIVISION = "in parts"
@@ -121,7 +121,7 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
         tokenizer_key = tokenizer_path.parent.name
     else:
         tokenizer_path = located(cfg.tokenizer)
-        tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
+        tokenizer_key = Tokenizer.from_file(tokenizer_path, cfg.eos_token).pieces_hash
     what = [FORMAT_VERSION, DIVISION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
@@ -132,10 +132,24 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
+    tokenizer = Tokenizer.from_file(tokenizer_path, cfg.eos_token)
+    if tokenizer.spells_eos:
+        raise DataError(
+            f"data.tokenizer={tokenizer_path}: the text {tokenizer.eos_token!r} encodes to the "
+            "EOS, so a document that contains this text would be cut there; declare the EOS "
+            f"special in {FAST}, or set data.eos_token to a special token"
+        )
     if corpus.parts_for:
-        corpus = replace(corpus, list_parts=partial(corpus.parts_for, tokenizer_path))
-    fraction = cfg.heldout_fraction
-    TokensJob(pieces or corpus, tokenizer_path, fraction, directory, bool(pieces)).build(how)
+        corpus = replace(corpus, list_parts=partial(corpus.parts_for, tokenizer))
+    job = TokensJob(
+        pieces or corpus,
+        tokenizer_path,
+        cfg.heldout_fraction,
+        directory,
+        cut=bool(pieces),
+        eos_token=cfg.eos_token,
+    )
+    job.build(how)
     return TokenData(directory)
 
 

@@ -43,6 +43,7 @@ class TokensJob:
 
     If `cut` is false, about `heldout_fraction` of the documents are held out. If `cut` is true, the
     corpus parts contain pieces of a single document, and all pieces of the last part are held out.
+    `eos_token` is the EOS; None: the EOS that the files of the tokenizer name.
     """
 
     corpus: Corpus
@@ -50,6 +51,7 @@ class TokensJob:
     heldout_fraction: float
     final: Path
     cut: bool = False
+    eos_token: str | None = None
 
     @cached_property
     def partial(self) -> Path:
@@ -71,7 +73,7 @@ class TokensJob:
             tokens = self.partial / "tokens"
             tokens.mkdir(parents=True, exist_ok=True)
             report_skipped(self.corpus.skipped, tokens, self.final)
-            write_tokenizer(self.tokenizer, tokens)
+            write_tokenizer(self.tokenizer, tokens, self.eos_token)
             tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
             below = math.floor(self.heldout_fraction * 2**64) - HALF
             encoding = Encoding(self.corpus, tokenizer, self.partial, below, self.cut)

@@ -11,6 +11,7 @@ from diffllm.core.registry import SOURCES
 from diffllm.data.config import DataConfig
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.text.skipped import Skipped
+from diffllm.data.tokenizer import Tokenizer
 
 ROWS = 256
 TEXT_TYPES = ("string", "large_string", "string_view")
@@ -66,7 +67,7 @@ class Corpus:
         skipped_empty: number of skipped files that are empty or contain only whitespace.
         skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
         skipped: skipped files of the directories in data.paths, with reasons.
-        parts_for: if the texts depend on the tokenizer, lists the parts for a tokenizer file;
+        parts_for: if the texts depend on the tokenizer, lists the parts for a tokenizer;
             otherwise None.
     """
 
@@ -79,7 +80,7 @@ class Corpus:
     skipped_undecodable: int = 0
     skipped: Skipped = field(default_factory=dict)
     has_prompts: bool = False
-    parts_for: Callable[[Path], Sequence[Part]] | None = None
+    parts_for: Callable[[Tokenizer], Sequence[Part]] | None = None
 
     @cached_property
     def parts(self) -> Sequence[Part]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from diffllm.core.bounds import bounded
@@ -68,11 +67,11 @@ class SyntheticConfig(DataConfig):
 
 
 def read_examples(
-    cfg: SyntheticConfig, level: Level, number: int, tokenizer: Path | None
+    cfg: SyntheticConfig, level: Level, number: int, tokenizer: Tokenizer | None
 ) -> Iterator[TextBatch]:
     examples = min(A_PART, cfg.examples - number * A_PART)
     seed = f"training/{cfg.task_seed}/{number}"
-    count = Tokenizer.from_file(tokenizer).count if tokenizer else words_of
+    count = tokenizer.count if tokenizer else words_of
     for *before, answer in TASKS[cfg.task].documents(level, examples, seed, count):
         if cfg.answers_only:
             yield TextBatch([answer], [before])
@@ -103,7 +102,7 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     settings = [f"{key}={value}" for key, value in sorted(level.items())]
     what = ["synthetic", str(VERSION), cfg.task, *settings, str(cfg.examples), str(cfg.task_seed)]
 
-    def parts(tokenizer: Path | None = None) -> list[Part]:
+    def parts(tokenizer: Tokenizer | None = None) -> list[Part]:
         return [
             Part(f"{cfg.task}, part {i + 1}", 0, partial(read_examples, cfg, level, i, tokenizer))
             for i in range(-(-cfg.examples // A_PART))

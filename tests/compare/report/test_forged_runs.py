@@ -44,14 +44,16 @@ def test_out_of_range_number_in_run_file_is_read_as_none(tmp_path: Path, value: 
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
-    (tmp_path / "summary.json").write_text(f'{{"steps": 1, "heldout_loss": {value}}}')
+    (tmp_path / "summary.json").write_text(
+        f'{{"steps": 1, "heldout_loss": {value}}}', encoding="utf-8"
+    )
     assert read_record(tmp_path / "summary.json") == {"steps": 1, "heldout_loss": None}
     assert ended_loss(tmp_path) == math.inf
 
 
 @pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])
 def test_read_record_raises_error_for_impossible_value_in_run_json(tmp_path: Path, fact: str):
-    (tmp_path / "run.json").write_text(f"{{{fact}}}")
+    (tmp_path / "run.json").write_text(f"{{{fact}}}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=f"has no usable {fact.split(chr(34))[1]}"):
         read_record(tmp_path / "run.json")
 
@@ -116,9 +118,9 @@ def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
     """Return a change that replaces fields of a JSON file; a callable gets the run's number."""
 
     def change(run: Path, number: int) -> None:
-        content = json.loads((run / name).read_text())
+        content = json.loads((run / name).read_text(encoding="utf-8"))
         new = {key: v(number) if callable(v) else v for key, v in values.items()}
-        (run / name).write_text(json.dumps({**content, **new}))
+        (run / name).write_text(json.dumps({**content, **new}), encoding="utf-8")
 
     return change
 
@@ -128,7 +130,12 @@ def lines(change: Callable[[list[str], int], list[str]]) -> Callable[[Path, int]
 
     def changed(run: Path, number: int) -> None:
         file = run / "metrics.jsonl"
-        file.write_text("".join(f"{x}\n" for x in change(file.read_text().splitlines(), number)))
+        file.write_text(
+            "".join(
+                f"{x}\n" for x in change(file.read_text(encoding="utf-8").splitlines(), number)
+            ),
+            encoding="utf-8",
+        )
 
     return changed
 
@@ -182,12 +189,14 @@ def test_load_run_prints_one_warning_for_all_invalid_metrics_lines(kept, tmp_pat
 def test_study_verdict_escapes_special_characters_in_claim(kept, tmp_path, monkeypatch, capsys):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    text = Path("s.yaml").read_text()
-    Path("s.yaml").write_text(text.replace("v2 is better than half", r'"<b>\e[31mred"'))
+    text = Path("s.yaml").read_text(encoding="utf-8")
+    Path("s.yaml").write_text(
+        text.replace("v2 is better than half", r'"<b>\e[31mred"'), encoding="utf-8"
+    )
     assert tools.main(["study", "verdict", "s.yaml", "out=s"]) == 0
     said = capsys.readouterr().out
     assert r"<b>\x1b[31mred" in said
-    assert "\x1b" not in said + Path("s/verdict.md").read_text()
-    page = Path("s/verdict.html").read_text()
+    assert "\x1b" not in said + Path("s/verdict.md").read_text(encoding="utf-8")
+    page = Path("s/verdict.html").read_text(encoding="utf-8")
     assert "&lt;b&gt;" in page
     assert "<b>" not in page

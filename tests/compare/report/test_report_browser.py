@@ -70,12 +70,14 @@ def views(tmp_path_factory):
     made = {FOUR: lambda: sample.compared(sample.FOUR, 2, 40, probes=True), **ODD}
     files = {name: f"{i}.html" for i, name in enumerate(made)}
     for name, make in made.items():
-        (folder / files[name]).write_text(page(make()))
+        (folder / files[name]).write_text(page(make()), encoding="utf-8")
     frames = [
         FRAME.format(file=files[name], width=width, theme="dark" if dark else "light")
         for name, width, dark in VIEWS
     ]
-    (folder / "harness.html").write_text(HARNESS.replace("FRAMES", "".join(frames)))
+    (folder / "harness.html").write_text(
+        HARNESS.replace("FRAMES", "".join(frames)), encoding="utf-8"
+    )
     flags = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --allow-file-access-from-files "
@@ -85,7 +87,7 @@ def views(tmp_path_factory):
     done = subprocess.run(
         [str(CHROMIUM), *flags.split(), f"file://{folder / 'harness.html'}"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=240,
     )
     result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)

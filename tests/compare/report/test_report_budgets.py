@@ -69,9 +69,14 @@ PER_KEY = {"standard": 1e4, "gated": 3e4}
 def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         lines = [{**line, "data/visible_keys": KEYS[line["step"]]} for line in lines]
-        (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (path / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
+        )
     standard, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:
         whole, per_key = FLOPS[run.variant], PER_KEY[run.variant]
@@ -121,7 +126,7 @@ def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):
         written(tmp_path / f"a{seed}", "standard", seed)
     written(tmp_path / "b0", "gated", 0)
     path = written(tmp_path / "b1", "gated", 1, curve=lambda *_: math.nan)
-    (path / "summary.json").write_text('{"heldout_loss": NaN, "steps": 20}')
+    (path / "summary.json").write_text('{"heldout_loss": NaN, "steps": 20}', encoding="utf-8")
     (_, gated) = compare(loaded(sorted(tmp_path.iterdir()))).rows
     assert gated.diverged == 1
     assert {found.gap.seeds for found in gated.equal.values()} == {1}

@@ -32,7 +32,7 @@ def report(capsys, *words):
 
 
 def variants(table):
-    with open(table) as file:
+    with open(table, encoding="utf-8") as file:
         return [line["variant"] for line in csv.DictReader(file)]
 
 
@@ -106,15 +106,15 @@ def test_report_lists_sweep_runs_that_have_not_started(swept):
     def notes(*paths):
         return [n for n in read([Path(path) for path in paths])[0].notes if "not started" in n]
 
-    record.write_text(json.dumps({"runs": {key: [] for key in planned}}))
-    (swept / "cmp1/gated-seed0.log").write_text("it failed")
+    record.write_text(json.dumps({"runs": {key: [] for key in planned}}), encoding="utf-8")
+    (swept / "cmp1/gated-seed0.log").write_text("it failed", encoding="utf-8")
     few = ", ".join(f"gated-seed{seed}" for seed in range(8))
     expected = [f"10 of 14 runs of cmp1 have not started: {few} and 2 more."]
     assert notes("cmp1") == notes(".", "cmp1") == expected
     assert notes("cmp1/*") == []
-    record.write_text(json.dumps({"runs": {key: [] for key in names}}))
+    record.write_text(json.dumps({"runs": {key: [] for key in names}}), encoding="utf-8")
     assert notes("cmp1") == []
-    record.write_text("[]")
+    record.write_text("[]", encoding="utf-8")
     assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
 
 
@@ -129,7 +129,7 @@ def test_find_runs_does_not_search_inside_runs_or_hidden_directories(tmp_path):
     write_run(run / "checkpoints" / "inner", "attention=gated")
     write_run(tmp_path / ".trash" / "run", "attention=gated")
     (tmp_path / "wandb" / "files").mkdir(parents=True)
-    (tmp_path / "wandb" / "files" / "config.yaml").write_text("a: 1")
+    (tmp_path / "wandb" / "files" / "config.yaml").write_text("a: 1", encoding="utf-8")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert find_runs([tmp_path]).runs == [run]
 
@@ -193,7 +193,7 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
     ],
 )
 def test_report_contains_note_about_each_damaged_run(swept, capsys, name, text):
-    Path("cmp1/standard-seed1", name).write_text(text)
+    Path("cmp1/standard-seed1", name).write_text(text, encoding="utf-8")
     code, out, err = report(capsys, "cmp1")
     assert (code, err) == (0, "")
     notes = [line for line in out.splitlines() if line.startswith("note: cmp1/standard-seed1 is")]
@@ -204,7 +204,7 @@ def test_report_contains_note_about_each_damaged_run(swept, capsys, name, text):
 
 def test_report_command_fails_if_all_runs_are_damaged(swept, capsys):
     for run in Path("cmp1").iterdir():
-        (run / "config.yaml").write_text("")
+        (run / "config.yaml").write_text("", encoding="utf-8")
     code, out, err = report(capsys, "cmp1")
     assert (code, out) == (2, "")
     assert "none of the runs can be read" in err

@@ -60,7 +60,9 @@ def diverging(root, *, gave_up=False):
             write_run(root / f"gated{seed}", *words, loss=3.9 + seed / 10)
         elif gave_up:
             write_run(root / "gated2", *words, loss=None)
-            (root / "gated2" / "summary.json").write_text('{"steps": 10, "stopped": "skips"}')
+            (root / "gated2" / "summary.json").write_text(
+                '{"steps": 10, "stopped": "skips"}', encoding="utf-8"
+            )
         else:
             write_run(root / "gated2", *words, loss=math.nan)
     return compare(loaded(sorted(root.iterdir())))
@@ -178,9 +180,9 @@ def test_sweep_prints_outcome_of_each_run(tmp_path, capsys):
         path.mkdir()
         jobs.append(Job(number + 1, 3, path.name, str(path), 20, 1e9, [], False))
         if loss is not None:
-            (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}))
+            (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}), encoding="utf-8")
     stopped = {"steps": 10, "stopped": "9 updates in a row were skipped"}
-    (tmp_path / "run2" / "summary.json").write_text(json.dumps(stopped))
+    (tmp_path / "run2" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")
     assert print_outcomes(jobs, {"run2": Ending("finished")}, SweepDirectory(tmp_path)) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path}/run0  held-out loss 4.0000" in said

@@ -61,7 +61,7 @@ def write(
                 first = {"key": key, "unit": unit, "scores": [score]}
                 store_result(results_of(run, step) / "outliers.jsonl", first, [])
             text = "".join(json.dumps(line) + "\n" for line in lines)
-            (run / "metrics.jsonl").write_text(text)
+            (run / "metrics.jsonl").write_text(text, encoding="utf-8")
     return read([place])[0]
 
 

@@ -237,10 +237,10 @@ def test_report_page_escapes_html_in_score_names(runs: Path) -> None:
 )  # fmt: skip
 def test_report_skips_invalid_evaluation_file_and_adds_note(runs: Path, text: str) -> None:
     place = results_of(runs / "standard0", 20)
-    (place / "mqar.jsonl").write_text(text)
+    (place / "mqar.jsonl").write_text(text, encoding="utf-8")
     (place / "directory.jsonl").mkdir()
     (place.parent / "step-x").mkdir()
-    (place.parent / "step-00000099").write_text("a file")
+    (place.parent / "step-00000099").write_text("a file", encoding="utf-8")
     problems: dict[str, list[str]] = {}
     assert all_results(runs / "standard0", problems) == {}
     assert [Path(file).name for files in problems.values() for file in files] == [
@@ -254,7 +254,10 @@ def test_report_skips_invalid_evaluation_file_and_adds_note(runs: Path, text: st
 
 def test_report_skips_evaluation_result_with_edited_scores(runs: Path) -> None:
     file = results_of(runs / "standard0", 20) / "mqar.jsonl"
-    file.write_text(file.read_text().replace('"value": 0.5', '"value": 0.9871'))
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"value": 0.5', '"value": 0.9871'),
+        encoding="utf-8",
+    )
     comparison = compared(runs)
     (standard, _) = comparison.evaluated[0].lines[1].cells
     assert standard.mean == estimate(EASY["standard"][1:]).within(0, 1)

@@ -91,8 +91,10 @@ def test_report_page_contains_metadata_and_generated_text_of_run(tmp_path):
 def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
-    summary = json.loads((path / "summary.json").read_text())
-    (path / "summary.json").write_text(json.dumps({**summary, "sample": odd, "seconds": odd}))
+    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    (path / "summary.json").write_text(
+        json.dumps({**summary, "sample": odd, "seconds": odd}), encoding="utf-8"
+    )
     text = Reader(page(compare(loaded([path])))).text
     assert variant_line("gated", variant_config("gated")) in text
     assert "commit" not in text.partition("How to read")[0]

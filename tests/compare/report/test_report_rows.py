@@ -528,15 +528,15 @@ def test_comparison_computes_loss_gap_despite_different_hardware(tmp_path, facts
 def test_comparison_adds_note_on_damaged_lines_of_metrics_file(tmp_path):
     path = write_run(tmp_path / "a", "attention=standard")
     file = path / "metrics.jsonl"
-    with open(file, "a") as f:
+    with open(file, "a", encoding="utf-8") as f:
         f.write('{"step": 30, "tok')
     found = compare(loaded([path]))
     assert found.notes == []
     assert found.rows[0].runs[0].series("train/loss").tokens.tolist() == [256, 2560, 5120]
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     huge = f'{{"step": 1, "tokens": {10**30}}}'
     broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', huge, *lines[1:3]]
-    file.write_text("\n".join(broken))  # The last line lacks only the line break.
+    file.write_text("\n".join(broken), encoding="utf-8")  # The last line lacks only the line break.
     (run,) = loaded([path])
     assert (len(run.metrics.steps), run.metrics.skipped) == (3, 4)
     assert said(compare([run]), "skipped 4 damaged or misplaced lines")
@@ -650,7 +650,9 @@ def test_run_without_recorded_plugin_hash_has_separate_row(tmp_path):
 
 
 def write_config_change(path, step, **made):
-    (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
+    (path / "changes.jsonl").write_text(
+        json.dumps({"step": step, "changes": made}) + "\n", encoding="utf-8"
+    )
 
 
 def test_loss_gap_excludes_run_with_config_change_during_training(
@@ -683,7 +685,7 @@ def test_comparison_computes_no_loss_gap_if_config_changed_after_step_0(tmp_path
 @pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])
 def test_load_run_raises_checkpoint_error_if_changes_jsonl_is_damaged(tmp_path, text):
     path = write_run(tmp_path / "a", "attention=standard")
-    (path / "changes.jsonl").write_text(text)
+    (path / "changes.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(
         CheckpointError, match=r"changes\.jsonl (is not JSON|contains a line without)"
     ):

@@ -52,8 +52,10 @@ def test_record_gaps_uses_wandb_variables_that_runs_recorded(swept, monkeypatch)
     monkeypatch.setenv("WANDB_PROJECT", "of-this-shell")
     variables = {"WANDB_PROJECT": "of-the-runs", "WANDB_RUN_GROUP": "their-group"}
     for file in swept.glob("*/run.json"):
-        facts = json.loads(file.read_text()) | {"environment": {"variables": variables}}
-        file.write_text(json.dumps(facts))
+        facts = json.loads(file.read_text(encoding="utf-8")) | {
+            "environment": {"variables": variables}
+        }
+        file.write_text(json.dumps(facts), encoding="utf-8")
     assert record_gaps(read([swept])[0], swept)
     header = OfflineRun(swept).header
     assert (header.project, header.run_group) == ("of-the-runs", "their-group")

@@ -44,7 +44,7 @@ def judged(tmp_path, rule=LOWER, sizes=SIZES, half=HALF, **more):
                 if math.isfinite(loss)
             ]
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
-            (out / f"{arm}-seed{seed}" / "metrics.jsonl").write_text(text)
+            (out / f"{arm}-seed{seed}" / "metrics.jsonl").write_text(text, encoding="utf-8")
     return judge(study, out)
 
 

@@ -118,7 +118,9 @@ def test_started_study_resumes_despite_undeclared_difference_between_arms(tmp_pa
     with pytest.raises(ConfigError, match="add flops to unequal"):
         check_study_runs(study, out, 1)
     write_arms(study, out, {"half": HALF[:1]})
-    (out / "sweep.json").write_text('{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}')
+    (out / "sweep.json").write_text(
+        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
+    )
     check_study_runs(study, out, 1)
     assert "warning: " in (said := capsys.readouterr().err)
     assert "add flops to unequal" in said

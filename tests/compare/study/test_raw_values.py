@@ -40,7 +40,9 @@ def measured(study, out, documents=30, evaluations=20, left=0):
                  "tasks/mqar": rng.random()}
                 for step in range(1, evaluations + 1)
             ]  # fmt: skip
-            (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+            (path / "metrics.jsonl").write_text(
+                "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
+            )
             nats = tokens * (loss + rng.normal(0, 0.1, documents))
             DocumentLosses(nats, tokens, 4 * tokens, texts, 0 * tokens).save(path, 20)
 
@@ -73,7 +75,7 @@ def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, 
 
 def test_error_about_missing_file_values_json_suggests_similar_path(tmp_path, capsys):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
-    (tmp_path / "values.json").write_text("{}")
+    (tmp_path / "values.json").write_text("{}", encoding="utf-8")
     missing = tmp_path / "valus.json"
     assert main(["study", "verdict", str(study.path), f"values={missing}"]) == 2
     said = f"values={missing} does not exist; did you mean {tmp_path / 'values.json'}?"
@@ -104,7 +106,9 @@ def test_values_json_of_forty_runs_is_smaller_than_300_kb(forty):
     study, file = forty
     assert len(read_values(study, file).runs) == 40
     assert file.stat().st_size < 300_000
-    assert file.read_text().count("a1" * 32) == 2, "common facts of an arm are stored once"
+    assert file.read_text(encoding="utf-8").count("a1" * 32) == 2, (
+        "common facts of an arm are stored once"
+    )
 
 
 def change(*keys, value):
@@ -146,9 +150,9 @@ def test_verdict_command_prints_one_error_line_for_invalid_values_json(
     forty, tmp_path, capsys, edit, said
 ):
     study, file = forty
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     edit(content)
-    (tmp_path / "values.json").write_text(json.dumps(content))
+    (tmp_path / "values.json").write_text(json.dumps(content), encoding="utf-8")
     words = ["study", "verdict", str(study.path), f"values={tmp_path / 'values.json'}"]
     assert main(words) == 2
     error = capsys.readouterr().err
@@ -161,6 +165,6 @@ def test_verdict_command_prints_one_error_line_for_invalid_values_json(
 def test_read_values_raises_error_if_file_is_missing_or_invalid(forty, tmp_path, text):
     file = tmp_path / "values.json"
     if text is not None:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match="values"):
         read_values(forty[0], file)

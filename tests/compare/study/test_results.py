@@ -36,7 +36,7 @@ recompute = load(RESULTS / "recompute.py")
 def run(root):
     """Run the script on a directory of results."""
     command = [sys.executable, str(RESULTS / "recompute.py"), str(root)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,17 @@ def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
     found = run(RESULTS)
     assert found.returncode == 0, found.stdout + found.stderr
     assert [line.partition(":")[0] for line in found.stdout.splitlines()] == [*PAGES[1:], PAGES[0]]
-    assert not [path for path in RESULTS.glob("*.py") if "import diffllm" in path.read_text()]
+    assert not [
+        path
+        for path in RESULTS.glob("*.py")
+        if "import diffllm" in path.read_text(encoding="utf-8")
+    ]
 
     copy = shutil.copytree(RESULTS, tmp_path / "results")
     page = copy / "context_rms_end" / "verdict.md"
-    page.write_text(page.read_text().replace("-0.006513 (-0", "-0.006514 (-0"))
+    page.write_text(
+        page.read_text(encoding="utf-8").replace("-0.006513 (-0", "-0.006514 (-0"), encoding="utf-8"
+    )
     found = run(copy)
     assert found.returncode == 1
     assert "-0.006514 on the page, -0.00651314 recomputed" in found.stdout
@@ -60,7 +66,7 @@ def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
-    text = (RESULTS / page).read_text()
+    text = (RESULTS / page).read_text(encoding="utf-8")
     own = expected[page]
     assert not [*recompute.differences(text, own)]
     hidden = re.sub(r"`[^`]*`", lambda found: "." * len(found[0]), text)
@@ -92,29 +98,31 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
 
 def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected):
     name = "context_rms_end/verdict.md"
-    text = (RESULTS / name).read_text()
+    text = (RESULTS / name).read_text(encoding="utf-8")
     shown = text.replace(": refuted;", ": shown;")
     assert len([*recompute.differences(shown, expected[name])]) == 1
     copy = shutil.copytree(RESULTS, tmp_path / "results")
     path = copy / "context_rms_end" / "verdict.json"
-    numbers = json.loads(path.read_text())
+    numbers = json.loads(path.read_text(encoding="utf-8"))
     numbers["arms"]["v2"]["values"]["3"] += 0.01
-    path.write_text(json.dumps(numbers))
+    path.write_text(json.dumps(numbers), encoding="utf-8")
     assert [*recompute.differences(text, recompute.expectations(copy)[name])]
 
 
 def test_result_figures_have_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
-    numbers = json.loads((RESULTS / "context_rms_end" / "verdict.json").read_text())
+    numbers = json.loads((RESULTS / "context_rms_end" / "verdict.json").read_text(encoding="utf-8"))
     drawn = picture(load_study(STUDIES / "context_rms_end.yaml"), numbers)
-    figures = {path.parent.name: path.read_text() for path in RESULTS.glob("*/*.svg")}
+    figures = {
+        path.parent.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*/*.svg")
+    }
     for name, svg in {**figures, "drawn": drawn}.items():
         assert "var(" not in svg, name
         assert "#ffffff" in svg, name
     root = ET.fromstring(drawn)
     labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"v2 − standard", "no_lambda − v2", "no_sigmoid − v2"} <= labels
-    no_gaps = json.loads((RESULTS / "retrieval_mqar/verdict.json").read_text())
+    no_gaps = json.loads((RESULTS / "retrieval_mqar/verdict.json").read_text(encoding="utf-8"))
     assert picture(load_study(STUDIES / "retrieval_mqar.yaml"), no_gaps) == ""
 
 
@@ -129,7 +137,7 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
     script.main()
     monkeypatch.setattr(recompute, "STUDIES", tmp_path)
     place = tmp_path / "results" / "own"
-    text = (place / "verdict.md").read_text()
+    text = (place / "verdict.md").read_text(encoding="utf-8")
     own = recompute.Page(place / "verdict.json").expected()
     assert not [*recompute.differences(text, own)]
     rows = r"^\| (?:standard|half|v2|v2 − half) (\|.*)$"
@@ -143,8 +151,8 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
         at = max(i for i in range(start, end) if text[i].isdigit())
         changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
         assert [*recompute.differences(changed, own)], text[start - 40 : end + 20]
-    values = json.loads((place / "values.json").read_text())
+    values = json.loads((place / "values.json").read_text(encoding="utf-8"))
     values["runs"][0]["value"] += 0.01
-    (place / "values.json").write_text(json.dumps(values))
+    (place / "values.json").write_text(json.dumps(values), encoding="utf-8")
     own = recompute.Page(place / "verdict.json").expected()
     assert len([*recompute.differences(text, own)]) >= 2

@@ -26,7 +26,7 @@ rule: {kind: difference, arm: v2, against: half, below: 0.0, alpha: 0.05}
 
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "study.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -27,9 +27,9 @@ def written(tmp_path):
 
 def edit(out, old, new, names="*"):
     for file in out.glob(f"{names}/config.yaml"):
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         assert old in text
-        file.write_text(text.replace(old, new))
+        file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def test_all_runs_and_verdict_store_same_study_hash(written):
@@ -83,10 +83,12 @@ def test_error_about_missing_metric_mentions_the_run_and_the_file(tmp_path, metr
     for path in out.iterdir():
         if path.name != "v2-seed1":
             number = json.dumps({"step": 30, "tokens": 7680, "tasks/mqar": 0.5})
-            with open(path / "metrics.jsonl", "a") as lines:
+            with open(path / "metrics.jsonl", "a", encoding="utf-8") as lines:
                 lines.write(f"{number}\n")
-            summary = json.loads((path / "summary.json").read_text())
-            (path / "summary.json").write_text(json.dumps({**summary, metric: 1.0}))
+            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+            (path / "summary.json").write_text(
+                json.dumps({**summary, metric: 1.0}), encoding="utf-8"
+            )
     with pytest.raises(ConfigError) as caught:
         judge(study, out)
     assert (

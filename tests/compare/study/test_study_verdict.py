@@ -148,10 +148,15 @@ def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
     judged(tmp_path, LOWER, BETTER)
     for file in tmp_path.glob("out/*/summary.json"):
         measured = dict(zip(("heldout_documents", "heldout_tokens"), counts, strict=True))
-        file.write_text(json.dumps({**json.loads(file.read_text()), **measured}))
+        file.write_text(
+            json.dumps({**json.loads(file.read_text(encoding="utf-8")), **measured}),
+            encoding="utf-8",
+        )
     assert main(words) == 0
     shown = [" ".join(capsys.readouterr().out.split())]
-    shown += [" ".join(page.read_text().split()) for page in tmp_path.glob("out/*.html")]
+    shown += [
+        " ".join(page.read_text(encoding="utf-8").split()) for page in tmp_path.glob("out/*.html")
+    ]
     thin = f"held-out text: only {counts[0]} documents and {counts[1]:,} tokens (minimum: 20 "
     for text in shown:
         assert (text.count(thin), text.count("increase data.heldout_fraction")) == (
@@ -162,7 +167,7 @@ def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
 def judge_edited(tmp_path, old, new):
     """Judge the runs in tmp_path/out by their study file with `old` replaced."""
     path = tmp_path / "study.yaml"
-    path.write_text(path.read_text().replace(old, new))
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     return judge(load_study(path), tmp_path / "out")
 
 
@@ -227,7 +232,7 @@ def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
     (tmp_path / "out" / "sweep.json").write_text(
-        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}'
+        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=r"half-seed0 was started with other plugin code \(plug"):
         check_study_runs(study, tmp_path / "out", 1)
@@ -237,7 +242,7 @@ def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
 
 def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     study = judged(tmp_path, LOWER, BETTER).study
-    (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
+    (tmp_path / "out/v2-seed0/changes.jsonl").write_text("", encoding="utf-8")
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
     assert (
@@ -357,7 +362,7 @@ def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, cap
     assert main(words) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "out/verdict.html") in out
-    assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
+    assert (tmp_path / "out/verdict.md").read_text(encoding="utf-8") == markdown(found)
 
 
 def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
@@ -492,8 +497,10 @@ def test_study_cost_estimate_depends_on_number_of_visible_keys(tmp_path):
     assert unstated == cost("whole")[1] == expected(None)
     assert cost("stated", masked, "data.visible_keys=3")[1] == expected(3)
     for run in runs:
-        ended = json.loads((run / "summary.json").read_text())
-        (run / "summary.json").write_text(json.dumps({**ended, "visible_keys": 5.0}))
+        ended = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        (run / "summary.json").write_text(
+            json.dumps({**ended, "visible_keys": 5.0}), encoding="utf-8"
+        )
     measured = costs(study, out, [])
     assert [each.flops for each in measured] == expected(5.0)
     assert sum(each.seconds for each in measured) == pytest.approx(2 * 9, rel=0.1)
@@ -550,7 +557,7 @@ def reaching(tmp_path, steps):
                 for step in (5, 10, 15, 20)
             ]
             text = "".join(json.dumps(line) + "\n" for line in lines)
-            (out / f"{arm}-seed{seed}" / "metrics.jsonl").write_text(text)
+            (out / f"{arm}-seed{seed}" / "metrics.jsonl").write_text(text, encoding="utf-8")
     return judge(study, out)
 
 
@@ -581,7 +588,7 @@ def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):
     out = tmp_path / "out"
     write_arms(study, out, {"v2": [4.4]})
     line = {"step": 20, "tokens": 5120, "tasks/mqar": 0.95}
-    (out / "v2-seed0" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (out / "v2-seed0" / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     found = judge(study, out)
     assert (found.verdict, found.would_be) == ("exploratory", "underpowered")
     assert "0 of 0 runs of half reach it" in found.reasons[-1]

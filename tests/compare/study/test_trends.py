@@ -220,13 +220,15 @@ def test_check_study_runs_raises_error_if_runs_do_not_fit_trend_rule(
 ):
     study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
     check_study_runs(study, tmp_path / "out", 1)
-    text = study.path.read_text()
-    study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"))
+    text = study.path.read_text(encoding="utf-8")
+    study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"eval\.interval=10 is too large: .* gives only 2 eval"):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
-    study.path.write_text(study.path.read_text().replace("dim=32", "dim=256"))
+    study.path.write_text(
+        study.path.read_text(encoding="utf-8").replace("dim=32", "dim=256"), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"different numbers of parameters \(v2_s "):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
 
@@ -250,7 +252,7 @@ def written(tmp_path, rule, **more):
                 for step, gap in gaps.items()
             ]  # fmt: skip
             file = tmp_path / "out" / f"{name}-seed{seed}" / "metrics.jsonl"
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return study
 
 

@@ -128,7 +128,9 @@ def test_concurrent_unnamed_sweeps_get_different_directories(
     assert sorted(sweeps) == ["sweep-now", "sweep-now-2", "sweep-now-3", "sweep-now-4"]
     for name, paths in sweeps.items():
         assert paths == [f"outputs/{name}/seed0", f"outputs/{name}/seed1"]
-        record = json.loads((tmp_path / "outputs" / name / "sweep.json").read_text())
+        record = json.loads(
+            (tmp_path / "outputs" / name / "sweep.json").read_text(encoding="utf-8")
+        )
         assert list(record["runs"]) == ["seed0", "seed1"]
 
 

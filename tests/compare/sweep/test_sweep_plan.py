@@ -46,10 +46,10 @@ def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
         path = Path(run["path"])
         path.mkdir()
         cfg = OmegaConf.structured(load_config(run["words"]))
-        (path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+        (path / "config.yaml").write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
         if finished:
             (path / "summary.json").write_text(
-                json.dumps({"heldout_loss": 1.5, "steps": run["steps"]})
+                json.dumps({"heldout_loss": 1.5, "steps": run["steps"]}), encoding="utf-8"
             )
 
 
@@ -80,13 +80,13 @@ def test_new_runs_of_sweep_measure_whole_heldout_split_if_its_begun_runs_do(
 
 def test_resumed_sweep_raises_error_if_fixed_config_value_has_changed() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
-    before = Path("outputs/mine/sweep.json").read_text()
+    before = Path("outputs/mine/sweep.json").read_text(encoding="utf-8")
     for values in ("0,1", "2,3"):  # The same runs, and different runs.
         with pytest.raises(
             ConfigError, match=r"outputs/mine .*steps: 200 in the run, 300 in this command"
         ):
             planned(f"seed={values}", "steps=300")
-    assert Path("outputs/mine/sweep.json").read_text() == before
+    assert Path("outputs/mine/sweep.json").read_text(encoding="utf-8") == before
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
 
 
@@ -100,7 +100,9 @@ def test_finished_sweep_can_continue_with_more_steps_if_change_is_allowed() -> N
 
 def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
     pretend(planned("seed=0,1"))
-    Path("outputs/mine/seed1/run.json").write_text('{"plugin_code": {"own": "1a2b"}}')
+    Path("outputs/mine/seed1/run.json").write_text(
+        '{"plugin_code": {"own": "1a2b"}}', encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b in the run"):
         planned("seed=0,2")
     runs = planned("seed=1,2", "run.allow_changes=[plugins]")
@@ -186,7 +188,7 @@ def test_sweep_raises_error_if_run_exists_and_resume_is_never() -> None:
 
 def test_sweep_plans_all_runs_again_if_a_run_config_is_damaged() -> None:
     pretend(planned("seed=0,1"), finished=False)
-    Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [")
+    Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [", encoding="utf-8")
     assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
 
 
@@ -216,7 +218,7 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
 ) -> None:
     done, failed = Path("s/done"), Path("s/failed")
     done.mkdir(parents=True)
-    (done / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}))
+    (done / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}), encoding="utf-8")
     ending = Ending("failed", "exit status 1: OSError: no", 0.0)
     jobs = [job(done), job(failed, 2)]
     assert print_outcomes(jobs, {"failed": ending}, SweepDirectory(Path("s"))) == 1
@@ -247,7 +249,7 @@ def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
 ) -> None:
     fake = workplace / "python"
-    fake.write_text(f"#!/bin/sh\nexit {code}\n")
+    fake.write_text(f"#!/bin/sh\nexit {code}\n", encoding="utf-8")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     assert JobProcess(job(Path("s/seed0"))).wait().state == state
@@ -259,7 +261,9 @@ def test_eta_scales_measured_seconds_by_remaining_training_flops(workplace: Path
         checkpoint = Path(path, "checkpoints", f"step-{step:08d}")
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
-    Path(finished.path, "summary.json").write_text(json.dumps({"seconds": 20.0, "steps": 10}))
+    Path(finished.path, "summary.json").write_text(
+        json.dumps({"seconds": 20.0, "steps": 10}), encoding="utf-8"
+    )
     pace = Pace.of_summaries([finished])
     assert (pace.seconds, pace.flops) == (20.0, 10 * finished.flops_of_step)
     other = replace(job(Path("s/other")), flops_of_step=3 * finished.flops_of_step)
@@ -337,7 +341,7 @@ def squeue(tmp_path, monkeypatch):
     def install(out, err, code):
         script = tmp_path / "squeue"
         body = f"sys.stdout.write({out!r}); sys.stderr.write({err!r}); sys.exit({code})"
-        script.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+        script.write_text(f"#!{sys.executable}\nimport sys\n{body}\n", encoding="utf-8")
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
@@ -365,7 +369,10 @@ def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
 def test_sweep_refuses_additional_key_if_runs_are_in_slurm_queue(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"jobs": {"seed0": "7_0"}}),
+        encoding="utf-8",
+    )
     squeue("7_0\n", "", 0)
     with pytest.raises(ConfigError, match=r"the run seed0 is in SLURM's queue.*; .* scancel 7_0"):
         planned("seed=0,1", VARIANTS)

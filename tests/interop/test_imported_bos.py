@@ -1,0 +1,118 @@
+"""An imported model keeps the BOS of its tokenizer in prompts; training data contains no BOS."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_import import saved
+from tokenizer_kinds import BOS, EOS, KINDS, LINES, differing_texts
+
+import diffllm
+from diffllm import load_config, train
+from diffllm.checkpoint.hf.tokenizer import imported_bos
+from diffllm.cli import main
+from diffllm.core.errors import printable
+from diffllm.core.printing import KEPT
+from diffllm.data.tasks.task import TASKS
+from diffllm.data.tokenizer import Tokenizer, tokenizer_of
+from diffllm.evaluation.answers import questions
+
+transformers = pytest.importorskip("transformers", "5.4")
+PROMPT = "def größe(x):\n    return"
+
+
+@pytest.fixture(params=["bos", "dummy_prefix"])
+def model_directory(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: Path) -> Path:
+    """Write a Llama model whose tokenizer puts a BOS before each text."""
+    place = tmp_path / "hf"
+    saved("llama", place, tokenizer)
+    (place / "tokenizer.model").unlink()
+    KINDS[request.param](place)
+    if request.param == "dummy_prefix":
+        config = {
+            "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>",
+            "eos_token": "</s>",
+        }  # fmt: skip
+        (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return place
+
+
+@torch.no_grad()
+def test_imported_model_continues_prompts_like_transformers(model_directory, tmp_path, capsys):
+    run, again = tmp_path / "run", tmp_path / "again"
+    theirs = transformers.AutoTokenizer.from_pretrained(model_directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_directory)
+    inputs = theirs(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    bos_id, eos_id = theirs.bos_token_id, theirs.eos_token_id
+    assert inputs["input_ids"][0, 0] == bos_id
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos_id}
+    options["suppress_tokens"] = list(range(380, 416))  # ids without a token
+    continued = model.generate(**inputs, **options)
+
+    assert main(["import", f"hf={model_directory}", f"out={run}"]) == 0
+    said = capsys.readouterr().out
+    assert f"BOS: {theirs.bos_token}, before each text" in said
+    assert f"EOS: {theirs.eos_token}, token {eos_id}\n" in said
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert facts["imported"]["bos_token"] == theirs.bos_token
+    assert facts["eos_token"] == theirs.eos_token
+    words = [f"prompt={PROMPT}", "temperature=0", "max_new_tokens=20"]
+    assert main(["generate", f"run={run}", *words]) == 0
+    ours = diffllm.load_model(run)[1]
+    # The library of transformers decodes incomplete characters to more U+FFFD.
+    assert capsys.readouterr().out == f"{printable(ours.decode(continued[0].tolist()), KEPT)}\n"
+    settings = {"seed": 0, "examples": [2], "levels": [TASKS["icl"].levels(64)[0]]}
+    for _, _, question in questions(TASKS["icl"], settings, ours, 10_000):
+        assert question.context[0] == ours.start_id == ours.bos_id == bos_id
+    for source in (run, again):  # the second export is of an imported export
+        out = tmp_path / f"exported-{source.name}"
+        assert main(["export", f"run={source}", f"out={out}"]) == 0
+        assert differing_texts(source, out) == []
+        if source is run:
+            assert main(["import", f"hf={out}", f"out={again}"]) == 0
+    assert Tokenizer.from_file(tokenizer_of(again)).bos_id == bos_id
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_directory", ["bos"], indirect=True)
+def test_run_from_imported_weights_says_that_training_adds_no_bos(model_directory, tmp_path, capfd):
+    imported, corpus = tmp_path / "imported", tmp_path / "corpus.txt"
+    assert main(["import", f"hf={model_directory}", f"out={imported}"]) == 0
+    corpus.write_text("".join(f"{line}, {i}\n" for i in range(40) for line in LINES[:20]), "utf-8")
+    small = ("seq_len=32", "steps=2", "global_batch_size=2", "optim.warmup_steps=1")
+    data = ("data=files", f"data.paths=[{corpus}]", "data.sample_by=line", "data.num_workers=0")
+    off = ("wandb.mode=disabled", "run.report=false", f"data.cache_dir={tmp_path / 'cache'}")
+    start = (f"resume=weights:{imported}", f"run.dir={tmp_path / 'run'}")
+    train(load_config([*start, *data, *small, *off]))
+    assert (
+        f"puts the BOS '{BOS}' before each text; the training data contains no BOS"
+        in capfd.readouterr().out
+    )
+    facts = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert (facts["weights"]["bos_token"], facts["eos_token"]) == (BOS, EOS)
+    assert diffllm.load_model(imported)[1].bos_id == 0
+    assert diffllm.load_model(tmp_path / "run")[1].bos_id is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("bos", {}, BOS),
+        ("bos_and_eos", {}, BOS),
+        ("eos", {}, None),
+        ("byte_level", {}, None),
+        ("bos", {"add_bos_token": False, "bos_token": BOS}, None),
+        ("byte_level", {"add_bos_token": True, "bos_token": {"content": BOS}}, BOS),
+        ("dummy_prefix", {"add_bos_token": True, "bos_token": "<s>"}, "<s>"),
+        ("dummy_prefix", {}, None),
+    ],
+)
+def test_bos_of_imported_tokenizer_follows_its_config_or_post_processor(
+    tmp_path, kind, config, expected
+):
+    KINDS[kind](tmp_path / "hf")
+    content = json.dumps({"eos_token": EOS, **config})
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(content, encoding="utf-8")
+    (path,) = (tmp_path / "hf").glob("tokenizer.[mj]*")
+    assert imported_bos(path) == expected
