@@ -76,11 +76,12 @@ def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose an untyped config from overrides; raises ConfigError for an invalid override."""
     with hydra():
+        typed = overrides
         try:
             check_secrets(overrides)
             check_interpolations(overrides)
-            overrides = [part for word in overrides for part in with_recipe(word)]
-            parsed = [parsed_override(for_hydra(word)) for word in overrides]
+            typed = [part for word in overrides for part in with_recipe(word)]
+            parsed = [parsed_override(for_hydra(word)) for word in typed]
             check_overrides(parsed, yaml_names)
             overrides = [str(override.input_line) for override in parsed]
             if all(is_allowed(override.key_or_group, list(OF_NO_EFFECT)) for override in parsed):
@@ -93,7 +94,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_booleans(cfg, parsed)
             choose_length(cfg, parsed)
         except COMPOSING as error:
-            raise ConfigError(explain(error, overrides)) from error
+            raise ConfigError(explain(error, typed)) from error
         except RecursionError:
             deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
             raise ConfigError(

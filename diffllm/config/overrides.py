@@ -172,7 +172,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Return a one-line message for an error raised while composing the overrides `words`.
+    """Return a one-line message for an error raised while composing the typed overrides `words`.
 
     For an unknown key, the message suggests a similar key.
     """
@@ -204,7 +204,12 @@ def explain(error: Exception, words: list[str]) -> str:
     if file:
         return f"{where}{f'{key[1]}: ' if key else ''}{text[file.end() :]}"
     blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
-    culprit = (blamed[1] or blamed[2]) if blamed else key[1] if key else ""
+    culprit = key[1] if key else ""
+    if blamed:
+        culprit = blamed[1] or blamed[2]
+        # Hydra names the quoted form of a word.
+        typed = [word for word in words if key_of_word(word) == key_of_word(culprit)]
+        culprit = typed[-1] if typed else culprit
     return f"{culprit}: {text}" if culprit else text
 
 
