@@ -7,10 +7,10 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "encodings.py"
 CASES = {
-    "path.read_text()": 'path.read_text(encoding="utf-8")',
+    "file = path.read_text()": 'file = path.read_text(encoding="utf-8")',
     "path.write_text(text)": 'path.write_text(text, encoding="utf-8")',
     'open(path, "a",)': 'open(path, "a",encoding="utf-8")',
-    "path.open()": 'path.open(encoding="utf-8")',
+    "file = path.open()": 'file = path.open(encoding="utf-8")',
     'path.open(mode="w")': 'path.open(mode="w", encoding="utf-8")',
     'gzip.open(path, "rt")': 'gzip.open(path, "rt", encoding="utf-8")',
     'os.fdopen(number, "w")': 'os.fdopen(number, "w", encoding="utf-8")',
@@ -22,8 +22,9 @@ CASES = {
 }  # fmt: skip
 RIGHT = (
     *CASES.values(), "path.read_bytes()", 'open(path, "rb")', 'path.open("xb")', "gzip.open(path)",
-    "tarfile.open(path)", "log.open(path)", "TemporaryFile()", "open(path, **options)",
-    'path.read_text("utf-8")', 'path.write_text(text, "utf-8")', "run(words, text=text)",
+    "tarfile.open(path)", "gate.open()", "log.open(path)", "TemporaryFile()",
+    "open(path, **options)", 'path.read_text("utf-8")', 'path.write_text(text, "utf-8")',
+    "run(words, text=text)",
 )  # fmt: skip
 
 

@@ -246,7 +246,7 @@ def test_train_refuses_run_directory_used_by_another_process(workspace):
         workspace.rejects(["run.name=busy"], "outputs/busy", f"in use by process {first.pid()} on")
         first.signal(signal.SIGCONT)
         first.signal(signal.SIGTERM)
-        gate.open(encoding="utf-8")
+        gate.open()
         assert "stopped by SIGTERM" in first.finish()
     finally:
         first.kill()

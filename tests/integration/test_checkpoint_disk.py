@@ -48,11 +48,11 @@ def test_training_continues_if_checkpoint_exceeds_file_size_limit(corpus, tmp_pa
     process = start(corpus, run, *WORDS, ranks=ranks)
     process.wait_for(lambda: steps(run) == [4], "first checkpoint")
     limit_files(process.pid(ranks - 1), TOO_SMALL)
-    gates[0].open(encoding="utf-8")
+    gates[0].open()
     process.wait_for(gates[1].reached, "two more saves")
     assert steps(run)[0] == 4, "older checkpoints are gone"
     limit_files(process.pid(ranks - 1), resource.RLIM_INFINITY)
-    gates[1].open(encoding="utf-8")
+    gates[1].open()
     output = process.finish()
     said = warnings(output)
     assert said
@@ -76,7 +76,7 @@ def test_run_ends_with_error_if_last_checkpoint_cannot_be_saved(corpus, tmp_path
     limit_files(process.pid(), TOO_SMALL)
     if how == "a signal":
         process.signal(signal.SIGTERM)
-    gate.open(encoding="utf-8")
+    gate.open()
     output = process.finish(2)
     error = the_error(output)
     assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
@@ -110,11 +110,11 @@ def test_training_continues_if_checkpoint_save_fails_on_full_disk(corpus, small_
             return spare <= 0
 
         process.wait_for(full, "full disk")
-        gates[0].open(encoding="utf-8")
+        gates[0].open()
         process.wait_for(lambda: full() and gates[1].reached(), "two more saves")
     assert steps(run), "older checkpoints are gone"
     filler.unlink()
-    gates[1].open(encoding="utf-8")
+    gates[1].open()
     output = process.finish()
     assert warnings(output)
     for line in warnings(output):

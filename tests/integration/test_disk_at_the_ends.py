@@ -51,7 +51,7 @@ def test_resume_completes_heldout_evaluation_that_failed_on_full_disk(corpus, sm
     process = start(corpus, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the held-out documents")
     filler = fill(small_disk, 0)
-    gate.open(encoding="utf-8")
+    gate.open()
     codes = process.codes()
     assert codes[0] == 2, process.text()
     the_error(process.text())

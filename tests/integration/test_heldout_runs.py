@@ -96,7 +96,7 @@ def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
     assert (run / "checkpoints" / LAST).is_dir()
     assert not (run / "heldout").exists()
     assert not (run / "summary.json").exists()
-    gate.open(encoding="utf-8")
+    gate.open()
     assert f"resumes from step {STEPS}" in finish(corpus, run, *WORDS)
     assert_ended_as(run, straight)
 
@@ -129,7 +129,7 @@ def test_error_mentions_rank_killed_during_heldout_evaluation(corpus, tmp_path):
     process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)
     process.wait_for(gate.reached, "evaluation of documents")
     process.signal(signal.SIGKILL, 1)
-    gate.open(encoding="utf-8")
+    gate.open()
     assert process.codes()[0] == 1
     assert "rank 1 is missing" in process.text()
     assert "held-out batch" in process.text()

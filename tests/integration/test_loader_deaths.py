@@ -38,7 +38,7 @@ def test_killed_loader_process_stops_run_with_error(corpus, tmp_path, ranks):
         loaders = loader_processes(process.pid(ranks - 1))
         assert loaders, "no loader process to kill"
         os.kill(loaders[0], signal.SIGKILL)
-        gate.open(encoding="utf-8")
+        gate.open()
         codes = process.codes()
         assert codes == [2] * ranks, process.text()
         line = the_error(process.text())

@@ -97,7 +97,7 @@ def test_training_continues_after_terminal_is_closed(corpus, tmp_path):
     assert b"loss" in os.read(reader, 1 << 16)
     os.close(reader)
     os.close(terminal)
-    gate.open(encoding="utf-8")
+    gate.open()
     assert process.codes() == [0]
     assert [line["step"] for line in metric_lines(run)] == list(range(1, 9))
     assert_whole(run, 8)

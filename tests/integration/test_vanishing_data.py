@@ -83,7 +83,7 @@ def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
     process = start(Path(corpus), run, *words, ranks=ranks)
     process.wait_for(gate.reached, "step 3")
     DAMAGE[damage](directory)
-    gate.open(encoding="utf-8")
+    gate.open()
     line = the_error(process.finish(2))
     made = max(samples(run, 0))
     assert 3 <= made < STEPS  # the run still uses samples that are intact or already read
@@ -118,7 +118,7 @@ def test_damaged_heldout_tokens_stop_run_before_evaluation(workplace, tmp_path, 
     process = start(Path(corpus), run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the last evaluation")
     DAMAGE["heldout cut off"](directory)
-    gate.open(encoding="utf-8")
+    gate.open()
     assert "heldout-00000-00000.bin: truncated" in the_error(process.finish(2))
     shutil.rmtree(directory)
     shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)

@@ -90,7 +90,7 @@ def test_training_continues_after_wandb_service_is_killed(directory, corpus):
     process = start(corpus, run, *overrides)
     process.wait_for(gate.reached, "step 6")
     os.kill(service_of(process.pid()), signal.SIGKILL)
-    gate.open(encoding="utf-8")
+    gate.open()
     output = process.finish()
     said = said_of_wandb(output)
     assert "Traceback" not in output

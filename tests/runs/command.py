@@ -112,7 +112,7 @@ class ForkedRun:
         """
         self.wait_for(gate.reached, "gate")
         self.signal(number, *ranks)
-        gate.open(encoding="utf-8")
+        gate.open()
         first, *others = self.codes()
         assert first == (130 if number == signal.SIGINT else 0), self.text()
         assert not any(others), f"{others}: {self.text()}"
@@ -124,7 +124,7 @@ class ForkedRun:
         if saved:
             self.wait_for(saved.exists, "checkpoint")
         self.kill()
-        gate.open(encoding="utf-8")
+        gate.open()
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(len(self.processes)):
