@@ -1,7 +1,7 @@
 """Read the JSON files of runs and sweeps, and check the values of fields that other code uses."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -121,6 +121,17 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
                 raise ValueError("contains a line without a valid `step` and `changes`")
             found.append(line)
     return found
+
+
+def logged_lines(file: Path, last_step: int) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a metrics.jsonl up to training step `last_step`, oldest first."""
+    for text in read_lines(file):
+        line = read_metrics_line(text)
+        if line is None:
+            continue
+        if line["step"] > last_step:
+            return
+        yield line
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:

@@ -3,6 +3,9 @@
 A separate thread makes all calls to wandb, because a call blocks if wandb's service hangs. Training
 waits for this thread only at its start and its end, for a limited time. If wandb fails, one line is
 printed to stderr and training continues; metrics.jsonl contains the same metrics as wandb.
+
+wandb's step is the training step. At a resume, the thread first sends the lines of metrics.jsonl
+that wandb lacks.
 """
 
 import contextlib
@@ -13,15 +16,18 @@ import queue
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.files import read_json
 from diffllm.core.printing import to_stderr
+from diffllm.metrics.records import finite
 from diffllm.metrics.table import METRICS
 
 ONLINE_SECONDS = 20
@@ -32,7 +38,9 @@ BACKLOG = 4096
 """Maximum number of lines in the queue to wandb."""
 LONGEST_TAG = 64
 OFFLINE_RUNS = "wandb/offline-run-*"
-"""Pattern of wandb's directories of offline runs in a run directory, one per start of the run."""
+"""Pattern of wandb's directories of offline runs in a run directory."""
+REPLACED = "wandb/replaced"
+"""Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 """Project names that wandb accepts."""
@@ -167,6 +175,7 @@ class WandbRun:
         resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
         name: name of the run in wandb; None: the name of `directory`.
+        earlier: lines that earlier starts of the run have logged, oldest first.
     """
 
     def __init__(
@@ -180,8 +189,10 @@ class WandbRun:
         over_tokens: Sequence[str] = (),
         resume: bool = True,
         name: str | None = None,
+        earlier: Iterable[dict[str, Any]] = (),
     ):
         self.id = run_id or new_id()
+        self.earlier = earlier
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
@@ -213,15 +224,14 @@ class WandbRun:
         self.started.wait(START_SECONDS)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Queue the metrics of one step for wandb; skip metrics that are NaN or infinite.
+        """Queue the metrics of the training step values["step"] for wandb.
 
-        wandb would store a NaN as the minimum of the metric in the run summary.
+        Steps must not decrease.
         """
         if not self.working:
             return
-        finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
         try:
-            self.lines.put_nowait(finite)
+            self.lines.put_nowait(values)
         except queue.Full:
             self._give_up(f"{BACKLOG} lines are still queued")
             abandon_service()
@@ -246,12 +256,18 @@ class WandbRun:
 
     def _work(self, options: dict[str, Any]) -> None:
         try:
+            place = Path(options["dir"])
+            uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
             run = start(self.mode, options)
             for name in self.over_tokens:
                 run.define_metric(name, step_metric="tokens")
             self.started.set()
-            while (values := self.lines.get()) is not None:
-                run.log(values)
+            sent = uploaded if run.offline else run.step - 1
+            # Offline, the last step on the server is unknown: omit lines that were logged online.
+            earlier = () if run.offline and was_online else self.earlier
+            for values in chain(earlier, iter(self.lines.get, None)):
+                if values["step"] > sent:
+                    run.log(finite_values(values), step=values["step"])
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
         except Exception as error:
@@ -266,6 +282,41 @@ class WandbRun:
             to_stderr(f"wandb stopped working, training continues: {why}")
 
 
+def finite_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Omit values that are None, NaN or infinite.
+
+    wandb would store a NaN as the minimum of the metric in the run summary.
+    """
+    return {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
+
+
+def set_aside(place: Path, run_id: str) -> int:
+    """Move the offline runs of earlier starts to REPLACED, so that `wandb sync` finds one run.
+
+    Return the last training step that `wandb sync` has uploaded from them, or -1.
+
+    Args:
+        place: parent of wandb's directory.
+        run_id: id of the wandb run.
+    """
+    uploaded = -1
+    for earlier in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
+        # `wandb sync` writes files of this name, and the summary.
+        if any(earlier.glob("*.wandb.sync*")):
+            with contextlib.suppress(OSError, ValueError):
+                summary = read_json(earlier / "files" / "wandb-summary.json")
+                uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
+        kept = place / REPLACED
+        kept.mkdir(exist_ok=True)
+        earlier.rename(kept / earlier.name)
+    return uploaded
+
+
+def has_online(place: Path, run_id: str) -> bool:
+    """Return whether an earlier start of a run was online; arguments as in `set_aside`."""
+    return any(place.glob(f"wandb/run-*-{run_id}"))
+
+
 def start(mode: str, options: dict[str, Any]) -> Any:
     """Start a wandb run with `wandb.init(**options)`, and set the x-axis of each metric.
 
@@ -278,14 +329,17 @@ def start(mode: str, options: dict[str, Any]) -> Any:
     settings = wandb.Settings(silent=True, console="off")
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         settings.init_timeout = ONLINE_SECONDS
+    # `wandb sync` shifts the steps of an offline run that may be resumed.
+    offline = {**options, "resume": None}
     try:
-        run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
+        own = offline if mode == "offline" else options
+        run = wandb.init(mode=mode, settings=settings, **own)  # type: ignore[arg-type]
     except Exception as error:
         if mode != "online":
             raise
         to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
         tear_down()  # otherwise the service rejects the run's id as already in use
-        run = wandb.init(mode="offline", settings=settings, **options)
+        run = wandb.init(mode="offline", settings=settings, **offline)
     run.define_metric("step", hidden=True)
     run.define_metric("tokens", hidden=True)
     for metric in METRICS:

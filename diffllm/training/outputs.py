@@ -18,6 +18,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.profiling import StepProfiler
+from diffllm.metrics.records import logged_lines
 from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
@@ -73,7 +74,10 @@ def open_sinks(
     if not in_sweep():
         name = name or os.environ.get("WANDB_NAME")
         run_id = run_id or os.environ.get("WANDB_RUN_ID")
-    wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, run_id, name=name)
+    wandb = WandbRun(
+        cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, run_id, name=name,
+        earlier=logged_lines(file.path, state.step),
+    )  # fmt: skip
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, wandb, events)
 
