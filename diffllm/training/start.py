@@ -301,5 +301,5 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
         tokens = before + step * loop["order"]["global_batch_size"] * loop["order"]["seq_len"]
     return {
         "path": str(path), "step": step, "tokens": tokens, "differs": differs, "corpus": corpus,
-        "bos_token": origin.bos_token,
+        "bos_token": " ".join(origin.text_prefix) or None,
     }  # fmt: skip
