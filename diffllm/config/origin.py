@@ -15,16 +15,16 @@ from omegaconf import DictConfig
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
-from diffllm.checkpoint.hf.tokenizer import imported_bos
+from diffllm.checkpoint.hf.tokenizer import imported_prefix
 from diffllm.config.compose import compose_config, variant_config, variants, yaml_names
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.schema import CARRIED
 from diffllm.config.words import as_text, unquoted
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.files import similar_path, user_path
 from diffllm.data.tokenizer import tokenizer_of
-from diffllm.data.tokenizer_config import added_bos
+from diffllm.data.tokenizer_config import FAST, added_bos, listed_tokens
 from diffllm.metrics.records import read_record
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
@@ -90,11 +90,27 @@ class Origin:
         return tokenizer_of(self.run)
 
     @property
-    def bos_token(self) -> str | None:
-        """BOS that the tokenizer of an imported model puts before each text; None without BOS."""
+    def text_prefix(self) -> list[str]:
+        """Tokens that the tokenizer of an imported model puts before each text; mostly one BOS."""
         if self.directory:
-            return imported_bos(self.directory.tokenizer)
-        return added_bos(self.tokenizer)
+            return imported_prefix(self.directory.tokenizer)
+        bos_token = added_bos(self.tokenizer)
+        return [] if bos_token is None else [bos_token]
+
+    @property
+    def bos_token(self) -> str | None:
+        """BOS that the tokenizer of an imported model puts before each text; None without BOS.
+
+        Raises DataError if the tokenizer puts several tokens before each text.
+        """
+        prefix = self.text_prefix
+        if len(prefix) > 1:
+            raise DataError(
+                f"{self.tokenizer.with_name(FAST)}: the post-processor puts {len(prefix)} tokens "
+                f"before each text ({listed_tokens(prefix)}), but diffllm supports only one BOS; "
+                "change post_processor in this file"
+            )
+        return prefix[0] if prefix else None
 
     @property
     def architecture(self) -> str | None:

@@ -107,10 +107,18 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     """Open the corpus at data.paths: token files, or one directory of diffllm token shards.
 
     For token files, the first call counts the tokens and stores the counts in `cache_dir`. Raises
-    DataError if a file is missing or unusable, or if token files are used without data.tokenizer.
+    DataError if a file is missing or unusable, if token files are used without data.tokenizer, or
+    if data.eos_token is not the EOS of the token shards.
     """
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
-        return TokenData(Path(cfg.paths[0]).expanduser().absolute())
+        shards = TokenData(Path(cfg.paths[0]).expanduser().absolute())
+        if cfg.eos_token is not None and cfg.eos_token != shards.tokenizer().eos_token:
+            raise DataError(
+                f"data.eos_token={cfg.eos_token} cannot change the EOS "
+                f"{shards.tokenizer().eos_token!r} of the tokens in {shards.directory}; remove "
+                "data.eos_token, or prepare the texts again with this EOS"
+            )
+        return shards
     if cfg.tokenizer is None:
         raise DataError(
             "data.tokenizer=null is not supported with data=tokens; set data.tokenizer to the "

@@ -281,7 +281,7 @@ def eos_text(eos_token: str, eos_id: int, guessed: bool) -> str:
     text = f"EOS: {eos_token}, token {eos_id}"
     if not guessed:
         return text
-    return f"{text}, guessed from the names of special tokens; data.eos_token sets another EOS"
+    return f"{text}, guessed from its name; data.eos_token sets another EOS"
 
 
 def tokenizer_of(run: Path) -> Path:

@@ -79,15 +79,14 @@ class Scored(NamedTuple):
     """Whether greedy decoding yields the tokens of the continuation."""
 
 
-def spelt_question(example: Example, tokenizer: Tokenizer, first: int | None = None) -> Question:
-    """Encode an example as a Question whose context begins with the token `first`, by default EOS.
+def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
+    """Encode an example as a Question whose context begins with the BOS, or else the EOS.
 
     Encode the prompt alone and the prompt with each candidate. The context is the longest common
     prefix of these encodings. It is shortened if a continuation would otherwise have no token.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
-    first = tokenizer.eos_id if first is None else first
-    spelt = [[first, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
+    spelt = [[tokenizer.start_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
     same = min(common(spelt), *(len(ids) - 1 for ids in spelt[1:]))
     return Question(spelt[0][:same], [ids[same:] for ids in spelt[1:]])
 
@@ -338,7 +337,7 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
                     f"{task.name}: decoding returns {said!r}; choose another task"
                 )
         for example in task.examples(level, settings["examples"][i], seed, count):
-            question = spelt_question(example, tokenizer, tokenizer.start_id)
+            question = spelt_question(example, tokenizer)
             if question.positions <= longest:
                 kept.append((i, example, question))
     if not kept:

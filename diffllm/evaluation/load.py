@@ -69,20 +69,22 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
 def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     """Open the prepared corpus that a run was trained on.
 
-    Raises ConfigError if the corpus or the tokenizer has changed since training.
+    data.tokenizer is replaced by the copy in the run directory. Raises ConfigError if the corpus
+    has changed since training, or if the copy of the tokenizer is not the original.
     """
-    own = cfg.data
-    if own.tokenizer:
+    data_config = cfg.data
+    if data_config.tokenizer:
         # The files of the copy in the run directory name the EOS that the run was trained with.
-        own = replace(own, tokenizer=str(tokenizer_of(run)), eos_token=None)
-    data = prepare(own, cfg.prepare)
+        data_config = replace(data_config, tokenizer=str(tokenizer_of(run)), eos_token=None)
     facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
-    now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
-    for name, found in now.items():
-        if facts.get(name, found) != found:
+    data = prepare(data_config, cfg.prepare, facts.get("tokenizer"))
+    hashes = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
+    for name, current_hash in hashes.items():
+        if facts.get(name, current_hash) != current_hash:
             raise ConfigError(
-                f"{run}/config.yaml: the {name} has changed since training (hash {found[:12]} "
-                f"instead of {str(facts[name])[:12]}); restore the original {name}"
+                f"{run}/config.yaml: the {name} has changed since training (hash "
+                f"{current_hash[:12]} instead of {str(facts[name])[:12]}); restore the original "
+                f"{name}"
             )
     return data
 

@@ -74,7 +74,7 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 def former_eos(run: Path, data: DataConfig) -> str | None:
     """Return data.eos_token, or the EOS of the run in the directory `run` if this EOS is a guess.
 
-    Older versions guessed by other rules, but a resumed run needs the same EOS.
+    Older versions guessed by other rules, but a resumed run and a new stage need the same EOS.
     """
     copy = run / FAST
     if not guesses_eos(data.tokenizer, data.eos_token) or not copy.is_file():

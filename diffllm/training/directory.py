@@ -131,7 +131,8 @@ class RunDirectory:
         if not self.checkpoints:  # saved.json would name a checkpoint that does not exist.
             (self.path / SAVED).unlink(missing_ok=True)
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
-        if "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
+        # A killed run without a checkpoint begins again, maybe with another tokenizer.
+        if step == 0 or "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
             files = tokenizer_files(tokenizer)
             for name, content in files.items():
                 write_atomic(self.path / name, content)

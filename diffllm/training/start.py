@@ -5,6 +5,7 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from diffllm.distributed.consistency import check_same, check_tensors, code_vers
 from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.distributed.world import World
-from diffllm.metrics.records import stopped_text
+from diffllm.metrics.records import read_record, stopped_text
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.model.transformer import write_factors
@@ -63,6 +64,10 @@ class Claimed(NamedTuple):
     """World size of the checkpoint; 0 without a checkpoint."""
     origin: Path | None
     """Checkpoint or model directory of resume=weights:PATH or stage:PATH; None in a resumed run."""
+    eos_token: str | None
+    """Result of `former_eos`, or data.eos_token in a new run."""
+    tokenizer_hash: str | None
+    """Hash of the tokenizer that the resumed run or the previous stage has used; else None."""
     directory: RunDirectory | None
     """Holds the lock on rank 0; None on other ranks."""
     saved: dict[str, Any] | None
@@ -80,12 +85,14 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     shared = {key: value for key, value in values if not OF_THE_MACHINE.fullmatch(key)}
     check_same(here.world, "config", shared)
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, here.world.size))
-    cfg.data.eos_token = told["eos_token"]
     directory, saved = kept or (None, None)
     path, checkpoint, origin = (text and Path(text) for text in told["paths"])
     if told["ended"]:
         here.display.print(f"{path} {ended_text(told['ended'])}")
-    return Claimed(path, told["ended"], checkpoint, told["ranks"], origin, directory, saved)
+    former = told["eos_token"], told["tokenizer_hash"]
+    return Claimed(
+        path, told["ended"], checkpoint, told["ranks"], origin, *former, directory, saved
+    )
 
 
 def claim_on_rank_0(
@@ -100,7 +107,7 @@ def claim_on_rank_0(
     checkpoint's state.json. Without a checkpoint, None takes the place of this content.
     """
     directory = claim_directory(cfg)
-    checkpoint = saved = origin = None
+    checkpoint = saved = origin = tokenizer_hash = None
     eos_token = cfg.data.eos_token
     try:
         directory.check()
@@ -108,21 +115,27 @@ def claim_on_rank_0(
         if not ended:
             check_memory(cfg, world_size, ranks_on_first_node())
             checkpoint, saved = continuation(cfg, directory)
-            eos_token = former_eos(directory.path, cfg.data)
-            check_pieces(cfg, eos_token)
             origin = None if checkpoint else starting_point(cfg)
+            if former := checkpoint or previous_stage(cfg, origin):
+                run = former.absolute().parent.parent
+                eos_token = former_eos(run, cfg.data)
+                tokenizer_hash = (read_record(run / "run.json") or {}).get("tokenizer")
+            check_pieces(cfg, eos_token)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise
     paths = [place and str(place) for place in (directory.path, checkpoint, origin)]
     ranks = saved["ranks"] if saved else 0
-    told = {"paths": paths, "ended": ended, "ranks": ranks, "eos_token": eos_token}
+    told = {"paths": paths, "ended": ended, "ranks": ranks}
+    told |= {"eos_token": eos_token, "tokenizer_hash": tokenizer_hash}
     return told, (directory, saved)
 
 
-def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
-    """Choose the device of this rank, and prepare the corpus; `path` is the run directory.
+def prepare_data(
+    cfg: TrainConfig, here: Process, claimed: Claimed
+) -> tuple[torch.device, Prepared]:
+    """Choose the device of this rank, and prepare the corpus.
 
     Call this before the first collective: the preparation may take hours, but collectives have a
     timeout.
@@ -131,8 +144,10 @@ def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.dev
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     here.watch.reached("the preparation of the corpus")
-    here.display.print(f"run {path}: preparing data")
-    data = prepare(cfg.data, cfg.prepare)
+    here.display.print(f"run {claimed.path}: preparing data")
+    # Not stored in cfg: config.yaml must contain only the EOS that the user sets.
+    with_eos = replace(cfg.data, eos_token=claimed.eos_token)
+    data = prepare(with_eos, cfg.prepare, claimed.tokenizer_hash)
     for directory in [source.directory for source in data.sources.values()] or [data.directory]:
         # Preparation names the files once; later runs only point to the list.
         if text := skipped_text(directory):
@@ -176,8 +191,8 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
     }
     path, saved = claimed.checkpoint, claimed.saved
     stage = 0
-    if claimed.origin and carried(cfg) == CARRIED["stage"]:
-        stage = 1 + read_state(claimed.origin)["loop"].get("stage", 0)
+    if previous := previous_stage(cfg, claimed.origin):
+        stage = 1 + read_state(previous)["loop"].get("stage", 0)
     state, changes = LoopState(order=order, stage=stage), Changes()
     if path and saved:
         state, changes = continued(path, saved, order, cfg.run.allow_changes)
@@ -266,6 +281,11 @@ def carried(cfg: TrainConfig) -> tuple[str, ...]:
     return CARRIED[named.kind] if named else ()
 
 
+def previous_stage(cfg: TrainConfig, origin: Path | None) -> Path | None:
+    """Return `origin` if this is the checkpoint of resume=stage:PATH, else None."""
+    return origin if carried(cfg) == CARRIED["stage"] else None
+
+
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load the carried tensors from a checkpoint, or parameters from a Hugging Face directory.
 
@@ -301,5 +321,5 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
         tokens = before + step * loop["order"]["global_batch_size"] * loop["order"]["seq_len"]
     return {
         "path": str(path), "step": step, "tokens": tokens, "differs": differs, "corpus": corpus,
-        "bos_token": origin.bos_token,
+        "bos_token": " ".join(origin.text_prefix) or None,
     }  # fmt: skip

@@ -219,6 +219,15 @@ def test_token_source_reads_diffllm_shards_in_original_directory(
     assert data.directory == prepared.directory.absolute()
 
 
+def test_eos_token_of_config_must_be_the_eos_of_token_shards(
+    make: Make, prepared: TokenData
+) -> None:
+    same = prepare(make(prepared.directory, eos_token="</s>"))
+    assert same.directory == prepared.directory
+    with pytest.raises(DataError, match=r"data.eos_token=<s> cannot change the EOS '</s>' of the"):
+        prepare(make(prepared.directory, eos_token="<s>"))
+
+
 def test_token_source_ignores_obsolete_field_of_older_manifest(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:

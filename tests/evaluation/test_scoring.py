@@ -86,7 +86,7 @@ def test_by_length_function_limits_padded_size_of_each_batch() -> None:
 class Letters:
     """A tokenizer of characters that merges a space with the next letter."""
 
-    eos_id = 0
+    start_id = 0
 
     def encode_batch(self, texts: list[str], threads: int) -> list[list[int]]:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]

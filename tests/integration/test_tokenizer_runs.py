@@ -2,50 +2,80 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from runs.command import documents, tool, train
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from diffllm import load_config
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.tokenizer import FastTokenizer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @pytest.fixture
 def letters(tmp_path: Path) -> Path:
-    """Write a tokenizer.json with two special tokens that may be the EOS."""
-    special = ["<|im_end|>", "<|endoftext|>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *LETTERS])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    """Write a tokenizer.json whose `</s>` is an ordinary token; older versions guessed this EOS."""
+    tokens = ["<pad>", "</s>", *LETTERS]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.add_tokens([AddedToken("</s>", normalized=False)])
     tokenizer.save(str(tmp_path / "letters.json"))
     return tmp_path / "letters.json"
 
 
-def test_run_of_older_version_resumes_with_its_guessed_eos(letters, tmp_path, tiny, environment):
-    words = [*tiny, f"data.tokenizer={letters}", "run.dir=run", "run.allow_changes=[steps]"]
-    refused = train(words, tmp_path, environment)
-    assert refused.code == 2
-    assert "several special tokens may be the EOS: '<|endoftext|>'; '<|im_end|>'" in refused.err
-    assert not (tmp_path / "run").exists()
-    begun = train([*words, "data.eos_token='<|endoftext|>'"], tmp_path, environment)
+@pytest.mark.slow
+def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
+    letters, tmp_path, tiny, environment
+):
+    cache = tmp_path / "cache"
+    words = [*tiny, f"data.tokenizer={letters}", f"data.cache_dir={cache}"]
+    begin = [*words, "data.eos_token='</s>'", "run.dir=run"]
+    refused = train([*words, "run.dir=run"], tmp_path, environment)
+    assert (refused.code, (tmp_path / "run").exists()) == (2, False)
+    assert "that is special; special tokens: '<pad>'; set" in refused.err
+
+    # Older versions prepared the tokens, so the run starts.
+    data = load_config(begin).data
+    tokenizer_hash = FastTokenizer(letters, "</s>").pieces_hash
+    prepare(data, tokenizer_hash=tokenizer_hash)
+    begun = train(begin, tmp_path, environment)
     assert begun.code == 0, begun.err
-    assert "\nEOS: <|endoftext|>, token 1\n" in begun.out
-    facts = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    assert (facts["eos_token"], facts["eos_guessed"]) == ("<|endoftext|>", False)
+    assert "\nEOS: </s>, token 1\n" in begun.out
     config = tmp_path / "run" / "config.yaml"
     text = config.read_text(encoding="utf-8")
-    assert "  eos_token: <|endoftext|>\n" in text
-    config.write_text(text.replace("  eos_token: <|endoftext|>\n", ""), encoding="utf-8")
+    assert "  eos_token: </s>\n" in text
+    config.write_text(text.replace("  eos_token: </s>\n", ""), encoding="utf-8")
+
+    shutil.rmtree(cache)
     evaluated = tool(["evaluate", "run=run", "tasks=[position]", "limit=2"], tmp_path, environment)
     assert evaluated.code == 0, evaluated.err
-    resumed = train([*words, "steps=6"], tmp_path, environment)
-    assert resumed.code == 0, resumed.err
-    assert "run resumes from step 4" in resumed.out
-    assert "\nEOS: <|endoftext|>, token 1\n" in resumed.out
+    more = [*words, "steps=6", "run.allow_changes=[steps]"]
+    for directory, start in (("fork", ["resume=run"]), ("run", [])):
+        shutil.rmtree(cache)
+        resumed = train([*more, *start, f"run.dir={directory}"], tmp_path, environment)
+        assert resumed.code == 0, resumed.err
+        assert f"{directory} resumes from step 4" in resumed.out
+        assert "\nEOS: </s>, token 1, guessed from its name; data.eos_token sets" in resumed.out
+        facts = json.loads((tmp_path / directory / "run.json").read_text(encoding="utf-8"))
+        assert (facts["eos_token"], facts["eos_guessed"]) == ("</s>", True)
+        saved = (tmp_path / directory / "config.yaml").read_text(encoding="utf-8")
+        assert "  eos_token: null\n" in saved
+
+    shutil.rmtree(cache)
+    stage = train([*words, "resume=stage:run", "run.dir=stage"], tmp_path, environment)
+    assert stage.code == 0, stage.err
+    assert "\nEOS: </s>, token 1, guessed" in stage.out
+    shutil.rmtree(cache)
+    new = train([*begin, "run.dir=new"], tmp_path, environment)
+    assert new.code == 2
+    assert "the text '</s>' encodes to the EOS" in new.err
 
 
 def test_run_says_before_training_that_its_tokenizer_cannot_be_exported(

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from test_import import saved
-from tokenizer_kinds import BOS, EOS, KINDS, LINES, differing_texts
+from tokenizer_kinds import BOS, EOS, KINDS, LINES, UNK, differing_texts
 
 import diffllm
 from diffllm import load_config, train
-from diffllm.checkpoint.hf.tokenizer import imported_bos
+from diffllm.checkpoint.hf.tokenizer import imported_prefix
 from diffllm.cli import main
 from diffllm.core.errors import printable
 from diffllm.core.printing import KEPT
@@ -97,24 +97,40 @@ def test_run_from_imported_weights_prints_note_that_data_has_no_bos(
     assert diffllm.load_model(tmp_path / "run")[1].bos_id is None
 
 
+@pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizer"])
 @pytest.mark.parametrize(
-    ("kind", "config", "expected"),
+    ("kind", "with_key_false", "with_key_true"),
     [
-        ("bos", {}, BOS),
-        ("bos_and_eos", {}, BOS),
-        ("eos", {}, None),
-        ("byte_level", {}, None),
-        ("bos", {"add_bos_token": False, "bos_token": BOS}, None),
-        ("byte_level", {"add_bos_token": True, "bos_token": {"content": BOS}}, BOS),
-        ("dummy_prefix", {"add_bos_token": True, "bos_token": "<s>"}, "<s>"),
-        ("dummy_prefix", {}, None),
+        ("bos", [BOS], [BOS]),
+        ("bos_and_eos", [BOS], [BOS]),
+        ("two_tokens", [BOS, UNK], [BOS, UNK]),
+        ("eos", [], []),
+        ("byte_level", [], []),
+        ("dummy_prefix", [], ["<s>"]),
     ],
 )
-def test_bos_of_imported_tokenizer_follows_its_config_or_post_processor(
-    tmp_path, kind, config, expected
+def test_imported_prefix_equals_tokens_that_transformers_puts_before_texts(
+    tmp_path, class_name, kind, with_key_false, with_key_true
 ):
-    KINDS[kind](tmp_path / "hf")
-    content = json.dumps({"eos_token": EOS, **config})
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(content, encoding="utf-8")
-    (path,) = (tmp_path / "hf").glob("tokenizer.[mj]*")
-    assert imported_bos(path) == expected
+    KINDS[kind](tmp_path)
+    (path,) = tmp_path.glob("tokenizer.[mj]*")
+    bos, eos = ("<s>", "</s>") if kind == "dummy_prefix" else (BOS, EOS)
+    added_token = {"__type": "AddedToken", "content": bos}
+    for bos_config in ({}, {"bos_token": bos}, {"bos_token": added_token}):
+        for added in ({}, {"add_bos_token": False}, {"add_bos_token": True}):
+            config = {"tokenizer_class": class_name, "eos_token": eos, **bos_config, **added}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+            ids = theirs(PROMPT)["input_ids"]
+            start = ids.index(theirs(PROMPT, add_special_tokens=False)["input_ids"][0])
+            expected = with_key_true if added.get("add_bos_token") else with_key_false
+            assert theirs.convert_ids_to_tokens(ids[:start]) == imported_prefix(path) == expected
+
+
+@pytest.mark.parametrize("model_directory", ["bos"], indirect=True)
+def test_import_refuses_tokenizer_with_two_tokens_before_texts(model_directory, tmp_path, capsys):
+    KINDS["two_tokens"](model_directory)
+    assert main(["import", f"hf={model_directory}", f"out={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"the post-processor puts 2 tokens before each text ('{BOS}'; '{UNK}')" in error
+    assert not (tmp_path / "run").exists()

@@ -74,7 +74,7 @@ def save_fast(
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(BOS, 0), (EOS, 1)]
+        single=single, special_tokens=list(zip(SPECIAL, range(3), strict=True))
     )
     place.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(place / "tokenizer.json"))
@@ -101,6 +101,7 @@ def save_sentencepiece(place: Path, **options: Any) -> None:
 KINDS: dict[str, Callable[[Path], None]] = {
     "byte_level": save_fast,
     "bos": partial(save_fast, single=f"{BOS} $A"),
+    "two_tokens": partial(save_fast, single=f"{BOS} {UNK} $A {EOS}"),
     "eos": partial(save_fast, single=f"$A {EOS}"),
     "bos_and_eos": partial(save_fast, single=f"{BOS} $A {EOS}"),
     "added_tokens": partial(save_fast, added=("<tool>", "größe 日本"), single=f"{BOS} $A"),

@@ -209,10 +209,12 @@ def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_pa
     other = tmp_path / "other.model"
     other.write_bytes(b"other pieces")
     directory = RunDirectory(begun, tiny())
-    directory.begin(other)
+    directory.begin(other, step=1)
     assert (begun / "tokenizer.model").read_bytes() == b"pieces"
     assert not cut_short.exists()
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
+    directory.begin(other)  # without a usable checkpoint, the run begins again
+    assert (begun / "tokenizer.model").read_bytes() == b"other pieces"
 
 
 def test_run_with_fewer_steps_than_configured_is_not_finished(begun):

@@ -1,4 +1,4 @@
-"""Convert a sentencepiece file to a tokenizer.json, and find the BOS of a model directory."""
+"""Convert a sentencepiece file to a tokenizer.json, and find the BOS of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffllm.core.errors import DataError
 from diffllm.data.sentencepiece_file import load_processor, proto_of
-from diffllm.data.tokenizer import FAST, SPACE_MARK, load_fast
+from diffllm.data.tokenizer import BEHAVIOUR_PROBE, FAST, SPACE_MARK, load_fast
 from diffllm.data.tokenizer_config import named_token, read_config
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ BPE = 2
 """Value of `model_type` of BPE models in sentencepiece files."""
 NORMAL, USER_DEFINED, UNUSED, BYTE = 1, 4, 5, 6
 """Values of `type` of pieces in sentencepiece files."""
+LLAMA_BOS = "<s>"
+"""BOS of transformers for a sentencepiece file, if tokenizer_config.json has no `bos_token`."""
 
 
 def export_obstacle(path: Path) -> str | None:
@@ -104,30 +106,31 @@ def merges_of(content: Any) -> list[tuple[str, str]]:
         for token, piece in enumerate(content.pieces)
         if piece.type == NORMAL
     }
-    found = [
+    splits = [
         (*order, -cut, (piece[:cut], piece[cut:]))
         for piece, order in texts.items()
         for cut in range(1, len(piece))
         if piece[:cut] in texts and piece[cut:] in texts
     ]
-    return [pair for *_, pair in sorted(found)]
+    return [pair for *_, pair in sorted(splits)]
 
 
-def imported_bos(path: Path) -> str | None:
-    """Return the BOS that transformers puts before each text, for the tokenizer file `path`.
+def imported_prefix(path: Path) -> list[str]:
+    """List the tokens that transformers puts before each text, for the tokenizer file `path`.
 
-    The BOS is `bos_token` in tokenizer_config.json if `add_bos_token` is true. Without the key
-    `add_bos_token`, the post-processor in tokenizer.json decides. Return None if there is no BOS.
+    The post-processor in tokenizer.json decides. Without a tokenizer.json, the only token is
+    `bos_token` in tokenizer_config.json, if `add_bos_token` is true.
     """
+    json_file = path.with_name(FAST)
+    if json_file.is_file():
+        # transformers 5 ignores add_bos_token if there is a tokenizer.json.
+        tokenizer = load_fast(json_file)
+        tokenizer.no_padding()
+        encoding = tokenizer.encode(BEHAVIOUR_PROBE)
+        sequences = encoding.sequence_ids  # 0 for the tokens of the text, None for added tokens
+        return encoding.tokens[: sequences.index(0)] if 0 in sequences else []
     config = read_config(path)
-    added, fast = config.get("add_bos_token"), path.with_name(FAST)
-    if isinstance(added, bool):
-        token = named_token(config, "bos_token")
-        return token if added and isinstance(token, str) else None
-    if not fast.is_file():
-        return None
-    tokenizer = load_fast(fast)
-    tokens = tokenizer.encode("a").tokens
-    plain = tokenizer.encode("a", add_special_tokens=False).tokens
-    has_bos = tokens[1 : 1 + len(plain)] == plain and tokens != plain
-    return tokens[0] if has_bos else None
+    if config.get("add_bos_token") is not True:
+        return []
+    token = named_token({"bos_token": LLAMA_BOS} | config, "bos_token")
+    return [token] if isinstance(token, str) else []

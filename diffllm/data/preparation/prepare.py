@@ -55,8 +55,14 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
+def prepare(
+    cfg: DataConfig, how: PrepareConfig | None = None, tokenizer_hash: str | None = None
+) -> Prepared:
     """Return the token shards that `cfg` describes; create missing shards first.
+
+    `tokenizer_hash` is the `pieces_hash` of the tokenizer that a run has already used. This
+    tokenizer is accepted even if texts can spell its EOS: older versions allowed such an EOS, and
+    the run needs the same tokens again.
 
     Several processes may call this function at once: one process creates the shards, the others
     wait. Call this function before process groups exist, because preparation can exceed the timeout
@@ -69,7 +75,7 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
         of: Callable[..., Prepared] = prepare_mixture if cfg.source == MIXTURE else prepare_one
-        data = of(cfg, cache_dir, how)
+        data = of(cfg, cache_dir, how, tokenizer_hash)
         data.check()
         return data
     except OSError as error:
@@ -77,7 +83,9 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
         raise DataError(f"data.cache_dir={cache_dir}: {where}{error.strerror or error}") from error
 
 
-def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
+def prepare_mixture(
+    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, tokenizer_hash: str | None
+) -> MixtureData:
     """Prepare all sources of a mixture with one tokenizer.
 
     If data.tokenizer is null, a tokenizer is trained on the same number of bytes from each text
@@ -103,15 +111,17 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
         path = trained_tokenizer(cache_dir, [MIXTURE, *what])
         build_tokenizer(cfg, sample(), path, list(texts.values()))
         tokenizer = str(path)
-    return MixtureData(
-        {
-            name: of_source(name)(prepare_one)(replace(own, tokenizer=tokenizer), cache_dir, how)
-            for name, own in each.items()
-        }
-    )
+    prepared = {}
+    for name, source in each.items():
+        with of_source(name):
+            with_tokenizer = replace(source, tokenizer=tokenizer)
+            prepared[name] = prepare_one(with_tokenizer, cache_dir, how, tokenizer_hash)
+    return MixtureData(prepared)
 
 
-def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenData:
+def prepare_one(
+    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, tokenizer_hash: str | None
+) -> TokenData:
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
     corpus = open_corpus(cfg, cache_dir)
@@ -133,7 +143,7 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
     tokenizer = Tokenizer.from_file(tokenizer_path, cfg.eos_token)
-    if tokenizer.spells_eos:
+    if tokenizer.spells_eos and tokenizer.pieces_hash != tokenizer_hash:
         raise DataError(
             f"data.tokenizer={tokenizer_path}: the text {tokenizer.eos_token!r} encodes to the "
             "EOS, so a document that contains this text would be cut there; declare the EOS "
