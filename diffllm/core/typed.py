@@ -12,7 +12,7 @@ from diffllm.core.files import read_json
 
 T = TypeVar("T")
 
-TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
+TYPES = {str: "text in quotes", float: "a number", int: "a whole number", bool: "true or false"}
 
 
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
