@@ -186,7 +186,7 @@ class SearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for place in search_path.get_path():
-            # A script that imports diffllm may have a Hydra config directory of its own.
+            # A script that imports diffllm may have another Hydra config directory.
             if place.path == str(config_directory()):
                 place.path = f"{BuiltInYaml.scheme()}://{place.path}"
         for directory in _DIRECTORIES:
