@@ -72,9 +72,9 @@ def quote_text(word: str, sweep: bool = False) -> str:
     """Return an override with quotes around all text, such as run.name="1.10".
 
     Values of text keys, items of lists of text, and text in mappings are text as typed, except for
-    null, quoted text and interpolations. Words whose key is unknown or holds no text are returned
-    unchanged. Raises ConfigError, with the override to type instead, if the grammar gives a text
-    another meaning.
+    null, quoted text, and an interpolation in place of a list. OmegaConf also resolves quoted
+    interpolations. Words whose key is unknown or holds no text are returned unchanged. Raises
+    ConfigError, with the override to type instead, if the grammar gives a text another meaning.
 
     Args:
         sweep: whether commas separate the values of a sweep.
@@ -88,11 +88,30 @@ def quote_text(word: str, sweep: bool = False) -> str:
     try:
         return f"{prefix}{key}={convert(value, kind)}"
     except NotPlain as error:
-        correct = f"{prefix}{key}={value.replace(error.text, quoted(error.text), 1)}"
+        if kind == list[str] and len(split(value)) > 1:
+            needs = "a sweep needs -m, text with a comma needs quotes, and a list needs brackets"
+            correct = with_brackets(value)
+        else:
+            needs = "a list needs brackets, a sweep needs -m, and the text needs quotes"
+            correct = value.replace(error.text, quoted(error.text), 1)
         raise ConfigError(
-            f"{word[:LONGEST_SHOWN]!r} is ambiguous: a list needs brackets, a sweep needs -m, and "
-            f"the text needs quotes: {shlex.quote(correct)}"
+            f"{word[:LONGEST_SHOWN]!r} is ambiguous: {needs}: "
+            f"{shlex.quote(f'{prefix}{key}={correct}')}"
         ) from None
+
+
+def with_brackets(text: str) -> str:
+    """Return texts and lists of text between commas as one list, such as [a,b,c] for [a,b],c."""
+    items = []
+    for part in split(text):
+        is_list = part.startswith("[") and part.endswith("]")
+        items += split(part[1:-1]) if is_list else [part]
+    typed = []
+    for item in filter(None, items):
+        item_text = unquoted(item)
+        has_bracket = re.search(r"[()\[\]{}:]", item_text)
+        typed.append(quoted(item_text) if has_bracket else typed_text(item_text))
+    return f"[{','.join(typed)}]"
 
 
 def quote_sweep(text: str, kind: Any) -> str:
