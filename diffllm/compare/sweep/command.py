@@ -13,7 +13,7 @@ from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import (
-    KIND,
+    MESSAGE_WORDS,
     SweepDirectory,
     experiment_words,
     plan_sweep,
@@ -86,7 +86,7 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     created: list[Path] = []
     if not names:
-        path, created = reserve(path, *KIND)
+        path, created = reserve(path, *MESSAGE_WORDS)
         names = split_overrides([f"run.sweep={path.name}"])[0]
         own += names
     try:
