@@ -129,10 +129,11 @@ def head_numbers(shown: "LayerMaps", heads: list[int]) -> list[dict[str, float]]
     columns["on first token"] = shown.effective[..., 1:, 0].mean(-1)
     columns["negative share"] = negative_share(shown.effective).mean(-1)
     columns[f"entropy of {first}"] = entropy(shown.maps[first]).mean(-1)
-    return [
-        {"head": head, **{name: float(values[0, head]) for name, values in columns.items()}}
-        for head in heads
-    ]
+    rows = []
+    for head in heads:
+        numbers = {name: float(values[0, head]) for name, values in columns.items()}
+        rows.append({"head": head, **numbers})
+    return rows
 
 
 def heads_text(numbers: list[dict[str, float]]) -> str:

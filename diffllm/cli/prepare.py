@@ -42,7 +42,9 @@ def prepare_command(argv: list[str]) -> None:
     echo("\n\n".join(texts or [prepared_text(data)]))
     echo(eos_text(eos_token, data.manifest.eos_id, guessed))
     if packed:
-        echo("\n" * bool(texts) + f"packing  {packed.text()}")
+        if texts:
+            echo("")
+        echo(f"packing  {packed.text()}")
 
 
 def prepared_values(data: Prepared) -> dict[str, Any]:

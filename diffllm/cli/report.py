@@ -34,12 +34,12 @@ def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import record_gaps, whole_text, write
-    from diffllm.metrics.wandb_run import files_of
+    from diffllm.metrics.wandb_run import wandb_parent
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)
     place = written[0].parent
-    gaps = files_of(place) / "wandb" if args.wandb and record_gaps(comparison, place) else None
+    gaps = wandb_parent(place) / "wandb" if args.wandb and record_gaps(comparison, place) else None
     if args.json:
         content = {
             "baseline": comparison.baseline,

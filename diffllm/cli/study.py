@@ -167,8 +167,9 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     notes = design_notes(study)
     if args.json:
         stages = [{**vars(cost), "hours": cost.hours} for cost in found]
-        left = {"runs": runs - ended, "tokens": tokens, "flops": flops}
-        echo_json({"study": str(study.path), "stages": stages, "left": left, "notes": notes})
+        remaining = {"runs": runs - ended, "tokens": tokens, "flops": flops}
+        content = {"study": str(study.path), "stages": stages, "left": remaining, "notes": notes}
+        echo_json(content)
         return
     heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
     echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")

@@ -28,10 +28,13 @@ AUTO = {"eval.tokens": "${auto_tokens:}"}
 LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
 NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
+NOT_A_TEXT = re.compile(r"Invalid type assigned: \w+ is not a subclass of str\..*")
+NOT_OPTIONAL = re.compile(r"field '\S+' is not Optional")
 NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\..*")
 OF_A_SECTION = "a section cannot have a value; set its keys, such as wandb.mode=disabled"
 LIST_OR_TEXT = "a list needs brackets, a text with commas needs quotes"
 NUMBERS = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
+# The key data.eos_token names a token of the tokenizer, not a secret.
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)(?<!eos_token)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
@@ -231,6 +234,7 @@ def one_line(error: BaseException) -> str:
         "provider=",
     )  # fmt: skip
     text = " ".join(line for line in lines if not line.startswith(internal))
+    text = NOT_A_TEXT.sub("must be a list of text", NOT_OPTIONAL.sub("must not be null", text))
     text = NOT_A_LIST.sub("not a list, such as [1,2]", NOT_A_SECTION.sub(OF_A_SECTION, text))
     return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)
 

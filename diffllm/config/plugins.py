@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 
 from diffllm.config.overrides import GROUPS, check_interpolations
 from diffllm.config.schema import Changes
+from diffllm.config.words import check_texts
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
@@ -132,6 +133,21 @@ def config_directory() -> Path:
     return packaged if packaged.is_dir() else packaged.parents[1] / "conf"
 
 
+class BuiltInYaml(FileConfigSource):
+    """Hydra config source for the files in conf/, to which users of a checkout add experiments."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "builtin"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        content = OmegaConf.to_container(result.config)
+        file = Path(self.path, self._normalize_file_name(config_path))
+        check_texts(content, file, section_of(config_path, result.header))
+        return result
+
+
 class SharedYaml(FileConfigSource):
     """Hydra config source for the YAML files of plugins and of --config-dir.
 
@@ -149,18 +165,35 @@ class SharedYaml(FileConfigSource):
         content, text = read_yaml(file)
         check_interpolations([f"{key}={value}" for key, value in content.items()], f"{file}: ")
         header = self._get_header_dict(text[:512].decode(errors="ignore"))
+        check_texts(content, file, section_of(config_path, header))
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(content), header)
 
 
+def section_of(config_path: str, header: dict[str, str | None]) -> str:
+    """Return the config section that a YAML file sets, such as "model.attention"; "" for all.
+
+    Args:
+        config_path: group and name of the file, such as "attention/diff_v2".
+        header: the keys of the comments at the start of the file, such as "package".
+    """
+    group = config_path.rpartition("/")[0].replace("/", ".")
+    package = header["package"] or "_group_"
+    return package.replace("_group_", group).removeprefix("_global_").strip(".")
+
+
 class SearchPath(SearchPathPlugin):
-    """Hydra plugin that adds the directories of plugins and --config-dir to the search path."""
+    """Hydra plugin that sets the sources of the built-in YAML files and of added directories."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for place in search_path.get_path():
+            # A script that imports diffllm may have another Hydra config directory.
+            if place.path == str(config_directory()):
+                place.path = f"{BuiltInYaml.scheme()}://{place.path}"
         for directory in _DIRECTORIES:
             search_path.append("plugins", f"shared://{directory}")
 
 
-for plugin in (SharedYaml, SearchPath):
+for plugin in (BuiltInYaml, SharedYaml, SearchPath):
     Plugins.instance().register(plugin)
 
 

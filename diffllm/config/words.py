@@ -9,7 +9,8 @@ import re
 import shlex
 from dataclasses import is_dataclass
 from functools import cache
-from types import NoneType, UnionType
+from pathlib import Path
+from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_loader import ConfigLoader
@@ -25,6 +26,7 @@ from diffllm.config.yaml_file import read_yaml
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.registry import SCHEMAS
+from diffllm.core.typed import without_null
 from diffllm.data.config import check_sizes
 
 WORD = re.compile(r"(\+{0,2})([A-Za-z_][\w./-]*)=(.*)", re.ASCII | re.DOTALL)
@@ -70,9 +72,9 @@ def quote_text(word: str, sweep: bool = False) -> str:
     """Return an override with quotes around all text, such as run.name="1.10".
 
     Values of text keys, items of lists of text, and text in mappings are text as typed, except for
-    null, quoted text and interpolations. Words whose key is unknown or holds no text are returned
-    unchanged. Raises ConfigError, with the override to type instead, if the grammar gives a text
-    another meaning.
+    null, quoted text, and an interpolation in place of a list. OmegaConf also resolves quoted
+    interpolations. Words whose key is unknown or holds no text are returned unchanged. Raises
+    ConfigError, with the override to type instead, if the grammar gives a text another meaning.
 
     Args:
         sweep: whether commas separate the values of a sweep.
@@ -86,11 +88,30 @@ def quote_text(word: str, sweep: bool = False) -> str:
     try:
         return f"{prefix}{key}={convert(value, kind)}"
     except NotPlain as error:
-        correct = f"{prefix}{key}={value.replace(error.text, quoted(error.text), 1)}"
+        if kind == list[str] and len(split(value)) > 1:
+            needs = "a sweep needs -m, text with a comma needs quotes, and a list needs brackets"
+            correct = with_brackets(value)
+        else:
+            needs = "a list needs brackets, a sweep needs -m, and the text needs quotes"
+            correct = value.replace(error.text, quoted(error.text), 1)
         raise ConfigError(
-            f"{word[:LONGEST_SHOWN]!r} is ambiguous: a list needs brackets, a sweep needs -m, and "
-            f"the text needs quotes: {shlex.quote(correct)}"
+            f"{word[:LONGEST_SHOWN]!r} is ambiguous: {needs}: "
+            f"{shlex.quote(f'{prefix}{key}={correct}')}"
         ) from None
+
+
+def with_brackets(text: str) -> str:
+    """Return texts and lists of text between commas as one list, such as [a,b,c] for [a,b],c."""
+    items = []
+    for part in split(text):
+        is_list = part.startswith("[") and part.endswith("]")
+        items += split(part[1:-1]) if is_list else [part]
+    typed = []
+    for item in filter(None, items):
+        item_text = unquoted(item)
+        has_bracket = re.search(r"[()\[\]{}:]", item_text)
+        typed.append(quoted(item_text) if has_bracket else typed_text(item_text))
+    return f"[{','.join(typed)}]"
 
 
 def quote_sweep(text: str, kind: Any) -> str:
@@ -188,10 +209,8 @@ def type_of_entry(kind: Any, name: str) -> Any:
 def field_types(cls: type) -> dict[str, Any]:
     types = {}
     for name, kind in get_type_hints(cls).items():
-        if get_origin(kind) in (Union, UnionType):
-            kinds = [part for part in get_args(kind) if part is not NoneType]
-            kind = kinds[0] if len(kinds) == 1 else None
-        types[name] = kind
+        kind = without_null(kind)
+        types[name] = None if get_origin(kind) in (Union, UnionType) else kind
     return types
 
 
@@ -273,6 +292,42 @@ def as_text(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
+def check_texts(content: Any, file: Path, section: str = "") -> None:
+    """Raise ConfigError if a YAML file gives a text key a number or a boolean.
+
+    YAML reads 1.10 as the number 1.1 and 12e4567 as infinity, so the text in the file is lost.
+
+    Args:
+        content: parsed content of `file`.
+        section: dotted config key of `content`; "" for the whole config.
+    """
+    kind: Any = TrainConfig
+    for name in filter(None, section.split(".")):
+        kind = type_of_entry(kind, name)
+    check_text(content, kind, section, file)
+
+
+def check_text(value: Any, kind: Any, key: str, file: Path) -> None:
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            inner = f"{key}.{name}" if key else str(name)
+            if inner.startswith("hydra."):
+                entry_type = declared_type(inner.removeprefix("hydra.sweeper.params.").lstrip("+"))
+            else:
+                entry_type = type_of_entry(kind, str(name))
+            check_text(entry, entry_type, inner, file)
+    elif isinstance(value, list):
+        # The values of a sweep are a list, too: then each item has the type of the key.
+        item_type = get_args(kind)[0] if get_origin(kind) is list else kind
+        for i, item in enumerate(value):
+            check_text(item, item_type, f"{key}[{i}]", file)
+    elif kind in (str, list[str]) and isinstance(value, int | float):
+        raise ConfigError(
+            f"{file}: {key} must be text, but YAML reads {value!r} without quotes; "
+            "put the value in quotes"
+        )
+
+
 def with_recipe(word: str) -> list[str]:
     """Return the overrides that replace the command-line override `word`.
 
@@ -284,9 +339,11 @@ def with_recipe(word: str) -> list[str]:
     several = "," in text and path == text
     if key != "data" or not path.endswith(SUFFIXES) or several:
         return [word]
-    content, _ = read_yaml(user_path(path, key))
+    file = user_path(path, key)
+    content, _ = read_yaml(file)
     if not content:
         raise ConfigError(f"{word} is an empty file; add keys of the data config, such as sources")
+    check_texts(content, file, "data")
     # Hydra needs about 10 ms per entry, so count the entries before composing.
     sizes = (content.get(key) for key in ("sources", "curriculum"))
     check_sizes(*(len(each) if isinstance(each, dict | list) else 0 for each in sizes))

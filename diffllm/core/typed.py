@@ -12,7 +12,7 @@ from diffllm.core.files import read_json
 
 T = TypeVar("T")
 
-TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
+TYPES = {str: "text in quotes", float: "a number", int: "a whole number", bool: "true or false"}
 
 
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
@@ -94,6 +94,9 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where}={value} must be a mapping of names to values")
+        for name in value:
+            if isinstance(name, bool | float):  # YAML reads the name 1.10 as 1.1
+                raise ValueError(f"{where}: the name {name} must be text in quotes")
         _, inner = get_args(kind)
         return {str(k): typed(v, inner, f"{where}.{k}", strict) for k, v in value.items()}
     if kind is float and isinstance(value, str):

@@ -99,16 +99,19 @@ def check_tags(key: str, tags: list[str] | None) -> None:
 def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) -> WandbConfig:
     """Return `cfg` with the values of environment variables for keys that are None.
 
-    The project is then set. `variables` may also be those that run.json records. An empty variable
-    is ignored. Raises ConfigError if a variable that is used has an invalid value.
+    The project is then set, unless wandb is disabled. `variables` may also be those that run.json
+    records. An empty variable is ignored. Raises ConfigError if a variable that is used has an
+    invalid value.
     """
+    if resolve_mode(cfg) == "disabled":
+        return cfg
     project, tags = cfg.project, cfg.tags
     if project is None:
         project = variables.get("WANDB_PROJECT") or "diffllm"
         check_project("WANDB_PROJECT", project)
     if tags is None:
         listed = variables.get("WANDB_TAGS")
-        tags = [tag.strip() for tag in listed.split(",")] if listed else []
+        tags = [tag.strip() for tag in listed.split(",") if tag.strip()] if listed else []
         check_tags("WANDB_TAGS", tags)
     entity = cfg.entity or variables.get("WANDB_ENTITY") or None
     group = cfg.group or variables.get("WANDB_RUN_GROUP") or None
@@ -156,7 +159,7 @@ def resolve_mode(cfg: WandbConfig) -> str:
     return "online" if found else "offline"
 
 
-def files_of(directory: Path) -> Path:
+def wandb_parent(directory: Path) -> Path:
     """Return the parent of wandb's directory of a run: WANDB_DIR, else the run directory."""
     return Path(os.environ.get("WANDB_DIR") or directory)
 
@@ -164,9 +167,8 @@ def files_of(directory: Path) -> Path:
 class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
-    Environment variables apply to keys of `cfg` that are None, see `with_variables`.
-
     Args:
+        cfg: the result of `with_variables`.
         directory: run directory.
         choices: chosen config of each Hydra group, such as {"attention": "diff_v2", "model":
             "mini"}. "attention" is the default of the wandb group, and "model" of the job type.
@@ -202,7 +204,6 @@ class WandbRun:
         self.started = threading.Event()
         if not self.working:
             return
-        cfg = with_variables(cfg)
         tags = list(cfg.tags or [])
         if sweep:
             tags.append(sweep[:LONGEST_TAG])
@@ -216,7 +217,7 @@ class WandbRun:
             "tags": list(dict.fromkeys(tags)),
             "id": self.id,
             "resume": "allow" if resume else None,
-            "dir": str(files_of(directory)),
+            "dir": str(wandb_parent(directory)),
             "config": config,
         }
         self.thread = threading.Thread(target=self._work, args=(options,), daemon=True)

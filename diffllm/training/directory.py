@@ -44,8 +44,8 @@ LONGEST_NAME = 230
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
-KIND = ("run directory", "run.dir=...")
-"""Words for `hold` and `reserve`."""
+MESSAGE_WORDS = ("run directory", "run.dir=...")
+"""Kind of directory, and the override that chooses another, in errors of `hold` and `reserve`."""
 
 
 class RunDirectory:
@@ -62,7 +62,7 @@ class RunDirectory:
         self.made = [*missing(path), *created]
         # Jobs of a sweep wait for the lock: the same run of a killed sweep may still save.
         wait = "DIFFLLM_SWEEP_JOB" in os.environ
-        self.lock = hold(path, *KIND, wait=wait, created=created)
+        self.lock = hold(path, *MESSAGE_WORDS, wait=wait, created=created)
 
     def check(self) -> None:
         """Check that a run can start or resume with this config; write no files.
@@ -284,7 +284,7 @@ def claim_directory(cfg: TrainConfig) -> RunDirectory:
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)
-    path, created = reserve(path, *KIND)
+    path, created = reserve(path, *MESSAGE_WORDS)
     return RunDirectory(path, cfg, created)
 
 

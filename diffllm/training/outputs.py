@@ -20,7 +20,7 @@ from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.records import logged_lines
 from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
-from diffllm.metrics.wandb_run import WandbRun
+from diffllm.metrics.wandb_run import WandbRun, with_variables
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
@@ -69,14 +69,13 @@ def open_sinks(
     directory.describe(facts, continues=claimed.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
-    name, run_id = cfg.run.name, state.wandb_id
-    # The runs of a sweep or study share the environment, but need different names and ids.
+    name = cfg.run.name
+    # The runs of a sweep or study share the environment, but need different names.
     if not in_sweep():
         name = name or os.environ.get("WANDB_NAME")
-        run_id = run_id or os.environ.get("WANDB_RUN_ID")
     wandb = WandbRun(
-        cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, run_id, name=name,
-        earlier=logged_lines(file.path, state.step),
+        with_variables(cfg.wandb), path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id,
+        name=name, earlier=logged_lines(file.path, state.step),
     )  # fmt: skip
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, wandb, events)

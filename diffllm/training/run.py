@@ -122,11 +122,9 @@ def train_claimed(
     tasks = make_tasks(data.tokenizer()) if make_tasks else None
     here.watch.reached("the text of the held-out sample")
     evaluation = Evaluation(t, data, tasks)
-    facts = describe(cfg, t, data) | origin
+    facts = describe(cfg, t, data) | origin | {"wandb_id": state.wandb_id}
     here.display.print(headline(cfg, facts, data, claimed.path, state.step))
     out = open_outputs(cfg, here, claimed, state, facts)
-    if out.sinks:
-        state.wandb_id = out.sinks.wandb.id
     losses = late = None
     try:
         trained = train_loop(t, state, data, here, out, evaluation)

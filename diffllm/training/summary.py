@@ -22,7 +22,7 @@ from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, files_of, resolve_mode, with_variables
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode, wandb_parent, with_variables
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
@@ -84,7 +84,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         lines.append(f"packing: {counts.text()}")
     # A sweep prints one command that uploads all of its runs.
     if not (in_sweep() and resolve_mode(cfg.wandb) == "offline"):
-        lines.append(f"wandb: {wandb_text(cfg, path)}")
+        lines.append(f"wandb: {wandb_text(cfg, path, facts['wandb_id'])}")
     lines.append("chosen for this device:")
     lines += [
         f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})"
@@ -124,15 +124,17 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     ]
 
 
-def wandb_text(cfg: TrainConfig, path: Path) -> str:
+def wandb_text(cfg: TrainConfig, path: Path, run_id: str) -> str:
     mode = resolve_mode(cfg.wandb)
     if mode == "disabled":
         return "off"
     if mode == "offline":
-        return f"offline; `wandb sync {files_of(path)}/{OFFLINE_RUNS}` uploads it"
+        # WANDB_DIR may contain offline runs of other run directories.
+        starts = f"{shlex.quote(str(wandb_parent(path)))}/{OFFLINE_RUNS}-{run_id}"
+        return f"offline; `wandb sync {starts}` uploads it"
     used = with_variables(cfg.wandb)
     project = "/".join(filter(None, (used.entity, used.project)))
-    return f"online, project {project}, a copy in {files_of(path) / 'wandb'}"
+    return f"online, project {project}, a copy in {wandb_parent(path) / 'wandb'}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:

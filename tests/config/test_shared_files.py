@@ -1,6 +1,7 @@
 """Shared files can neither import plugins nor read environment variables."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from diffllm.config import load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import Origin, implied
 from diffllm.config.overrides import check_shared
-from diffllm.config.plugins import load_plugins
+from diffllm.config.plugins import config_directory, load_plugins
 from diffllm.core.errors import ConfigError
 
 SECRET = "hfSecretOfNobody0123456789"
@@ -43,7 +44,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def of_recipe(key: str, value: str) -> None:
+def of_recipe(key: str, value: object) -> None:
     """Load a recipe with a given value of one data key."""
     Path("r.yaml").write_text(
         json.dumps({"source": "files", "paths": ["x.txt"], key: value}), encoding="utf-8"
@@ -51,12 +52,14 @@ def of_recipe(key: str, value: str) -> None:
     load_config(["data=r.yaml", "model=tiny"])
 
 
-def of_directory(group: str) -> Callable[[str, str], None]:
+def of_directory(group: str) -> Callable[[str, object], None]:
     """Return a function that loads a YAML of a group from a named directory."""
 
-    def load(key: str, value: str) -> None:
+    def load(key: str, value: object) -> None:
         Path(f"mine/{group}").mkdir(parents=True)
-        Path(f"mine/{group}/x.yaml").write_text(json.dumps({key: value}), encoding="utf-8")
+        package = "_global_" if group == "experiment" else group
+        content = f"# @package {package}\n{json.dumps({key: value})}"
+        Path(f"mine/{group}/x.yaml").write_text(content, encoding="utf-8")
         load_config([f"{group}=x", "model=tiny"], config_dir="mine")
 
     return load
@@ -70,14 +73,19 @@ def of_study(base: str = "steps=1", arm: str = "steps=2") -> None:
     load_study(Path("s.yaml"))
 
 
+def swept_words(params: dict[str, object]) -> list[str]:
+    """Return the sweep of an experiment with the given hydra.sweeper.params, as overrides."""
+    Path("mine/experiment").mkdir(parents=True)
+    content = json.dumps({"hydra": {"sweeper": {"params": params}}})
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{content}", encoding="utf-8")
+    load_plugins([], [Path("mine").resolve()])
+    return experiment_words(["experiment=x"])
+
+
 def of_sweeper(word: str) -> None:
     """Read the sweep of an experiment with one override."""
     key, _, value = word.partition("=")
-    Path("mine/experiment").mkdir(parents=True)
-    params = json.dumps({"hydra": {"sweeper": {"params": {key: value}}}})
-    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}", encoding="utf-8")
-    load_plugins([], [Path("mine").resolve()])
-    experiment_words(["experiment=x"])
+    swept_words({key: value})
 
 
 def of_sweep(word: str) -> None:
@@ -127,14 +135,43 @@ def test_config_file_cannot_read_environment_variables(source, key, value):
 
 
 def test_list_in_sweeper_params_keeps_text_with_commas():
-    values = ["a, b", "'c, d'", "e(1)", None]
-    Path("mine/experiment").mkdir(parents=True)
-    params = json.dumps({"hydra": {"sweeper": {"params": {"data.name": values}}}})
-    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}", encoding="utf-8")
-    load_plugins([], [Path("mine").resolve()])
-    jobs = combinations(split_overrides(experiment_words(["experiment=x"]))[0])
+    values = ["a, b", "'c, d'", "e(1)", "1.10", None]
+    jobs = combinations(split_overrides(swept_words({"data.name": values}))[0])
     names = [load_config([*job, "data.dataset=a/b"]).data.name for job in jobs]
-    assert names == ["a, b", "c, d", "e(1)", None]
+    assert names == ["a, b", "c, d", "e(1)", "1.10", None]
+
+
+@pytest.mark.parametrize(
+    ("load", "key"),
+    [
+        (of_recipe, "data"),
+        (of_directory("data"), "data"),
+        (lambda key, value: of_directory("experiment")("data", {key: value}), "data"),
+        (lambda key, value: swept_words({f"data.{key}": value}), "params.data"),
+        (lambda key, value: swept_words({f"data.{key}": [value, "a"]}), "params.data"),
+    ],
+    ids=["recipe", "data", "experiment", "sweeper", "list in sweeper"],
+)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("name", 1.1), ("revision", False), ("paths", 7), ("paths", ["a", 1.1])],
+)
+def test_number_for_text_key_in_file_is_refused_with_file_and_key(load, key, name, value):
+    with pytest.raises(ConfigError, match=rf"\.yaml: .*{key}\.{name}.* must be text.* in quotes"):
+        load(name, value)
+
+
+def test_number_for_text_key_in_added_built_in_experiment_is_refused(monkeypatch):
+    shutil.copytree(config_directory(), "conf")
+    conf = Path("conf").resolve()
+    for module in ("compose", "plugins"):
+        monkeypatch.setattr(f"diffllm.config.{module}.config_directory", lambda: conf)
+    file = conf / "experiment/x.yaml"
+    file.write_text("# @package _global_\nwandb: {group: 1.10}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"x\.yaml: wandb\.group must be text"):
+        load_config(["experiment=x", "model=tiny"])
+    file.write_text("# @package _global_\nwandb: {group: '1.10'}\n", encoding="utf-8")
+    assert load_config(["experiment=x", "model=tiny"]).wandb.group == "1.10"
 
 
 def test_interpolation_split_over_two_config_values_is_refused():

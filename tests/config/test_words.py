@@ -1,6 +1,7 @@
 """Text keys take the words of a command line as typed, in single runs and in sweeps."""
 
 import random
+import re
 import shlex
 from types import UnionType
 from typing import get_args
@@ -20,6 +21,7 @@ from diffllm.config.words import (
     parsed_override,
     quote_text,
     quoted,
+    split,
     typed_override,
     typed_text,
     unquoted,
@@ -56,7 +58,7 @@ def accepted(word: str) -> str:
         quote_text(word)
         return word
     except ConfigError as error:
-        (advice,) = shlex.split(str(error).rpartition("needs quotes: ")[2])
+        (advice,) = shlex.split(re.split("needs quotes: |needs brackets: ", str(error))[-1])
         return advice
 
 
@@ -90,7 +92,12 @@ def test_list_of_text_and_mapping_keep_random_texts(rng):
         typed = ", ".join(map(typed_item, texts))
         for key in LIST_KEYS:
             assert parsed(f"{key}=[{typed}]") == texts
-            assert parsed(accepted(f"{key}={texts[0]}")) == texts[:1]
+            advised = parsed(accepted(f"{key}={texts[0]}"))
+            if len(split(texts[0])) == 1:
+                assert advised == texts[:1]
+            else:
+                assert isinstance(advised, list)
+                assert all(isinstance(text, str) for text in advised)
         entry = f"{{paths: [{typed}], revision: {typed_item(texts[0])}, weight: 2}}"
         sources = {"a": {"paths": texts, "revision": texts[0], "weight": 2}}
         assert parsed(f"data.sources={{a: {entry}}}") == sources
@@ -139,7 +146,11 @@ def test_load_config_reads_text_as_typed(word, expected):
         ("data.sample_prompt=[INST] a", "needs quotes: 'data.sample_prompt=\"[INST] a\"'"),
         ("data.paths=[[a],b]", "needs quotes: 'data.paths=[\"[a]\",b]'"),
         ("data.paths=[a", "needs quotes: 'data.paths=\"[a\"'"),
-        ("data.paths=a.txt,b.txt", "a list needs brackets, a sweep needs -m"),
+        ("data.paths=a.txt,b.txt", "a list needs brackets: 'data.paths=[a.txt,b.txt]'"),
+        ('data.paths=[1.10],[a(1),"b, c"]', '\'data.paths=[1.10,"a(1)","b, c"]\''),
+        ("data.paths=null", "data.paths=null: must not be null"),
+        ("wandb.tags=[1.10,null]", "wandb.tags=[1.10,null]: must be a list of text"),
+        ("data.sources={a: {paths: [x,null]}}", "must be a list of text"),
         ("run.name='a", "needs quotes: "),
         ("run.name=choice(a)", "needs quotes: 'run.name=\"choice(a)\"'"),
         ("resume=null", "resume"),

@@ -46,6 +46,7 @@ def test_made_converts_nested_mappings_and_fills_missing_keys_with_defaults():
         ({"parts": [{}]}, r"parts\[0\].size is missing"),
         ({"by_name": []}, r"by_name=\[\] must be a mapping of names to values"),
         ({"by_name": {"a": {"size": 1, "name": 7}}}, "by_name.a.name=7 must be text"),
+        ({"by_name": {1.1: {"size": 1}}}, "by_name: the name 1.1 must be text in quotes"),
         ({"done": 1}, "done=1 must be true or false"),
     ],
 )

@@ -46,6 +46,7 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
     output = start(corpus, run, *words).finish()
     assert said_of_wandb(output) == []
     found = OfflineRun(run)
+    assert f"wandb sync {run}/wandb/offline-run-*-{found.header.run_id}` uploads it" in output
 
     lines = metrics(run)
     assert found.history == lines

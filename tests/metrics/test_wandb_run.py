@@ -27,6 +27,7 @@ from diffllm.metrics.wandb_run import (
     WandbRun,
     check_wandb,
     resolve_mode,
+    with_variables,
 )
 
 KEY = "0123456789" * 4
@@ -34,7 +35,7 @@ VARIABLES = {
     "WANDB_PROJECT": "its-project",
     "WANDB_ENTITY": "its-team",
     "WANDB_RUN_GROUP": "its-group",
-    "WANDB_TAGS": "a, b",
+    "WANDB_TAGS": "a, b, ,",
     "WANDB_JOB_TYPE": "its-type",
 }
 CHOICES = {"attention": "diff_v2", "model": "tiny"}
@@ -109,7 +110,8 @@ def test_wandb_keys_override_variables_and_variables_override_defaults(
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    WandbRun(WandbConfig(WandbMode.offline, **keys), tmp_path, CHOICES, None, {}, None).finish()
+    cfg = with_variables(WandbConfig(WandbMode.offline, **keys))
+    WandbRun(cfg, tmp_path, CHOICES, None, {}, None).finish()
     found = OfflineRun(tmp_path).header
     assert [
         found.project, found.entity, found.run_group, list(found.tags), found.job_type

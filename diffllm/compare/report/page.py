@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -43,14 +44,16 @@ from diffllm.core.printing import KEPT, Cell, Table, TableColumn
 from diffllm.metrics.wandb_run import (
     OFFLINE_RUNS,
     WandbRun,
-    files_of,
     new_id,
     resolve_mode,
+    wandb_parent,
     with_variables,
 )
 from diffllm.statistics.estimates import Estimate
 
 MOST = 12
+COMPARISON_ID = ".wandb-id"
+"""File in a directory of runs: the id of the wandb run of their comparison."""
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
@@ -237,6 +240,8 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     cfg = with_variables(first.cfg.wandb, first.variables)
     if not gaps or resolve_mode(cfg) == "disabled":
         return False
+    if cfg.entity is None and os.environ.get("WANDB_ENTITY"):
+        cfg = replace(cfg, entity="")  # For None, wandb itself would use the present variable.
     lines: dict[int, dict[str, float]] = {}
     for label, by_tokens in gaps.items():
         for tokens, gap in by_tokens.items():
@@ -247,7 +252,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
     choices = dict.fromkeys(("attention", "model"), "comparison")
     run_id = comparison_id(directory)
-    for earlier in files_of(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
+    for earlier in wandb_parent(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
         shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
     run = WandbRun(
         cfg, directory, choices, directory.name, facts, run_id, over_tokens=("gap/*",), resume=False
@@ -274,11 +279,16 @@ def comparison_id(directory: Path) -> str:
 
     An id derived from the path would not be unique: many sweeps have the same path.
     """
-    file = directory / ".wandb-id"
+    if stored := stored_comparison_id(directory):
+        return stored
+    run_id = new_id()
+    replace_file(directory / COMPARISON_ID, f"{run_id}\n")
+    return run_id
+
+
+def stored_comparison_id(directory: Path) -> str | None:
     with suppress(OSError, UnicodeDecodeError):
-        stored = file.read_text(encoding="utf-8").strip()
+        stored = (directory / COMPARISON_ID).read_text(encoding="utf-8").strip()
         if re.fullmatch(r"[0-9a-f]{8}", stored):
             return stored
-    run_id = new_id()
-    replace_file(file, f"{run_id}\n")
-    return run_id
+    return None

@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import (
-    KIND,
+    MESSAGE_WORDS,
     SweepDirectory,
     experiment_words,
     plan_sweep,
@@ -24,8 +25,8 @@ from diffllm.core.files import take_back
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
-from diffllm.metrics.records import read_ending, stopped_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, files_of
+from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.wandb_run import OFFLINE_RUNS, RUN_ID, wandb_parent
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
@@ -85,7 +86,7 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     created: list[Path] = []
     if not names:
-        path, created = reserve(path, *KIND)
+        path, created = reserve(path, *MESSAGE_WORDS)
         names = split_overrides([f"run.sweep={path.name}"])[0]
         own += names
     try:
@@ -197,13 +198,27 @@ def run_values(path: str, ending: Ending | None) -> dict[str, Any]:
 
 
 def print_upload(directory: Path) -> None:
-    """Print one command that uploads all offline wandb runs in `directory`, if there are any."""
-    patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
-    files = files_of(directory)
-    place = shlex.quote(str(files))
-    paths = [f"{place}/{pattern}" for pattern in patterns if any(files.glob(pattern))]
+    """Print one command that uploads the offline wandb runs of a sweep or study, if any exist."""
+    parent = wandb_parent(directory)
+    if parent == directory:
+        patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
+    else:  # WANDB_DIR may contain offline runs of other sweeps.
+        patterns = [f"{OFFLINE_RUNS}-{run_id}" for run_id in wandb_ids(directory)]
+    place = shlex.quote(str(parent))
+    paths = [f"{place}/{pattern}" for pattern in patterns if any(parent.glob(pattern))]
     if paths:
         echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
+
+
+def wandb_ids(directory: Path) -> list[str]:
+    """Return the ids in wandb of the comparison and of all runs in a sweep or study directory."""
+    from diffllm.compare.report.page import stored_comparison_id
+
+    ids = [stored_comparison_id(directory)]
+    for file in sorted([*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]):
+        with suppress(CheckpointError):
+            ids.append((read_record(file) or {}).get("wandb_id"))
+    return [run_id for run_id in ids if run_id and RUN_ID.fullmatch(run_id)]
 
 
 def loss_words(summary: dict[str, Any]) -> str:

@@ -187,8 +187,8 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{'' if number or not label else '_'}{safe}"
 
 
-KIND = ("sweep directory", "another run.sweep")
-"""Words for `hold` and `reserve`."""
+MESSAGE_WORDS = ("sweep directory", "another run.sweep")
+"""Kind of directory, and the override that chooses another, in errors of `hold` and `reserve`."""
 
 
 class SweepDirectory:
@@ -208,7 +208,7 @@ class SweepDirectory:
 
     def hold(self) -> None:
         self.made = [*missing(self.path), *self.created]
-        self.lock = hold(self.path, *KIND, created=self.created)
+        self.lock = hold(self.path, *MESSAGE_WORDS, created=self.created)
         if SweepDirectory(self.path, self.kind).record != self.record:
             raise InUseError(f"sweep {self.path} was just started by another process; try again")
 

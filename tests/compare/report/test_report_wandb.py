@@ -1,7 +1,9 @@
 """Gaps over tokens in a wandb run."""
 
 import json
+import re
 import shutil
+import subprocess
 
 import pytest
 from test_report_budgets import TOKENS, loss, written
@@ -9,7 +11,8 @@ from wandb_file import OfflineRun
 
 from diffllm.cli import main
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.page import record_gaps
+from diffllm.compare.report.page import comparison_id, record_gaps
+from diffllm.compare.sweep.command import print_upload
 
 
 def curve(variant, tokens, seed):
@@ -59,6 +62,38 @@ def test_record_gaps_uses_wandb_variables_that_runs_recorded(swept, monkeypatch)
     assert record_gaps(read([swept])[0], swept)
     header = OfflineRun(swept).header
     assert (header.project, header.run_group) == ("of-the-runs", "their-group")
+
+
+def test_record_gaps_ignores_wandb_variables_that_runs_did_not_record(swept, monkeypatch):
+    for name in ("WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_TAGS"):
+        monkeypatch.setenv(name, "of-this-shell")
+    assert record_gaps(read([swept])[0], swept)
+    header = OfflineRun(swept).header
+    assert (header.entity, header.run_group, [*header.tags]) == ("", "comparison", ["swept"])
+
+
+def test_printed_upload_command_selects_only_runs_of_sweep_in_shared_wandb_dir(
+    swept, tmp_path, monkeypatch, capsys
+):
+    shared = tmp_path / "shared dir"
+    monkeypatch.setenv("WANDB_DIR", str(shared))
+    run_ids = {"standard0": "abc", "gated1": "a-1", "standard1": "*"}
+    for name, run_id in run_ids.items():
+        file = swept / name / "run.json"
+        facts = json.loads(file.read_text(encoding="utf-8")) | {"wandb_id": run_id}
+        file.write_text(json.dumps(facts), encoding="utf-8")
+    for name in ("1-abc", "2-abc", "1-a-1", "1-unrelated"):
+        (shared / "wandb" / f"offline-run-{name}").mkdir(parents=True)
+    assert record_gaps(read([swept])[0], swept)
+    print_upload(swept)
+    command = re.search("`wandb sync (.*)`", capsys.readouterr().out)[1]
+    listed = subprocess.run(
+        f"ls -d {command}", shell=True, capture_output=True, text=True, check=True
+    )
+    names = {line.rpartition("offline-run-")[2] for line in listed.stdout.splitlines()}
+    (of_comparison,) = names - {"1-abc", "2-abc", "1-a-1"}
+    assert of_comparison.endswith(comparison_id(swept))
+    assert len(names) == 4
 
 
 def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
