@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from processes import PATIENCE_S
 from sample_texts import contents, documents_of, sample_documents
 
+from diffllm.cli.prepare import prepared_text
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.prepare import held_out_pieces, prepare
 from diffllm.data.text.corpus import open_corpus
-from diffllm.data.text.skipped import skipped_text
+from diffllm.data.text.skipped import report_again, skipped_text
 from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
@@ -140,6 +142,24 @@ def test_prepare_names_each_skipped_file_once(
     assert f"{docs}/README.md: " in listing.read_text(encoding="utf-8")
     text = f"data.paths: skipped 13 entries of directories, listed in {listing}"
     assert skipped_text(data.directory) == text
+    assert "12 other files" not in prepared_text(data)
+    assert text in prepared_text(data)
+
+
+def test_one_of_several_processes_prints_changed_list_of_skipped_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skipped = {tmp_path / "a.md": "hidden"}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: report_again(skipped, tmp_path), range(8)))
+    assert capsys.readouterr().err.count("data.paths: skipped 1 entry") == 1
+    # The lock of a read-only cache cannot be opened.
+    lock = Path(f"{tmp_path}.lock")
+    lock.unlink()
+    lock.mkdir()
+    report_again({}, tmp_path)
+    assert not capsys.readouterr().err
+    assert skipped_text(tmp_path).startswith("data.paths: skipped 1 entry")
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -20,7 +20,7 @@ from diffllm.data.preparation.workers import PrepareConfig, work_through
 from diffllm.data.shards import FORMAT_VERSION, LARGEST_SHARE, LEAST_TOKENS
 from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
-from diffllm.data.text.skipped import report_skipped
+from diffllm.data.text.skipped import report_again
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import FAST, MODEL, Tokenizer, check_tokenizer, located
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
@@ -126,7 +126,7 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
         # Files that are skipped now may differ from those at the preparation.
-        report_skipped(corpus.skipped, directory, directory)
+        report_again(corpus.skipped, directory)
         return TokenData(directory)
     pieces = held_out_pieces(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
