@@ -21,6 +21,7 @@ from diffllm.core.files import user_path
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import StreamSequences, sequences_in
+from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation import TOKENS
 from diffllm.evaluation.evaluation import Asked, Settings, Subject
@@ -75,14 +76,15 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     if own.tokenizer:
         # The files of the copy in the run directory name the EOS that the run was trained with.
         own = replace(own, tokenizer=str(tokenizer_of(run)), eos_token=None)
-    data = prepare(own, cfg.prepare)
     facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
+    data = prepare(own, cfg.prepare, facts.get("corpus"))
     now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
     for name, found in now.items():
         if facts.get(name, found) != found:
             raise ConfigError(
                 f"{run}/config.yaml: the {name} has changed since training (hash {found[:12]} "
                 f"instead of {str(facts[name])[:12]}); restore the original {name}"
+                f"{rule_text(data.directories) if name == 'corpus' else ''}"
             )
     return data
 

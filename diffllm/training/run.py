@@ -106,7 +106,7 @@ def train_claimed(
     make_tasks: MakeTasks | None,
     report: Report | None,
 ) -> Outcome:
-    device, data = prepare_data(cfg, here, claimed.path)
+    device, data = prepare_data(cfg, here, claimed)
     state = begin(cfg, here, claimed, data)
     meet(cfg, here, device, claimed.path)
     here.watch.reached("the construction of the model")

@@ -17,12 +17,12 @@ from diffllm.config.compose import variant_config
 from diffllm.config.origin import OF_A_RUN, named_in, origin_of
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.config.schema import CARRIED, Changes, changes_text
+from diffllm.config.schema import CARRIED, Changes, changes_text, is_allowed
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
-from diffllm.data.text.skipped import skipped_text
+from diffllm.data.text.skipped import rule_text, skipped_text
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
@@ -44,7 +44,14 @@ from diffllm.training.checks import (
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.memory import check_memory
 from diffllm.training.process import Process, in_sweep, log_file
-from diffllm.training.state import LoopState, continuation, continued, restore, samples_of
+from diffllm.training.state import (
+    LoopState,
+    continuation,
+    continued,
+    corpus_of,
+    restore,
+    samples_of,
+)
 
 OF_THE_MACHINE = re.compile(
     r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
@@ -67,6 +74,8 @@ class Claimed(NamedTuple):
     """Holds the lock on rank 0; None on other ranks."""
     saved: dict[str, Any] | None
     """Content of the checkpoint's state.json; None on other ranks than 0 or without checkpoint."""
+    corpus: str | None
+    """Corpus hash of the checkpoint; None without a checkpoint."""
 
 
 def claim(cfg: TrainConfig, here: Process) -> Claimed:
@@ -85,7 +94,9 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     path, checkpoint, origin = (text and Path(text) for text in told["paths"])
     if told["ended"]:
         here.display.print(f"{path} {ended_text(told['ended'])}")
-    return Claimed(path, told["ended"], checkpoint, told["ranks"], origin, directory, saved)
+    return Claimed(
+        path, told["ended"], checkpoint, told["ranks"], origin, directory, saved, told["corpus"]
+    )
 
 
 def claim_on_rank_0(
@@ -117,12 +128,21 @@ def claim_on_rank_0(
         raise
     paths = [place and str(place) for place in (directory.path, checkpoint, origin)]
     ranks = saved["ranks"] if saved else 0
-    told = {"paths": paths, "ended": ended, "ranks": ranks, "eos_token": eos_token}
+    corpus = corpus_of(saved) if saved else None
+    told = {
+        "paths": paths,
+        "ended": ended,
+        "ranks": ranks,
+        "eos_token": eos_token,
+        "corpus": corpus,
+    }
     return told, (directory, saved)
 
 
-def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
-    """Choose the device of this rank, and prepare the corpus; `path` is the run directory.
+def prepare_data(
+    cfg: TrainConfig, here: Process, claimed: Claimed
+) -> tuple[torch.device, Prepared]:
+    """Choose the device of this rank, and prepare the corpus.
 
     Call this before the first collective: the preparation may take hours, but collectives have a
     timeout.
@@ -131,9 +151,10 @@ def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.dev
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     here.watch.reached("the preparation of the corpus")
-    here.display.print(f"run {path}: preparing data")
-    data = prepare(cfg.data, cfg.prepare)
-    for directory in [source.directory for source in data.sources.values()] or [data.directory]:
+    here.display.print(f"run {claimed.path}: preparing data")
+    former = None if is_allowed("corpus", cfg.run.allow_changes) else claimed.corpus
+    data = prepare(cfg.data, cfg.prepare, former)
+    for directory in data.directories:
         # Preparation names the files once; later runs only point to the list.
         if text := skipped_text(directory):
             here.display.print(text)
@@ -180,7 +201,9 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         stage = 1 + read_state(claimed.origin)["loop"].get("stage", 0)
     state, changes = LoopState(order=order, stage=stage), Changes()
     if path and saved:
-        state, changes = continued(path, saved, order, cfg.run.allow_changes)
+        state, changes = continued(
+            path, saved, order, cfg.run.allow_changes, rule_text(data.directories)
+        )
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
         if claimed.path not in path.parents:
             state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.

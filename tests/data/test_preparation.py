@@ -3,7 +3,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -160,6 +160,39 @@ def test_one_of_several_processes_prints_changed_list_of_skipped_files(
     report_again({}, tmp_path)
     assert not capsys.readouterr().err
     assert skipped_text(tmp_path).startswith("data.paths: skipped 1 entry")
+
+
+@pytest.mark.parametrize("trains_tokenizer", [True, False])
+@pytest.mark.parametrize("prompt_column", [None, "before"])
+@pytest.mark.parametrize("names", [("a.jsonl", "b.json", "c.md"), ("a.jsonl", "c.md")])
+def test_prepare_returns_cached_tokens_of_older_version(
+    tmp_path: Path,
+    make_config: MakeConfig,
+    prepared: TokenData,
+    trains_tokenizer: bool,
+    prompt_column: str | None,
+    names: Sequence[str],
+) -> None:
+    """Older versions read all kinds of files in a directory, but skipped most .json files."""
+    rows = [json.dumps({"before": "a prompt", "text": text}) for text in sample_documents(60)]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name, content in (("a.jsonl", rows[:40]), ("b.json", rows[40:]), ("c.md", ["a note"])):
+        (docs / name).write_text("\n".join(content), encoding="utf-8")
+    if prompt_column:
+        names = [name for name in names if name != "c.md"]
+    tokenizer = None if trains_tokenizer else str(prepared.directory)
+    more = {"vocab_size": 300, "tokenizer": tokenizer, "prompt_column": prompt_column}
+    # With listed files, the corpus has the hash that an older version gave the directory.
+    former = prepare(make_config(*(docs / name for name in names), **more))
+    cfg = make_config(docs, **more)
+    assert prepare(cfg, former=former.manifest.corpus) == former
+    now = prepare(cfg)
+    assert now.manifest.corpus != former.manifest.corpus or names == ["a.jsonl", "b.json"]
+    # The tokens are not those of an edited corpus.
+    (docs / "a.jsonl").write_text("\n".join(rows[1:40]), encoding="utf-8")
+    edited = prepare(cfg, former=former.manifest.corpus)
+    assert edited.manifest.corpus not in (former.manifest.corpus, now.manifest.corpus)
 
 
 @pytest.mark.parametrize("given", [True, False])

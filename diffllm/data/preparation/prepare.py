@@ -1,7 +1,7 @@
 """Train the tokenizer and write the token shards of a data config, and cache the results."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -55,8 +55,13 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
+def prepare(
+    cfg: DataConfig, how: PrepareConfig | None = None, former: str | None = None
+) -> Prepared:
     """Return the token shards that `cfg` describes; create missing shards first.
+
+    `former` is the corpus hash of an existing run. If an older version gave this hash to the corpus
+    at data.paths, and the cache still contains the shards, return these shards.
 
     Several processes may call this function at once: one process creates the shards, the others
     wait. Call this function before process groups exist, because preparation can exceed the timeout
@@ -68,8 +73,11 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
     how.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
-        of: Callable[..., Prepared] = prepare_mixture if cfg.source == MIXTURE else prepare_one
-        data = of(cfg, cache_dir, how)
+        data: Prepared
+        if cfg.source == MIXTURE:
+            data = prepare_mixture(cfg, cache_dir, how)
+        else:
+            data = prepare_one(cfg, cache_dir, how, former)
         data.check()
         return data
     except OSError as error:
@@ -111,19 +119,17 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
     )
 
 
-def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenData:
+def prepare_one(
+    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, former: str | None = None
+) -> TokenData:
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
     corpus = open_corpus(cfg, cache_dir)
-    if cfg.tokenizer is None:
-        training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
-        tokenizer_path = trained_tokenizer(cache_dir, training)
-        tokenizer_key = tokenizer_path.parent.name
-    else:
-        tokenizer_path = located(cfg.tokenizer)
-        tokenizer_key = Tokenizer.from_file(tokenizer_path, cfg.eos_token).pieces_hash
-    what = [FORMAT_VERSION, DIVISION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
-    directory = cache_dir / "tokens" / combined_hash(what)[:32]
+    if former in corpus.former_identities and former != corpus.identity:
+        _, former_directory = places(cfg, cache_dir, former)
+        if former_directory.is_dir():
+            return TokenData(former_directory)
+    tokenizer_path, directory = places(cfg, cache_dir, corpus.identity)
     if directory.is_dir():
         # Files that are skipped now may differ from those at the preparation.
         report_again(corpus.skipped, directory)
@@ -151,6 +157,19 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
     )
     job.build(how)
     return TokenData(directory)
+
+
+def places(cfg: DataConfig, cache_dir: Path, identity: str) -> tuple[Path, Path]:
+    """Return the tokenizer and the directory of token shards for the corpus with this hash."""
+    if cfg.tokenizer is None:
+        training = [identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
+        tokenizer_path = trained_tokenizer(cache_dir, training)
+        tokenizer_key = tokenizer_path.parent.name
+    else:
+        tokenizer_path = located(cfg.tokenizer)
+        tokenizer_key = Tokenizer.from_file(tokenizer_path, cfg.eos_token).pieces_hash
+    what = [FORMAT_VERSION, DIVISION, identity, tokenizer_key, cfg.heldout_fraction]
+    return tokenizer_path, cache_dir / "tokens" / combined_hash(what)[:32]
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:

@@ -73,10 +73,17 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
             f"data.paths={named} has no text file, .parquet file or .jsonl file{hint}{reasons}"
         )
     contents = {path: content_of(path, of_file) for path, of_file in usable_facts.items()}
+    # Older versions read all kinds, and skipped most .json files of directories.
+    without_json = [
+        content
+        for path, content in contents.items()
+        if roots[path] is None or path.suffix != ".json"
+    ]
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
         description=description_of({path: roots[path] for path in kept}),
         identity=hash_of([contents[path] for path in kept], cfg),
+        former_identities=(hash_of([*contents.values()], cfg), hash_of(without_json, cfg)),
         list_parts=lambda: parts_of(kept, cfg),
         check=partial(check_all, kept),
         skipped_empty=empty,

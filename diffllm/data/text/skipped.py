@@ -1,5 +1,7 @@
 """Skipped files of a corpus: the first are printed, and all are listed in a file of the cache."""
 
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +13,7 @@ SKIPPED = "skipped.txt"
 LARGEST = 2**30
 PRINTED = 10
 EMPTY, HIDDEN, NOT_REGULAR = "the file is empty", "hidden", "not a regular file"
+OTHER_KIND = re.compile(r"; of .*/, only .* is read \(")
 
 Skipped = dict[Path, str]
 """Reasons by path of the skipped file or directory."""
@@ -21,7 +24,7 @@ def reasons_text(skipped: Skipped) -> str:
 
 
 def other_kind(kind: str, directory: Path, chosen: str, size: int, total: int) -> str:
-    """Return the reason of a skipped file of another kind."""
+    """Return the reason of a skipped file that matches OTHER_KIND."""
     return f"{kind}; of {directory.name}/, only {chosen} is read ({size:,} of {total:,} bytes)"
 
 
@@ -72,6 +75,21 @@ def skipped_text(directory: Path) -> str:
     """Return the number of skipped files of a prepared corpus, or "" if no file was skipped."""
     lines = stored_lines(directory)
     return f"{counted(len(lines))}, listed in {directory / SKIPPED}" if lines else ""
+
+
+def rule_text(directories: Sequence[Path]) -> str:
+    """Explain why a corpus may differ from that of older versions, which read all kinds of files.
+
+    `directories` contain the prepared tokens. Return "" if no list of skipped files contains a file
+    of another kind.
+    """
+    for directory in directories:
+        if any(OTHER_KIND.search(line) for line in stored_lines(directory)):
+            return (
+                "; older versions read all kinds of files in a directory, this version only one: "
+                f"see {directory / SKIPPED}"
+            )
+    return ""
 
 
 def counted(number: int) -> str:
