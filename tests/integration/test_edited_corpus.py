@@ -12,7 +12,7 @@ from runs.command import overrides_of, prepared_corpus, start, the_error, write_
 
 from diffllm import load_config
 from diffllm.config.saved import load_run_config
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.verified import mark_of
 from diffllm.evaluation.load import own_data
@@ -74,9 +74,20 @@ def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) 
         if directory.is_dir():
             shutil.rmtree(directory)
     rule = "older versions read all kinds of files in a directory"
-    with pytest.raises(ConfigError, match=rule):
+    longer = [f"steps={STEPS + 2}", more]
+    with pytest.raises(DataError, match=f"{rule}, and data.cache_dir"):
         own_data(run, load_run_config(run))
-    assert rule in the_error(start(docs, run, f"steps={STEPS + 2}", more).finish(2))
+    assert "no longer contains the tokens of this run" in the_error(
+        start(docs, run, *longer).finish(2)
+    )
+    prepare(load_config([*overrides_of(docs, run), f"data.paths=[{rows},{note}]"]).data)
+    own_data(run, load_run_config(run))
+    note.write_text("another note", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"corpus has changed since training.*{rule}"):
+        own_data(run, load_run_config(run))
+    error = the_error(start(docs, run, *longer).finish(2))
+    assert "was saved with a different data order" in error
+    assert rule in error
 
 
 @pytest.mark.slow

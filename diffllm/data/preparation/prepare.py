@@ -61,7 +61,8 @@ def prepare(
     """Return the token shards that `cfg` describes; create missing shards first.
 
     `former` is the corpus hash of an existing run. If an older version gave this hash to the corpus
-    at data.paths, and the cache still contains the shards, return these shards.
+    at data.paths, return the shards of that version from the cache. Raises DataError if the cache
+    no longer contains these shards.
 
     Several processes may call this function at once: one process creates the shards, the others
     wait. Call this function before process groups exist, because preparation can exceed the timeout
@@ -129,6 +130,12 @@ def prepare_one(
         _, former_directory = places(cfg, cache_dir, former)
         if former_directory.is_dir():
             return TokenData(former_directory)
+        raise DataError(
+            f"data.paths={', '.join(cfg.paths[:3])}: older versions read all kinds of files in a "
+            f"directory, and data.cache_dir={cfg.cache_dir} no longer contains the tokens of this "
+            "run; to create the tokens again, run diffllm prepare with all files of the run in "
+            "data.paths, in the order of their paths"
+        )
     tokenizer_path, directory = places(cfg, cache_dir, corpus.identity)
     if directory.is_dir():
         # Files that are skipped now may differ from those at the preparation.
