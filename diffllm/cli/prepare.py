@@ -73,14 +73,16 @@ def prepared_values(data: Prepared) -> dict[str, Any]:
 
 def prepared_text(data: Prepared) -> str:
     manifest, heldout = data.manifest, data.manifest.splits["heldout"]
+    empty, other = manifest.skipped_empty, manifest.skipped_undecodable
+    counts_of_skipped = f"skipped  {empty} empty and {other} other files"
     lines = [
         str(data.directory),
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
         *([f"corpus   {manifest.note}"] if manifest.note else []),
         *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        f"skipped  {manifest.skipped_empty} empty and {manifest.skipped_undecodable} other files; "
+        # The list is newer than the manifest, so the counts of the manifest may differ.
+        skipped_text(data.directory) or counts_of_skipped,
         f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
-        skipped_text(data.directory),
         thin_heldout(heldout.documents, heldout.tokens),
     ]
     return "\n".join(filter(None, lines))

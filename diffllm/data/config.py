@@ -76,7 +76,7 @@ class TextConfig:
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
     """Files, directories, globs: parquet, json, jsonl, text; json, jsonl, txt also .gz, .zst. Of a
-    directory, only the kind with the most bytes is read: parquet, json and jsonl, or text."""
+    directory or glob, only the kind with the most bytes is read: parquet, json or text."""
     text_column: str = "text"
     """Column that holds the text, in parquet and json."""
     prompt_column: str | None = None

@@ -18,8 +18,8 @@ from diffllm.data.text.file_index import (
     file_facts,
     names_of,
 )
-from diffllm.data.text.files import paths_of
-from diffllm.data.text.skipped import report_skipped
+from diffllm.data.text.local_files import paths_of
+from diffllm.data.text.skipped import report_again, report_skipped
 from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import (
     OPENERS,
@@ -125,7 +125,8 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             "tokenizer that encoded the tokens"
         )
     tokenizer = Tokenizer.from_file(cfg.tokenizer, cfg.eos_token)
-    roots, skipped = paths_of(cfg)
+    local_files = paths_of(cfg)
+    roots, skipped = local_files.roots, dict(local_files.skipped)
     paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
     if not paths:
         raise DataError(
@@ -156,7 +157,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
         manifest.save(scratch)
 
     if directory.is_dir():
-        report_skipped(skipped, directory, directory)
+        report_again(skipped, directory)
     build_once(directory, build)
     return ImportedData(directory, tuple(map(str, paths)), facts)
 

@@ -33,6 +33,10 @@ class MixtureData:
     def directory(self) -> Path:
         return next(iter(self.sources.values())).directory
 
+    @property
+    def directories(self) -> list[Path]:
+        return [data.directory for data in self.sources.values()]
+
     @cached_property
     def manifest(self) -> Manifest:
         """Manifest of the mixture; each count is the sum of the counts of all sources.

@@ -21,6 +21,10 @@ class TokenData:
     def sources(self) -> "dict[str, TokenData]":
         return {}
 
+    @property
+    def directories(self) -> list[Path]:
+        return [self.directory]
+
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(tokenizer_in(self.directory))
 

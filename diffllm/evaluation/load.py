@@ -19,8 +19,9 @@ from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.data.mixture import Prepared
-from diffllm.data.preparation.prepare import prepare
+from diffllm.data.preparation.prepare import RunHashes, prepare
 from diffllm.data.sequences import StreamSequences, sequences_in
+from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation import TOKENS
 from diffllm.evaluation.evaluation import Asked, Settings, Subject
@@ -77,14 +78,14 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
         # The files of the copy in the run directory name the EOS that the run was trained with.
         data_config = replace(data_config, tokenizer=str(tokenizer_of(run)), eos_token=None)
     facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
-    data = prepare(data_config, cfg.prepare, facts.get("tokenizer"))
+    data = prepare(data_config, cfg.prepare, RunHashes(facts.get("corpus"), facts.get("tokenizer")))
     hashes = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
     for name, current_hash in hashes.items():
         if facts.get(name, current_hash) != current_hash:
             raise ConfigError(
                 f"{run}/config.yaml: the {name} has changed since training (hash "
                 f"{current_hash[:12]} instead of {str(facts[name])[:12]}); restore the original "
-                f"{name}"
+                f"{name}{rule_text(data.directories) if name == 'corpus' else ''}"
             )
     return data
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diffllm.core.errors import CheckpointError
+from diffllm.core.targets import PADDING
 from diffllm.data.heldout import heldout_documents
 from diffllm.data.progress import track
 from diffllm.evaluation.answers import TOKENS, by_length, padded
@@ -125,7 +126,7 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
     A text is a sequence of token ids. The model reads an EOS before each text; an imported model
     reads its BOS instead.
     """
-    targets = padded(texts, -1, torch.device("cpu"))
+    targets = padded(texts, PADDING, torch.device("cpu"))
     first = subject.tokenizer.start_id
     inputs = padded([[first, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
     documents = None

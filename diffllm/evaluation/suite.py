@@ -40,7 +40,7 @@ from diffllm.evaluation.quantise import Quantise
 from diffllm.metrics.records import finite
 
 EVALUATIONS: dict[str, Evaluation] = {
-    each.name: each for each in (Position(), Outliers(), Quantise())
+    evaluation.name: evaluation for evaluation in (Position(), Outliers(), Quantise())
 }
 """Evaluations by name, except generated tasks."""
 NEEDLES = [{"needles": n, "queries": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
@@ -139,36 +139,36 @@ def evaluate(
     results: dict[str, Result] = {}
     skipped = []
     directory = results_of(subject.run, step_of(subject.checkpoint))
-    files = {each.name: directory / f"{each.name}.jsonl" for each in evaluations}
-    for each in evaluations:
-        check_examples_file(files[each.name], each.examples_file)
+    files = {evaluation.name: directory / f"{evaluation.name}.jsonl" for evaluation in evaluations}
+    for evaluation in evaluations:
+        check_examples_file(files[evaluation.name], evaluation.examples_file)
     manifest = (subject.checkpoint / MANIFEST).read_bytes()
-    for each in evaluations:
+    for evaluation in evaluations:
         try:
-            settings = each.settings(subject, asked)
+            settings = evaluation.settings(subject, asked)
         except DoesNotFit as error:
             skipped.append(str(error))
             continue
         key = {
-            "evaluation": each.name,
+            "evaluation": evaluation.name,
             "checkpoint": hashlib.sha256(manifest).hexdigest(),
             "tokenizer": subject.tokenizer.pieces_hash,
             **settings,
         }
-        first = read_result(files[each.name], key)
+        first = read_result(files[evaluation.name], key)
         if first is None:
-            lines = each.lines(subject, settings)
+            lines = evaluation.lines(subject, settings)
             scores = []
-            for score in each.scores(settings, lines):
+            for score in evaluation.scores(settings, lines):
                 content = asdict(score)
                 more = content.pop("more")
                 # A diverged model may have an infinite value, which JSON cannot hold.
                 scores.append({**content, "value": finite(score.value), **more})
-            first = {"key": key, "unit": each.unit, "scores": scores}
-            if each.examples_file:
-                first["examples_file"] = each.examples_file._asdict()
-            store_result(files[each.name], first, lines)
-        results[each.name] = {name: first[name] for name in ("unit", "scores")}
+            first = {"key": key, "unit": evaluation.unit, "scores": scores}
+            if evaluation.examples_file:
+                first["examples_file"] = evaluation.examples_file._asdict()
+            store_result(files[evaluation.name], first, lines)
+        results[evaluation.name] = {name: first[name] for name in ("unit", "scores")}
     return results, skipped
 
 
@@ -190,24 +190,25 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
                 evaluations, asked = chosen(name, [], [])
             else:
                 evaluations, asked = [evaluation_named(name, known)], Asked()
-            for each in evaluations:
-                check_same_examples(tasks.get(each.name, each), each)
+            for evaluation in evaluations:
+                check_same_examples(tasks.get(evaluation.name, evaluation), evaluation)
         except ConfigError as error:
             raise ConfigError(f"eval.suites: {str(error).removeprefix('tasks: ')}") from None
-        for each in evaluations:
-            if not isinstance(each, Answers):
+        for evaluation in evaluations:
+            if not isinstance(evaluation, Answers):
                 raise ConfigError(
-                    f"eval.suites: {each.name} cannot be evaluated during training; after "
-                    f"training, use diffllm evaluate tasks=[{each.name}]"
+                    f"eval.suites: {evaluation.name} cannot be evaluated during training; after "
+                    f"training, use diffllm evaluate tasks=[{evaluation.name}]"
                 )
-            of_suite = asked.levels.get(each.name, ())
-            if levels.get(each.name, of_suite) != of_suite and each.name not in cfg.eval.levels:
+            task_name = evaluation.name
+            of_suite = asked.levels.get(task_name, ())
+            if levels.get(task_name, of_suite) != of_suite and task_name not in cfg.eval.levels:
                 raise ConfigError(
-                    f"eval.suites: {selected_by[each.name]} and {name} contain the task "
-                    f"{each.name} at different levels; keep one of them, or set "
-                    f"eval.levels={{{each.name}: ...}}"
+                    f"eval.suites: {selected_by[task_name]} and {name} contain the task "
+                    f"{task_name} at different levels; keep one of them, or set "
+                    f"eval.levels={{{task_name}: ...}}"
                 )
-            tasks[each.name], levels[each.name], selected_by[each.name] = each, of_suite, name
+            tasks[task_name], levels[task_name], selected_by[task_name] = evaluation, of_suite, name
     for name, level in cfg.eval.levels.items():
         if name not in tasks:
             raise ConfigError(
@@ -225,16 +226,16 @@ class TasksWhileTraining:
     """Tasks that are evaluated during training; every evaluation uses the same examples."""
 
     def __init__(
-        self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
+        self, cfg: TrainConfig, levels_by_task: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
     ):
         self.asked: dict[str, Questions] = {}
         self.levels: dict[str, list[str]] = {}
         """By task: names of levels in names of metrics, such as "length_96_needles_2"."""
-        for each, levels in found.items():
-            asked = Asked(limit=cfg.eval.suites_limit, levels={each.name: levels})
-            settings = each.examples(asked, tokenizer, cfg.seq_len)
-            self.asked[each.name] = questions(each.task, settings, tokenizer, cfg.seq_len)
-            self.levels[each.name] = [
+        for task, levels in levels_by_task.items():
+            asked = Asked(limit=cfg.eval.suites_limit, levels={task.name: levels})
+            settings = task.examples(asked, tokenizer, cfg.seq_len)
+            self.asked[task.name] = questions(task.task, settings, tokenizer, cfg.seq_len)
+            self.levels[task.name] = [
                 "_".join(f"{key}_{value}" for key, value in level.items())
                 for level in settings["levels"]
             ]
@@ -248,17 +249,17 @@ class TasksWhileTraining:
         correct answers among random answers. Every rank must call this method.
         """
         model.eval()
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, asked in self.asked.items():
             with torch.compiler.set_stance("force_eager"):  # Batches differ in shape.
                 scores = score_batches(model, [question for _, _, question in asked], together=True)
             lines = lines_of(asked, scores)
-            found[f"tasks/{name}"] = share(lines, "correct")
-            found[f"tasks_chance/{name}"] = chance(lines)
-            found[f"tasks_generated/{name}"] = share(lines, "generated")
+            metrics[f"tasks/{name}"] = share(lines, "correct")
+            metrics[f"tasks_chance/{name}"] = chance(lines)
+            metrics[f"tasks_generated/{name}"] = share(lines, "generated")
             for i, level in enumerate(self.levels[name]):
-                own = [each for each in lines if each["level"] == i]
-                if own and len(self.levels[name]) > 1:
-                    found[f"tasks/{name}/{level}"] = share(own, "correct")
+                level_lines = [line for line in lines if line["level"] == i]
+                if level_lines and len(self.levels[name]) > 1:
+                    metrics[f"tasks/{name}/{level}"] = share(level_lines, "correct")
         model.train()
-        return found
+        return metrics

@@ -19,12 +19,12 @@ from diffllm.config.compose import variant_config
 from diffllm.config.origin import OF_A_RUN, named_in, origin_of
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.config.schema import CARRIED, Changes, changes_text
+from diffllm.config.schema import CARRIED, Changes, changes_text, is_allowed
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
-from diffllm.data.preparation.prepare import prepare
+from diffllm.data.preparation.prepare import RunHashes, prepare
 from diffllm.data.sequences import packing_counts
-from diffllm.data.text.skipped import skipped_text
+from diffllm.data.text.skipped import rule_text, skipped_text
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
@@ -47,7 +47,14 @@ from diffllm.training.checks import (
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.memory import check_memory
 from diffllm.training.process import Process, in_sweep, log_file
-from diffllm.training.state import LoopState, continuation, continued, restore, samples_of
+from diffllm.training.state import (
+    LoopState,
+    continuation,
+    continued,
+    corpus_of,
+    restore,
+    samples_of,
+)
 
 OF_THE_MACHINE = re.compile(
     r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
@@ -68,8 +75,8 @@ class Claimed(NamedTuple):
     """Checkpoint or model directory of resume=weights:PATH or stage:PATH; None in a resumed run."""
     eos_token: str | None
     """Result of `former_eos`, or data.eos_token in a new run."""
-    tokenizer_hash: str | None
-    """Hash of the tokenizer that the resumed run or the previous stage has used; else None."""
+    hashes: RunHashes
+    """Corpus hash of the checkpoint, and tokenizer hash of the resumed run or previous stage."""
     directory: RunDirectory | None
     """Holds the lock on rank 0; None on other ranks."""
     saved: dict[str, Any] | None
@@ -91,10 +98,10 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     path, checkpoint, origin = (text and Path(text) for text in told["paths"])
     if told["ended"]:
         here.display.print(f"{path} {ended_text(told['ended'])}")
-    former = told["eos_token"], told["tokenizer_hash"]
     return Claimed(
-        path, told["ended"], checkpoint, told["ranks"], origin, *former, directory, saved
-    )
+        path, told["ended"], checkpoint, told["ranks"], origin, told["eos_token"],
+        RunHashes(*told["hashes"]), directory, saved,
+    )  # fmt: skip
 
 
 def claim_on_rank_0(
@@ -129,8 +136,9 @@ def claim_on_rank_0(
         raise
     paths = [place and str(place) for place in (directory.path, checkpoint, origin)]
     ranks = saved["ranks"] if saved else 0
-    told = {"paths": paths, "ended": ended, "ranks": ranks}
-    told |= {"eos_token": eos_token, "tokenizer_hash": tokenizer_hash}
+    corpus = corpus_of(saved) if saved else None
+    told = {"paths": paths, "ended": ended, "ranks": ranks, "eos_token": eos_token}
+    told["hashes"] = [corpus, tokenizer_hash]
     return told, (directory, saved)
 
 
@@ -149,8 +157,11 @@ def prepare_data(
     here.display.print(f"run {claimed.path}: preparing data")
     # Not stored in cfg: config.yaml must contain only the EOS that the user sets.
     with_eos = replace(cfg.data, eos_token=claimed.eos_token)
-    data = prepare(with_eos, cfg.prepare, claimed.tokenizer_hash)
-    for directory in [source.directory for source in data.sources.values()] or [data.directory]:
+    hashes = claimed.hashes
+    if is_allowed("corpus", cfg.run.allow_changes):
+        hashes = hashes._replace(corpus=None)
+    data = prepare(with_eos, cfg.prepare, hashes)
+    for directory in data.directories:
         # Preparation names the files once; later runs only point to the list.
         if text := skipped_text(directory):
             here.display.print(text)
@@ -197,7 +208,9 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         stage = 1 + read_state(previous)["loop"].get("stage", 0)
     state, changes = LoopState(order=order, stage=stage), Changes()
     if path and saved:
-        state, changes = continued(path, saved, order, cfg.run.allow_changes)
+        state, changes = continued(
+            path, saved, order, cfg.run.allow_changes, rule_text(data.directories)
+        )
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
         if claimed.path not in path.parents:
             state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.

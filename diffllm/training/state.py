@@ -175,8 +175,17 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     return path
 
 
+def corpus_of(saved: dict[str, Any]) -> str | None:
+    """Return the corpus hash in the state.json `saved`, or None if `saved` has no valid hash."""
+    try:
+        corpus = saved["loop"]["order"]["corpus"]
+    except (KeyError, TypeError):
+        return None  # `continued` raises the error.
+    return corpus if isinstance(corpus, str) else None
+
+
 def continued(
-    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
+    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str], rule: str = ""
 ) -> tuple[LoopState, Changes]:
     """Return the loop state in a checkpoint, and the changed settings of the data order.
 
@@ -185,6 +194,7 @@ def continued(
         saved: content of the checkpoint's state.json.
         order: settings of this run that decide which samples each step reads.
         allowed: names of settings that may have changed since the checkpoint.
+        rule: explanation of a changed corpus, see `rule_text`; "" if none.
 
     Raises CheckpointError if a setting not in `allowed` has changed, or if `saved` lacks a key.
     """
@@ -201,7 +211,8 @@ def continued(
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
-            f"{path} was saved with a different data order ({changes_text(changes)}); "
+            f"{path} was saved with a different data order ({changes_text(changes)})"
+            f"{rule if 'corpus' in refused else ''}; "
             "to resume with the new order, set "
             f"run.allow_changes=[{','.join([*allowed, *refused])}]"
         )

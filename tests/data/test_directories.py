@@ -181,6 +181,48 @@ def test_directory_is_read_as_the_kind_with_the_most_bytes(
     assert not opened(make_config(notes, docs)).skipped
 
 
+@pytest.mark.parametrize(
+    ("entries", "read", "skipped"),
+    [
+        (["*"], ["parquet"], ["text"]),
+        (["**"], ["parquet"], ["text"]),
+        (["**/*"], ["parquet"], ["text"]),
+        (["a.parquet", ""], ["parquet"], ["text"]),
+        (["", "README.md"], ["text", "parquet"], []),
+        (["*", "README.md"], ["text", "parquet"], []),
+        (["*.md"], ["text"], []),
+        (["*.md", "*.parquet"], ["text", "parquet"], []),
+        (["*.md", "a.parquet"], ["text", "parquet"], []),
+        (["*.md", "*"], ["text", "parquet"], []),
+    ],
+)
+def test_entry_of_paths_reads_one_kind_and_listed_files_of_a_directory(
+    tmp_path: Path,
+    make_config: MakeConfig,
+    entries: list[str],
+    read: list[str],
+    skipped: list[str],
+) -> None:
+    """Each entry reads one kind of its files; a file with its own entry counts for all entries."""
+    docs = tmp_path / "docs"
+    paths = {kind: write_kind(docs, kind, size) for kind, size in (("parquet", 2000), ("text", 9))}
+    corpus = opened(make_config(*(docs / entry for entry in entries)))
+    assert corpus.identity == opened(make_config(*sorted(paths[kind] for kind in read))).identity
+    assert list(corpus.skipped) == [paths[kind] for kind in skipped]
+
+
+def test_glob_skips_unusable_files_like_a_directory(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    docs = write_tree(tmp_path / "docs", TREE)
+    (docs / "gone").symlink_to(tmp_path / "none")
+    os.mkfifo(docs / "pipe")
+    whole, matches = opened(make_config(docs)), opened(make_config(docs / "*"))
+    for path, reason in whole.skipped.items():
+        if path.parent == docs and reason != "hidden":
+            assert matches.skipped[path] == reason
+
+
 def test_directory_with_equal_bytes_of_two_kinds_is_read_as_the_first_kind(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:

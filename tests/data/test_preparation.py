@@ -3,7 +3,8 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from processes import PATIENCE_S
 from sample_texts import contents, documents_of, sample_documents
 
+from diffllm.cli.prepare import prepared_text
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.preparation.prepare import held_out_pieces, prepare
+from diffllm.data.preparation.prepare import RunHashes, held_out_pieces, prepare
 from diffllm.data.text.corpus import open_corpus
-from diffllm.data.text.skipped import skipped_text
+from diffllm.data.text.skipped import report_again, skipped_text
 from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
@@ -140,6 +142,57 @@ def test_prepare_names_each_skipped_file_once(
     assert f"{docs}/README.md: " in listing.read_text(encoding="utf-8")
     text = f"data.paths: skipped 13 entries of directories, listed in {listing}"
     assert skipped_text(data.directory) == text
+    assert "12 other files" not in prepared_text(data)
+    assert text in prepared_text(data)
+
+
+def test_one_of_several_processes_prints_changed_list_of_skipped_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skipped = {tmp_path / "a.md": "hidden"}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: report_again(skipped, tmp_path), range(8)))
+    assert capsys.readouterr().err.count("data.paths: skipped 1 entry") == 1
+    # The lock of a read-only cache cannot be opened.
+    lock = Path(f"{tmp_path}.lock")
+    lock.unlink()
+    lock.mkdir()
+    report_again({}, tmp_path)
+    assert not capsys.readouterr().err
+    assert skipped_text(tmp_path).startswith("data.paths: skipped 1 entry")
+
+
+@pytest.mark.parametrize("trains_tokenizer", [True, False])
+@pytest.mark.parametrize("prompt_column", [None, "before"])
+@pytest.mark.parametrize("names", [("a.jsonl", "b.json", "c.md"), ("a.jsonl", "c.md")])
+def test_prepare_returns_cached_tokens_of_older_version(
+    tmp_path: Path,
+    make_config: MakeConfig,
+    prepared: TokenData,
+    trains_tokenizer: bool,
+    prompt_column: str | None,
+    names: Sequence[str],
+) -> None:
+    """Older versions read all kinds of files in a directory, but skipped most .json files."""
+    rows = [json.dumps({"before": "a prompt", "text": text}) for text in sample_documents(60)]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name, content in (("a.jsonl", rows[:40]), ("b.json", rows[40:]), ("c.md", ["a note"])):
+        (docs / name).write_text("\n".join(content), encoding="utf-8")
+    if prompt_column:
+        names = [name for name in names if name != "c.md"]
+    tokenizer = None if trains_tokenizer else str(prepared.directory)
+    more = {"vocab_size": 300, "tokenizer": tokenizer, "prompt_column": prompt_column}
+    # With listed files, the corpus has the hash that an older version gave the directory.
+    former = prepare(make_config(*(docs / name for name in names), **more))
+    cfg = make_config(docs, **more)
+    assert prepare(cfg, run_hashes=RunHashes(corpus=former.manifest.corpus)) == former
+    now = prepare(cfg)
+    assert now.manifest.corpus != former.manifest.corpus or names == ["a.jsonl", "b.json"]
+    # The tokens are not those of an edited corpus.
+    (docs / "a.jsonl").write_text("\n".join(rows[1:40]), encoding="utf-8")
+    edited = prepare(cfg, run_hashes=RunHashes(corpus=former.manifest.corpus))
+    assert edited.manifest.corpus not in (former.manifest.corpus, now.manifest.corpus)
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.command import overrides_of, prepared_corpus, start, the_error
+from runs.command import overrides_of, prepared_corpus, start, the_error, write_corpus
 
 from diffllm import load_config
+from diffllm.config.saved import load_run_config
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.verified import mark_of
+from diffllm.evaluation.load import own_data
 
 STEPS = 6
 
@@ -49,6 +52,42 @@ def test_resume_with_edited_corpus_requires_allow_changes(
     )
     shutil.rmtree(tmp_path / "cache")
     assert_resume_requires_allow_changes(corpus, run, "corpus", "tokenizer")
+
+
+@pytest.mark.slow
+def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) -> None:
+    docs, run = tmp_path / "docs", tmp_path / "run"
+    docs.mkdir()
+    rows, note = write_corpus(docs), docs / "note.md"
+    note.write_text("a note", encoding="utf-8")
+    # With listed files, the corpus has the hash that an older version gave the directory.
+    start(docs, run, f"data.paths=[{rows},{note}]", f"steps={STEPS}").finish()
+    config = (run / "config.yaml").read_text(encoding="utf-8")
+    assert config.count(f"- {rows}\n") == config.count(f"- {note}\n") == 1
+    config = "".join(line for line in config.splitlines(True) if line.strip() != f"- {note}")
+    config = config.replace(f"- {rows}\n", f"- {docs}\n")
+    (run / "config.yaml").write_text(config, encoding="utf-8")
+    own_data(run, load_run_config(run))
+    more = "run.allow_changes=[steps]"
+    assert f"resumes from step {STEPS}" in start(docs, run, f"steps={STEPS + 1}", more).finish()
+    for directory in (tmp_path / "cache" / "tokens").iterdir():
+        if directory.is_dir():
+            shutil.rmtree(directory)
+    rule = "older versions read all kinds of files in a directory"
+    longer = [f"steps={STEPS + 2}", more]
+    with pytest.raises(DataError, match=f"{rule}, and data.cache_dir"):
+        own_data(run, load_run_config(run))
+    assert "no longer contains the tokens of this run" in the_error(
+        start(docs, run, *longer).finish(2)
+    )
+    prepare(load_config([*overrides_of(docs, run), f"data.paths=[{rows},{note}]"]).data)
+    own_data(run, load_run_config(run))
+    note.write_text("another note", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"corpus has changed since training.*{rule}"):
+        own_data(run, load_run_config(run))
+    error = the_error(start(docs, run, *longer).finish(2))
+    assert "was saved with a different data order" in error
+    assert rule in error
 
 
 @pytest.mark.slow

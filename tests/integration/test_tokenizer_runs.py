@@ -11,7 +11,7 @@ from runs.command import documents, tool, train
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diffllm import load_config
-from diffllm.data.preparation.prepare import prepare
+from diffllm.data.preparation.prepare import RunHashes, prepare
 from diffllm.data.tokenizer import FastTokenizer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -44,7 +44,7 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
     # Older versions prepared the tokens, so the run starts.
     data = load_config(begin).data
     tokenizer_hash = FastTokenizer(letters, "</s>").pieces_hash
-    prepare(data, tokenizer_hash=tokenizer_hash)
+    prepare(data, run_hashes=RunHashes(tokenizer=tokenizer_hash))
     begun = train(begin, tmp_path, environment)
     assert begun.code == 0, begun.err
     assert "\nEOS: </s>, token 1\n" in begun.out

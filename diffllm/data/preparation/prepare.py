@@ -1,12 +1,12 @@
 """Train the tokenizer and write the token shards of a data config, and cache the results."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
@@ -20,7 +20,7 @@ from diffllm.data.preparation.workers import PrepareConfig, work_through
 from diffllm.data.shards import FORMAT_VERSION, LARGEST_SHARE, LEAST_TOKENS
 from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
-from diffllm.data.text.skipped import report_skipped
+from diffllm.data.text.skipped import report_again
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import FAST, MODEL, Tokenizer, check_tokenizer, located
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
@@ -55,14 +55,26 @@ TRAINING: dict[str, Any] = {
 }
 
 
+class RunHashes(NamedTuple):
+    """Hashes of the corpus and the tokenizer that an existing run has used; None if unknown."""
+
+    corpus: str | None = None
+    tokenizer: str | None = None
+
+
+NEW_RUN = RunHashes()
+
+
 def prepare(
-    cfg: DataConfig, how: PrepareConfig | None = None, tokenizer_hash: str | None = None
+    cfg: DataConfig, how: PrepareConfig | None = None, run_hashes: RunHashes = NEW_RUN
 ) -> Prepared:
     """Return the token shards that `cfg` describes; create missing shards first.
 
-    `tokenizer_hash` is the `pieces_hash` of the tokenizer that a run has already used. This
-    tokenizer is accepted even if texts can spell its EOS: older versions allowed such an EOS, and
-    the run needs the same tokens again.
+    An existing run needs the same tokens again, so its `run_hashes` have two effects. If an older
+    version gave the corpus at data.paths the hash `run_hashes.corpus`, return the shards of that
+    version from the cache; raise DataError if the cache no longer contains these shards. A
+    tokenizer with the hash `run_hashes.tokenizer` is accepted even if texts can spell its EOS,
+    which older versions allowed.
 
     Several processes may call this function at once: one process creates the shards, the others
     wait. Call this function before process groups exist, because preparation can exceed the timeout
@@ -75,7 +87,7 @@ def prepare(
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
         of: Callable[..., Prepared] = prepare_mixture if cfg.source == MIXTURE else prepare_one
-        data = of(cfg, cache_dir, how, tokenizer_hash)
+        data = of(cfg, cache_dir, how, run_hashes)
         data.check()
         return data
     except OSError as error:
@@ -84,7 +96,7 @@ def prepare(
 
 
 def prepare_mixture(
-    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, tokenizer_hash: str | None
+    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, run_hashes: RunHashes
 ) -> MixtureData:
     """Prepare all sources of a mixture with one tokenizer.
 
@@ -115,35 +127,40 @@ def prepare_mixture(
     for name, source in each.items():
         with of_source(name):
             with_tokenizer = replace(source, tokenizer=tokenizer)
-            prepared[name] = prepare_one(with_tokenizer, cache_dir, how, tokenizer_hash)
+            # The corpus hash of the run is that of all sources together.
+            of_source_only = run_hashes._replace(corpus=None)
+            prepared[name] = prepare_one(with_tokenizer, cache_dir, how, of_source_only)
     return MixtureData(prepared)
 
 
 def prepare_one(
-    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, tokenizer_hash: str | None
+    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, run_hashes: RunHashes
 ) -> TokenData:
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
     corpus = open_corpus(cfg, cache_dir)
-    if cfg.tokenizer is None:
-        training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
-        tokenizer_path = trained_tokenizer(cache_dir, training)
-        tokenizer_key = tokenizer_path.parent.name
-    else:
-        tokenizer_path = located(cfg.tokenizer)
-        tokenizer_key = Tokenizer.from_file(tokenizer_path, cfg.eos_token).pieces_hash
-    what = [FORMAT_VERSION, DIVISION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
-    directory = cache_dir / "tokens" / combined_hash(what)[:32]
+    former = run_hashes.corpus
+    if former in corpus.former_identities and former != corpus.identity:
+        _, former_directory = places(cfg, cache_dir, former)
+        if former_directory.is_dir():
+            return TokenData(former_directory)
+        raise DataError(
+            f"data.paths={', '.join(cfg.paths[:3])}: older versions read all kinds of files in a "
+            f"directory, and data.cache_dir={cfg.cache_dir} no longer contains the tokens of this "
+            "run; to create the tokens again, run diffllm prepare with all files of the run in "
+            "data.paths, in the order of their paths"
+        )
+    tokenizer_path, directory = places(cfg, cache_dir, corpus.identity)
     if directory.is_dir():
         # Files that are skipped now may differ from those at the preparation.
-        report_skipped(corpus.skipped, directory, directory)
+        report_again(corpus.skipped, directory)
         return TokenData(directory)
     pieces = held_out_pieces(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
     tokenizer = Tokenizer.from_file(tokenizer_path, cfg.eos_token)
-    if tokenizer.spells_eos and tokenizer.pieces_hash != tokenizer_hash:
+    if tokenizer.spells_eos and tokenizer.pieces_hash != run_hashes.tokenizer:
         raise DataError(
             f"data.tokenizer={tokenizer_path}: the text {tokenizer.eos_token!r} encodes to the "
             "EOS, so a document that contains this text would be cut there; declare the EOS "
@@ -161,6 +178,19 @@ def prepare_one(
     )
     job.build(how)
     return TokenData(directory)
+
+
+def places(cfg: DataConfig, cache_dir: Path, identity: str) -> tuple[Path, Path]:
+    """Return the tokenizer and the directory of token shards for the corpus with this hash."""
+    if cfg.tokenizer is None:
+        training = [identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
+        tokenizer_path = trained_tokenizer(cache_dir, training)
+        tokenizer_key = tokenizer_path.parent.name
+    else:
+        tokenizer_path = located(cfg.tokenizer)
+        tokenizer_key = Tokenizer.from_file(tokenizer_path, cfg.eos_token).pieces_hash
+    what = [FORMAT_VERSION, DIVISION, identity, tokenizer_key, cfg.heldout_fraction]
+    return tokenizer_path, cache_dir / "tokens" / combined_hash(what)[:32]
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:

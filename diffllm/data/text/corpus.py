@@ -61,6 +61,7 @@ class Corpus:
 
     Attributes:
         identity: hash of the content and of the settings that divide it into documents.
+        former_identities: hashes that older versions gave a corpus of the same paths.
         list_parts: lists the parts in order; may raise DataError.
         check: raises DataError if the content has changed since `identity` was computed.
         note: with data=packages, the packages that differ from the reference versions; else "".
@@ -79,6 +80,7 @@ class Corpus:
     skipped_empty: int = 0
     skipped_undecodable: int = 0
     skipped: Skipped = field(default_factory=dict)
+    former_identities: tuple[str, ...] = ()
     has_prompts: bool = False
     parts_for: Callable[[Tokenizer], Sequence[Part]] | None = None
 
@@ -125,8 +127,11 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     corpus: Corpus = SOURCES[cfg.source](cfg, cache_dir)
     if cfg.prompt_column is None:
         return corpus
-    identity = combined_hash([corpus.identity, "prompts", cfg.prompt_column])
-    return replace(corpus, identity=identity, has_prompts=True)
+    identity, *former = (
+        combined_hash([before, "prompts", cfg.prompt_column])
+        for before in (corpus.identity, *corpus.former_identities)
+    )
+    return replace(corpus, identity=identity, former_identities=tuple(former), has_prompts=True)
 
 
 def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:

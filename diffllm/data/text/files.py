@@ -1,7 +1,6 @@
 """Use local files as a corpus."""
 
 import codecs
-import glob
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.core.errors import DataError, printable
-from diffllm.core.files import open_regular, similar_path
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, reason
@@ -27,8 +25,14 @@ from diffllm.data.text.file_index import (
     format_of,
     names_of,
 )
-from diffllm.data.text.skipped import EMPTY, HIDDEN, Skipped, reasons_text
-from diffllm.data.verified import usable
+from diffllm.data.text.local_files import LocalFiles, paths_of
+from diffllm.data.text.skipped import (
+    EMPTY,
+    HIDDEN,
+    Skipped,
+    other_kind,
+    reasons_text,
+)
 
 if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
@@ -44,19 +48,20 @@ MOST_PARTS = 4096
 def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the files, directories and glob patterns in `cfg.paths` as a corpus.
 
-    Of each directory, only one kind of file is read: the kind with the most bytes. The other files
-    of a directory are skipped, see `Corpus.skipped`. Raises DataError if a file in `cfg.paths`
-    cannot be used, or if no file contains text.
+    Of the files that a directory or a pattern finds in one directory, only one kind is read: the
+    kind with the most bytes. The other files are skipped, see `Corpus.skipped`. Raises DataError if
+    a file that `cfg.paths` lists cannot be used, or if no file contains text.
     """
-    roots, left_out = paths_of(cfg)
+    local_files = paths_of(cfg)
+    roots = local_files.roots
     supported = [path for path in roots if format_of(path)]
     facts = dict(zip(supported, file_facts(supported, cache_dir), strict=True))
     problems = problems_of(roots, facts, cfg)
     usable_facts = {path: facts[path] for path in supported if path not in problems}
-    other = other_kinds(usable_facts, roots, cfg)
+    other = other_kinds(usable_facts, local_files, cfg)
     kept = {path: usable_facts[path] for path in usable_facts if path not in other}
     check_columns_exist(cfg, list(kept), list(problems.values()))
-    skipped = {**other, **problems, **left_out}
+    skipped = {**other, **problems, **local_files.skipped}
     # Only the first reasons are printed; empty and hidden files are the least surprising ones.
     skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
     tokens = any(path.suffix in TOKEN_FILES for path in roots)
@@ -67,22 +72,38 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         raise DataError(
             f"data.paths={named} has no text file, .parquet file or .jsonl file{hint}{reasons}"
         )
-    contents = []
-    for path, of_file in kept.items():
-        form = format_of(path)
-        # Older versions kept the byte order mark, so they use a different hash.
-        marked = " behind a mark" * (form == "text" and begins_with_mark(path))
-        contents.append([of_file.sha256, f"{form}{marked}"])
+    contents = {path: content_of(path, of_file) for path, of_file in usable_facts.items()}
+    # Older versions read all kinds, and skipped most .json files of directories.
+    without_json = [
+        content
+        for path, content in contents.items()
+        if roots[path] is None or path.suffix != ".json"
+    ]
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
         description=description_of({path: roots[path] for path in kept}),
-        identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
+        identity=hash_of([contents[path] for path in kept], cfg),
+        former_identities=(hash_of([*contents.values()], cfg), hash_of(without_json, cfg)),
         list_parts=lambda: parts_of(kept, cfg),
         check=partial(check_all, kept),
         skipped_empty=empty,
         skipped_undecodable=len(skipped) - empty,
         skipped=skipped,
     )
+
+
+def content_of(path: Path, facts: FileFacts) -> list[str]:
+    """Return the hash and the format of a file."""
+    form = format_of(path)
+    # Older versions kept the byte order mark, so they use a different hash.
+    if form == "text" and begins_with_mark(path):
+        form += " behind a mark"
+    return [facts.sha256, form]
+
+
+def hash_of(contents: Sequence[list[str]], cfg: DataConfig) -> str:
+    """Return the hash of a corpus from the results of `content_of` for its files."""
+    return combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents])
 
 
 def description_of(roots: Mapping[Path, Path | None]) -> str:
@@ -117,35 +138,34 @@ def problems_of(
 
 
 def other_kinds(
-    facts: Mapping[Path, FileFacts], roots: Mapping[Path, Path | None], cfg: DataConfig
+    facts: Mapping[Path, FileFacts], local_files: LocalFiles, cfg: DataConfig
 ) -> Skipped:
     """Return the usable files that are not of the kind that is read from their directory.
 
-    Of a directory, the kind with the most bytes on disk is read. Plain text is not read if `cfg`
-    names a text column and the directory contains files with columns. Files with the root None are
-    always read.
+    Of the files that an entry of `cfg.paths` finds in a directory, the kind with the most bytes on
+    disk is read. Plain text is not read if `cfg` names a text column and the entry also finds files
+    with columns. A listed file is always read; its bytes count for its kind.
     """
-    sizes: dict[Path, Counter[str]] = {}
-    for path, of_file in facts.items():
-        root = roots[path]
-        if root is not None:
-            sizes.setdefault(root, Counter())[format_of(path)] += of_file.size
     skipped = {}
-    for path in facts:
-        root, kind = roots[path], format_of(path)
-        if root is None:
-            continue
-        by_kind = sizes[root]
-        candidates = [name for name in KINDS if name in by_kind]
+    read = {path for path, root in local_files.roots.items() if root is None}
+    for directory, found_files in local_files.groups:
+        paths = [path for path in found_files if path in facts]
+        by_kind: Counter[str] = Counter()
+        for path in paths:
+            by_kind[format_of(path)] += facts[path].size
+        candidates = [kind for kind in KINDS if kind in by_kind]
         if cfg.text_column != DataConfig.text_column and len(candidates) > 1:
-            candidates = [name for name in candidates if name != "text"]
-        chosen = max(candidates, key=by_kind.__getitem__)
-        if kind != chosen:
-            skipped[path] = (
-                f"{KINDS[kind]}; of {root.name}/, only {KINDS[chosen]} is read "
-                f"({by_kind[chosen]:,} of {by_kind.total():,} bytes)"
-            )
-    return skipped
+            candidates = [kind for kind in candidates if kind != "text"]
+        chosen = max(candidates, key=by_kind.__getitem__, default="")
+        for path in paths:
+            kind = format_of(path)
+            if kind == chosen:
+                read.add(path)
+            else:
+                skipped[path] = other_kind(
+                    KINDS[kind], directory, KINDS[chosen], by_kind[chosen], by_kind.total()
+                )
+    return {path: problem for path, problem in skipped.items() if path not in read}
 
 
 def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
@@ -264,82 +284,6 @@ def naming(source: Path | str) -> Iterator[None]:
         broken = packed and isinstance(error, OSError) and not error.errno
         done = f"decompressed as {packed}" if broken else "read"
         raise DataError(f"{source} cannot be {done}: {reason(error)}") from error
-
-
-def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], Skipped]:
-    """Find the files for `cfg.paths`, a list of files, directories and glob patterns.
-
-    Return a dict, and the skipped entries of directories. The keys of the dict are the files. If
-    `cfg.paths` lists or matches the file itself, its value is None. Otherwise, its value is the
-    listed or matched directory in which the file was found; of nested directories, the innermost.
-    If a glob pattern matches files and directories, the directories are skipped. Raises DataError
-    if an entry of `cfg.paths` matches nothing.
-    """
-    roots: dict[Path, Path | None] = {}
-    skipped: Skipped = {}
-    for pattern in cfg.paths:
-        path = Path(pattern).expanduser().absolute()
-        exists = os.path.lexists(path)
-        names = [path] if exists else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        if not names:
-            near = similar_path(Path(pattern), os.path.exists)
-            raise DataError(f"data.paths: {pattern} matches no file or directory{near}")
-        paths = [each for each in names if not each.is_dir()]
-        for each in paths:  # refuse pipes and sockets, which could block
-            with usable(each), open_regular(each, 2**63, follow=True):
-                roots[each] = None
-        if paths:
-            searched = {parent for file in paths for parent in file.parents}
-            for directory in names:
-                if directory.is_dir() and directory not in searched:
-                    skipped[directory] = f"a directory, and {pattern} also matches files"
-            continue
-        for root in names:
-            below, skipped_below = files_below(root)
-            skipped |= skipped_below
-            for file in below:
-                outer = roots.setdefault(file, root)
-                if outer not in (None, root) and root.is_relative_to(outer):
-                    roots[file] = root
-    # One entry of data.paths may list a file or directory that another entry skips.
-    listed = roots.keys() | roots.values()
-    return roots, {path: problem for path, problem in skipped.items() if path not in listed}
-
-
-def files_below(root: Path) -> tuple[list[Path], Skipped]:
-    """Return the regular files below a directory, and the skipped entries with reasons.
-
-    Hidden files, hidden subdirectories, and entries that are neither files nor directories are
-    skipped. The files are sorted by relative path. Links are followed, but no directory is searched
-    twice.
-    """
-    files: list[Path] = []
-    skipped: Skipped = {}
-    seen = {os.path.realpath(root)}
-    for directory, subdirectories, names in os.walk(root, onerror=unreadable, followlinks=True):
-        for name in (*subdirectories, *names):
-            if name.startswith("."):
-                skipped[Path(directory, name)] = HIDDEN
-        targets = {
-            os.path.realpath(os.path.join(directory, name)): name
-            for name in sorted(subdirectories, reverse=True)
-            if not name.startswith(".")
-        }
-        subdirectories[:] = sorted(targets[target] for target in targets.keys() - seen)
-        seen |= targets.keys()
-        for name in names:
-            path = Path(directory, name)
-            if path in skipped:
-                continue
-            if path.is_file():
-                files.append(path)
-            else:
-                skipped[path] = "not a regular file"
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix()), skipped
-
-
-def unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def begins_with_mark(path: Path) -> bool:

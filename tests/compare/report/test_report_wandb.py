@@ -88,7 +88,7 @@ def test_printed_upload_command_selects_only_runs_of_sweep_in_shared_wandb_dir(
     print_upload(swept)
     command = re.search("`wandb sync (.*)`", capsys.readouterr().out)[1]
     listed = subprocess.run(
-        f"ls -d {command}", shell=True, capture_output=True, text=True, check=True
+        f"ls -d {command}", shell=True, capture_output=True, encoding="utf-8", check=True
     )
     names = {line.rpartition("offline-run-")[2] for line in listed.stdout.splitlines()}
     (of_comparison,) = names - {"1-abc", "2-abc", "1-a-1"}
