@@ -1,7 +1,7 @@
 """Train the tokenizer and write the token shards of a data config, and cache the results."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
