@@ -66,7 +66,7 @@ def prepared_values(data: Prepared) -> dict[str, Any]:
             for name, split in manifest.splits.items()
         },
         "skipped_empty": manifest.skipped_empty,
-        "skipped_undecodable": manifest.skipped_undecodable,
+        "skipped_other": manifest.skipped_undecodable,
         "heldout_unigram_entropy": manifest.heldout_unigram_entropy,
     }
 

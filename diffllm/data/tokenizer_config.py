@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffllm.core.errors import DataError, listed
+from diffllm.core.errors import DataError
 from diffllm.core.files import read_text
 
 FAST, FAST_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -52,7 +52,8 @@ def eos_of(
 
 
 def listed_tokens(tokens: Sequence[str]) -> str:
-    return listed(list(map(repr, tokens))) or "(no tokens)"
+    names = list(map(repr, tokens[:5])) + ["..."] * (len(tokens) > 5)
+    return ", ".join(names) or "(no tokens)"
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def write_letters(place: Path, special: list[str], ordinary: list[str]) -> Path:
         (["<|end_of_text|>", "<|eot_id|>"], [], "<|end_of_text|>"),
         (["<pad>"], ["</s>", "<eos>"], r"contains no EOS .* special; special tokens: '<pad>'; set"),
         ([], ["</s>"], r"special tokens: \(no tokens\); set the token"),
-        (["<|endoftext|>", "<|im_end|>"], ["a"], r"several .*: '<\|endoftext\|>'; '<\|im_end"),
+        (["<|endoftext|>", "<|im_end|>"], ["a"], r"several .*: '<\|endoftext\|>', '<\|im_end"),
     ],
 )
 def test_eos_without_tokenizer_config_is_the_only_usual_special_token(
