@@ -26,9 +26,9 @@ MODES = set("rwxabt+")
 
 def argument(call: ast.Call, name: str, position: int) -> object:
     """Return a constant argument of a call; None if it is missing or not a constant."""
-    given = [keyword.value for keyword in call.keywords if keyword.arg == name]
-    given += call.args[position : position + 1]
-    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+    values = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    values += call.args[position : position + 1]
+    return values[0].value if values and isinstance(values[0], ast.Constant) else None
 
 
 def as_text(call: ast.Call) -> ast.keyword | None:

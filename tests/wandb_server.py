@@ -66,18 +66,18 @@ class WandbServer:
         self._http.shutdown()
         self._http.server_close()
 
-    def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Return the data of a GraphQL answer; {} for operations that a run does not need."""
         match operation:
             case "UpsertBucket":
-                name, inserted = given["name"], given["name"] not in self.runs
-                run = self.runs.setdefault(name, StoredRun(given["project"]))
-                run.facts |= {key: value for key, value in given.items() if value is not None}
+                name, inserted = variables["name"], variables["name"] not in self.runs
+                run = self.runs.setdefault(name, StoredRun(variables["project"]))
+                run.facts |= {key: value for key, value in variables.items() if value is not None}
                 return {"upsertBucket": {"bucket": run.bucket(name), "inserted": inserted}}
             case "RunResumeStatus":
-                run, name = self.runs.get(given["name"]), given["name"]
+                run, name = self.runs.get(variables["name"]), variables["name"]
                 bucket = run.bucket(name) if run else None
-                about = {"id": "1", "name": given["project"], "entity": ENTITY}
+                about = {"id": "1", "name": variables["project"], "entity": ENTITY}
                 return {"model": {**about, "bucket": bucket}}
             case "Viewer":
                 owner = {"entity": ENTITY["name"], "username": ENTITY["name"]}
@@ -85,10 +85,12 @@ class WandbServer:
             case "ServerFeaturesQuery":
                 return {"serverInfo": {"features": []}}
             case "CreateRunFiles":
-                urls = {name: f"{self.address}/{given['run']}/{name}" for name in given["files"]}
+                urls = {
+                    name: f"{self.address}/{variables['run']}/{name}" for name in variables["files"]
+                }
                 files = [{"name": name, "uploadUrl": url} for name, url in urls.items()]
-                made = {"runID": given["run"], "uploadHeaders": [], "files": files}
-                return {"createRunFiles": made}
+                answer = {"runID": variables["run"], "uploadHeaders": [], "files": files}
+                return {"createRunFiles": answer}
         return {}
 
     def store(self, run: str, sent: dict[str, Any]) -> None:

@@ -155,13 +155,14 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     if "data" in keys or "data.source" in keys:
         return []
     set_keys = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") is not None}
-    given = {n: s for n, s in set_keys.items() if keys[f"data.{n}"] not in ([], {})}
-    if not given:  # The empty list of data.paths= must not select the default corpus.
-        given = set_keys
-    if len(set(given.values())) > 1:
-        named = " and ".join(f"data.{name} (data={source})" for name, source in given.items())
+    nonempty = {n: s for n, s in set_keys.items() if keys[f"data.{n}"] not in ([], {})}
+    # The empty list of data.paths= must not select the default corpus.
+    by_key = nonempty or set_keys
+    sources = set(by_key.values())
+    if len(sources) > 1:
+        named = " and ".join(f"data.{name} (data={source})" for name, source in by_key.items())
         raise ConfigError(f"{named} select different data sources; remove one of them")
-    return [f"data={source}" for source in set(given.values()) if cfg.data.source != source]
+    return [f"data={source}" for source in sources if cfg.data.source != source]
 
 
 def known_keys(node: Any, prefix: str = "") -> list[str]:

@@ -346,7 +346,7 @@ def with_recipe(word: str) -> list[str]:
     check_texts(content, file, "data")
     # Hydra needs about 10 ms per entry, so count the entries before composing.
     sizes = (content.get(key) for key in ("sources", "curriculum"))
-    check_sizes(*(len(each) if isinstance(each, dict | list) else 0 for each in sizes))
+    check_sizes(*(len(part) if isinstance(part, dict | list) else 0 for part in sizes))
     source = content.pop("source", "mixture" if "sources" in content else None)
     words = [f"data={source}"] if source else []
     words += [f"data.{name}={as_text(value)}" for name, value in content.items()]

@@ -133,11 +133,11 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file; "
             "for text files, set data=files"
         )
-    beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
+    index_paths = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
     for path, root in roots.items():
-        if root and path.suffix not in OPENERS and path not in beside:
+        if root and path.suffix not in OPENERS and path not in index_paths:
             skipped[path] = f"not a {' or '.join(OPENERS)} file"
-    paths = [path for path in paths if path not in beside]
+    paths = [path for path in paths if path not in index_paths]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:
         raise DataError(
             f"data.paths: {wrong[0]} is neither a {' or '.join(OPENERS)} file nor a directory with "

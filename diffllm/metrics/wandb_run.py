@@ -9,7 +9,6 @@ that wandb lacks.
 """
 
 import contextlib
-import math
 import netrc
 import os
 import queue
@@ -268,7 +267,9 @@ class WandbRun:
             earlier = () if run.offline and was_online else self.earlier
             for values in chain(earlier, iter(self.lines.get, None)):
                 if values["step"] > sent:
-                    run.log(finite_values(values), step=values["step"])
+                    # wandb would store a NaN as the minimum of the metric in the run summary.
+                    shown = {name: v for name, v in values.items() if finite(v) is not None}
+                    run.log(shown, step=values["step"])
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
         except Exception as error:
@@ -281,14 +282,6 @@ class WandbRun:
         if self.working:
             self.working = False
             to_stderr(f"wandb stopped working, training continues: {why}")
-
-
-def finite_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Omit values that are None, NaN or infinite.
-
-    wandb would store a NaN as the minimum of the metric in the run summary.
-    """
-    return {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
 
 
 def set_aside(place: Path, run_id: str) -> int:
@@ -307,9 +300,9 @@ def set_aside(place: Path, run_id: str) -> int:
             with contextlib.suppress(OSError, ValueError):
                 summary = read_json(earlier / "files" / "wandb-summary.json")
                 uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
-        kept = place / REPLACED
-        kept.mkdir(exist_ok=True)
-        earlier.rename(kept / earlier.name)
+        replaced = place / REPLACED
+        replaced.mkdir(exist_ok=True)
+        earlier.rename(replaced / earlier.name)
     return uploaded
 
 
@@ -331,16 +324,17 @@ def start(mode: str, options: dict[str, Any]) -> Any:
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         settings.init_timeout = ONLINE_SECONDS
     # `wandb sync` shifts the steps of an offline run that may be resumed.
-    offline = {**options, "resume": None}
+    offline_options = {**options, "resume": None}
+    if mode == "offline":
+        options = offline_options
     try:
-        own = offline if mode == "offline" else options
-        run = wandb.init(mode=mode, settings=settings, **own)  # type: ignore[arg-type]
+        run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
     except Exception as error:
         if mode != "online":
             raise
         to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
         tear_down()  # otherwise the service rejects the run's id as already in use
-        run = wandb.init(mode="offline", settings=settings, **offline)
+        run = wandb.init(mode="offline", settings=settings, **offline_options)
     run.define_metric("step", hidden=True)
     run.define_metric("tokens", hidden=True)
     for metric in METRICS:

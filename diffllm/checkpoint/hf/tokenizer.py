@@ -88,8 +88,8 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     special = [i for i in range(len(pieces)) if processor.is_control(i) or processor.is_unknown(i)]
     fast.add_special_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in special])
     # sentencepiece never splits these symbols.
-    whole = [i for i, piece in enumerate(content.pieces) if piece.type == USER_DEFINED]
-    fast.add_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in whole])
+    symbols = [i for i, piece in enumerate(content.pieces) if piece.type == USER_DEFINED]
+    fast.add_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in symbols])
     fast.encode_special_tokens = True
     return fast
 

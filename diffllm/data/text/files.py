@@ -59,13 +59,13 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     problems = problems_of(roots, facts, cfg)
     usable_facts = {path: facts[path] for path in supported if path not in problems}
     other = other_kinds(usable_facts, local_files, cfg)
-    kept = {path: usable_facts[path] for path in usable_facts if path not in other}
-    check_columns_exist(cfg, list(kept), list(problems.values()))
+    read_facts = {path: usable_facts[path] for path in usable_facts if path not in other}
+    check_columns_exist(cfg, list(read_facts), list(problems.values()))
     skipped = {**other, **problems, **local_files.skipped}
     # Only the first reasons are printed; empty and hidden files are the least surprising ones.
     skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
     tokens = any(path.suffix in TOKEN_FILES for path in roots)
-    if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
+    if not read_facts or (tokens and all(path.suffix == ".json" for path in read_facts)):
         hint = "; data=tokens reads its token files" if tokens else ""
         reasons = f"; skipped {reasons_text(skipped)}" if skipped else ""
         named = ", ".join(map(str, cfg.paths[:3]))
@@ -81,11 +81,11 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     ]
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
-        description=description_of({path: roots[path] for path in kept}),
-        identity=hash_of([contents[path] for path in kept], cfg),
+        description=description_of({path: roots[path] for path in read_facts}),
+        identity=hash_of([contents[path] for path in read_facts], cfg),
         former_identities=(hash_of([*contents.values()], cfg), hash_of(without_json, cfg)),
-        list_parts=lambda: parts_of(kept, cfg),
-        check=partial(check_all, kept),
+        list_parts=lambda: parts_of(read_facts, cfg),
+        check=partial(check_all, read_facts),
         skipped_empty=empty,
         skipped_undecodable=len(skipped) - empty,
         skipped=skipped,
