@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from processes import PATIENCE_S
 from tiers import slow_but
 from wandb_file import OfflineRun
 
-import wandb
 from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
 from diffllm.metrics.wandb_run import (
