@@ -132,5 +132,5 @@ def test_import_refuses_tokenizer_with_two_tokens_before_texts(model_directory, 
     KINDS["two_tokens"](model_directory)
     assert main(["import", f"hf={model_directory}", f"out={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
-    assert f"the post-processor puts 2 tokens before each text ('{BOS}'; '{UNK}')" in error
+    assert f"the post-processor puts 2 tokens before each text ('{BOS}', '{UNK}')" in error
     assert not (tmp_path / "run").exists()
