@@ -216,6 +216,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     if loop is None:
         return
     run_id, seconds, mode = (loop.get(name) for name in ("wandb_id", "seconds", "mkl_mode"))
+    trained = loop.get("train_seconds", seconds)  # Older checkpoints lack it.
     usable = {
         "step": type(loop.get("step")) is int and loop["step"] == state["step"],
         "data": passes(check_place, loop.get("data")),
@@ -226,6 +227,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
         "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,
+        "train_seconds": type(trained) in (int, float) and 0 <= trained < 2**63,
     }
     for name in (name for name, is_usable in usable.items() if not is_usable):
         raise CheckpointError(

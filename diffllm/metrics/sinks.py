@@ -1,19 +1,22 @@
-"""Destinations of metrics: metrics.jsonl, wandb and TensorBoard, with the same metric names."""
+"""Destinations of metrics: metrics.jsonl, steps.npy, wandb and TensorBoard, with equal names."""
 
 import contextlib
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import open_to_append, read_lines, readable, write_atomic
+import numpy as np
+
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import read_lines, readable
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.table import metric_of
+from diffllm.metrics.growing_file import GrowingFile
+from diffllm.metrics.steps import StepsFile, step_values
+from diffllm.metrics.table import AXES, metric_of
 from diffllm.metrics.wandb_run import WandbRun
 
 
@@ -47,11 +50,11 @@ class EventFiles:
         with self._guarded():
             self.writer = SummaryWriter(str(directory), purge_step=last_step + 1)
 
-    def log(self, values: dict[str, Any]) -> None:
+    def log(self, step: int, values: dict[str, Any]) -> None:
         with self._guarded():
             for name, value in values.items():
-                if self.writer and name != "step":
-                    self.writer.add_scalar(name, value, values["step"])
+                if self.writer:
+                    self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         with self._guarded():
@@ -71,8 +74,7 @@ class MetricsFile:
     """The file metrics.jsonl, with one JSON object per line.
 
     `last_step` is the step from which the run resumes, or 0 for a new run. Lines of later steps and
-    incomplete lines are removed. If writing fails, for example on a full disk, new lines are kept
-    in memory and written later. Raises CheckpointError if the file cannot be created.
+    incomplete lines are removed. Raises CheckpointError if the file cannot be created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -83,14 +85,7 @@ class MetricsFile:
                     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                         if json.loads(line)["step"] <= last_step:
                             kept.append(line.rstrip("\n") + "\n")
-        write_atomic(path, "".join(kept))
-        self.path = path
-        try:
-            self.file = os.fdopen(open_to_append(path), "ab", buffering=0)
-            self.size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-        self.waiting: list[bytes] = []
+        self.file = GrowingFile(path, "".join(kept).encode(), "lines")
 
     def write(self, values: dict[str, Any]) -> None:
         """Append `values` as one line of JSON; NaN and infinity become null."""
@@ -98,32 +93,9 @@ class MetricsFile:
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in values.items()
         }
-        known = len(self.waiting)
-        self.waiting.append(json.dumps(finite).encode() + b"\n")
-        problem = self._write_waiting()
-        if problem and not known:
-            to_stderr(f"warning: cannot write {self.path}, lines are kept in memory: {problem}")
-
-    def _write_waiting(self) -> str | None:
-        """Write the lines kept in memory; return the reason if writing fails, otherwise None."""
-        while self.waiting:
-            line = self.waiting[0]
-            try:
-                if self.file.write(line) != len(line):
-                    raise OSError("the last line was written only in part; free some disk space")
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    self.file.truncate(self.size)  # remove an incomplete line
-                return error.strerror or str(error)
-            self.size += len(line)
-            self.waiting.pop(0)
-        return None
+        self.file.append(json.dumps(finite).encode() + b"\n")
 
     def close(self) -> None:
-        """Try again to write the lines kept in memory, then close the file."""
-        if problem := self._write_waiting():
-            lost = len(self.waiting)
-            to_stderr(f"warning: the last {lost} lines of {self.path} were not written: {problem}")
         self.file.close()
 
 
@@ -131,24 +103,36 @@ class Sinks(NamedTuple):
     """Destinations of metrics, used on rank 0 only. `events` is None without TensorBoard."""
 
     file: MetricsFile
+    steps: StepsFile
     wandb: WandbRun
     events: EventFiles | None = None
 
-    def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """Log the metrics `values` of optimizer step `step` to all destinations.
+    def write(self, rows: np.ndarray, values: dict[int, dict[str, float]]) -> None:
+        """Log consecutive optimizer steps to all destinations.
 
-        `tokens` is the number of tokens trained so far. Raises ConfigError for a metric that
-        diffllm/metrics/table.py does not define.
+        steps.npy, wandb and TensorBoard receive every step, and metrics.jsonl the steps with
+        additional metrics.
+
+        Args:
+            rows: the steps, (n,) of dtype STEP.
+            values: additional metrics by step.
+
+        Raises ConfigError for a metric that diffllm/metrics/table.py does not define.
         """
-        for name in values:
-            metric_of(name)
-        line = {"step": step, "tokens": tokens, **values}
-        self.file.write(line)
-        self.wandb.log(line)
-        if self.events:
-            self.events.log(line)
+        self.steps.append(rows)
+        for row in step_values(rows):
+            more = values.get(row["step"], {})
+            for name in more:
+                metric_of(name)
+            axes = {name: row.pop(name) for name in AXES}
+            if more:
+                self.file.write({**axes, **more})
+            self.wandb.log({**axes, **row, **more})
+            if self.events:
+                self.events.log(axes["step"], {**row, **more})
 
     def close(self) -> None:
         self.file.close()
+        self.steps.close()
         if self.events:
             self.events.close()

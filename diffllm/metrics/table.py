@@ -58,9 +58,10 @@ EXPERTS = Section(
     "Load is the number of tokens that an expert received, divided by the number under uniform "
     "routing: 1 if balanced.",
 )
+COST = Section("Cost")
 SECTIONS = [
-    LOSS, TASKS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE,
-    DATA, EXPERTS,
+    COST, LOSS, TASKS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE,
+    PERFORMANCE, DATA, EXPERTS,
 ]  # fmt: skip
 """Sections in the order of the report and docs/metrics.md."""
 
@@ -98,8 +99,15 @@ UNIFORM = (
 
 # fmt: off
 METRICS: list[Metric] = [
+    Metric("tokens", COST, "Tokens trained on, padding included", "tokens"),
+    Metric("tokens_per_parameter", COST, "`tokens` per active parameter", "tokens"),
+    Metric("training_flops", COST, "FLOPs of all matrix products, forward and backward; with "
+           "`data.mask_documents`, attention counts the keys that queries saw so far", "FLOPs"),
+    Metric("train_seconds", COST, "Time of training without evaluations and saves", "s"),
+    Metric("wall_seconds", COST, "Time of training with evaluations and saves", "s"),
+
     Metric(
-        "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats per token",
+        "train/loss", LOSS, "Cross-entropy of the step's global batch", "nats per token",
         summary="min",
         plots=(Curve("Training loss", "{smoothing}, in nats per token.{incomparable}", smooth=True,
                      clip=True),),
@@ -125,7 +133,7 @@ METRICS: list[Metric] = [
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats per token"),
     Metric("train/target_share", LOSS, "Share of the logged step's targets that count in the loss, "
            "if padding or a loss mask excludes some", "share"),
-    Metric("train/lr", LOSS, "Learning rate of the logged step",
+    Metric("train/lr", LOSS, "Learning rate of the step",
            plots=(Curve("Learning rate"),)),
 
     Metric("tasks/*", TASKS, "Share of right answers among the candidates of a task's examples, or "
@@ -141,6 +149,8 @@ METRICS: list[Metric] = [
       for what in ("score", "total", "judged", "rolling_score", "rolling_total")
       for definition in DEFINITIONS if definition != EVENTS or not what.startswith("rolling")
       for series in ("loss", "grad")),
+    Metric("train/skipped", SPIKES, "1 if the update of the step was skipped, else 0",
+           summary="max"),
     Metric(
         "spikes/skipped_total", SPIKES, "Updates skipped so far: with train.skip_step=nonfinite if "
         "the loss or gradient norm is not finite, with train.skip_step=spike also if either is a "
@@ -328,6 +338,8 @@ METRICS: list[Metric] = [
            "mean over tokens without padding", "nats per token"),
 ]
 # fmt: on
+AXES = ("step", *(metric.name for metric in METRICS if metric.section is COST))
+"""Names of the values that every step has, and that figures can have as their x-axis."""
 
 
 def add_metric(metric: Metric) -> Metric:

@@ -2,10 +2,10 @@
 
 A separate thread makes all calls to wandb, because a call blocks if wandb's service hangs. Training
 waits for this thread only at its start and its end, for a limited time. If wandb fails, one line is
-printed to stderr and training continues; metrics.jsonl contains the same metrics as wandb.
+printed to stderr and training continues; metrics.jsonl and steps.npy have the same metrics.
 
-wandb's step is the training step. At a resume, the thread first sends the lines of metrics.jsonl
-that wandb lacks.
+wandb's step is the training step. At a resume, the thread first sends the earlier steps that wandb
+lacks.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import queue
 import re
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,14 +28,15 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
-from diffllm.metrics.table import METRICS
+from diffllm.metrics.table import AXES, METRICS
 
 ONLINE_SECONDS = 20
 """Longest wait for the server's answer; after a longer wait the run is recorded offline."""
 START_SECONDS = 60
 FINISH_SECONDS = 60
 BACKLOG = 4096
-"""Maximum number of lines in the queue to wandb."""
+STALL_SECONDS = 10
+"""wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
 LONGEST_TAG = 64
 OFFLINE_RUNS = "wandb/offline-run-*"
 """Pattern of wandb's directories of offline runs in a run directory."""
@@ -176,7 +178,7 @@ class WandbRun:
         resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
         name: name of the run in wandb; None: the name of `directory`.
-        earlier: lines that earlier starts of the run have logged, oldest first.
+        earlier: result of `history`, the steps of earlier starts of the run.
     """
 
     def __init__(
@@ -197,7 +199,8 @@ class WandbRun:
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
-        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
+        self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.taken_at = time.monotonic()
         self.summary: dict[str, Any] = {}
         self.exit_code = 0
         self.started = threading.Event()
@@ -230,11 +233,13 @@ class WandbRun:
         """
         if not self.working:
             return
-        try:
-            self.lines.put_nowait(values)
-        except queue.Full:
+        # Many lines may wait while earlier ones are sent, or after a long log_interval.
+        stalled = time.monotonic() - self.taken_at > STALL_SECONDS
+        if stalled and self.lines.qsize() >= BACKLOG:
             self._give_up(f"{BACKLOG} lines are still queued")
             abandon_service()
+        else:
+            self.lines.put(values)
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
         """Send all queued metrics and finish the wandb run; give up after FINISH_SECONDS.
@@ -246,8 +251,7 @@ class WandbRun:
         if not self.working:
             return
         self.summary, self.exit_code = summary or {}, exit_code
-        with contextlib.suppress(queue.Full):
-            self.lines.put_nowait(None)
+        self.lines.put(None)
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
             self._give_up(f"wandb did not finish within {FINISH_SECONDS} s")
@@ -270,6 +274,7 @@ class WandbRun:
                     # wandb would store a NaN as the minimum of the metric in the run summary.
                     shown = {name: v for name, v in values.items() if finite(v) is not None}
                     run.log(shown, step=values["step"])
+                    self.taken_at = time.monotonic()
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
         except Exception as error:
@@ -335,9 +340,11 @@ def start(mode: str, options: dict[str, Any]) -> Any:
         to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
         tear_down()  # otherwise the service rejects the run's id as already in use
         run = wandb.init(mode="offline", settings=settings, **offline_options)
-    run.define_metric("step", hidden=True)
-    run.define_metric("tokens", hidden=True)
+    for axis in AXES:
+        run.define_metric(axis, hidden=True)
     for metric in METRICS:
+        if metric.name in AXES:
+            continue
         # wandb always keeps the last value; summary="last" would store it as <name>.last.
         asked = None if metric.summary == "last" else metric.summary
         run.define_metric(metric.name, step_metric="tokens", summary=asked)

@@ -32,8 +32,8 @@ from diffllm.metrics.records import read_changes, read_ending, read_record, read
 
 REQUEUE_FILE = "requeue"
 FILES = (
-    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "run.log", "run.json", "changes.jsonl",
-    "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
+    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", "run.log", "run.json",
+    "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
 )  # fmt: skip
 DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
 FOR_GOOD = ("init_match", "weights", "previous")

@@ -2,7 +2,6 @@
 
 import signal
 import statistics
-import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ from diffllm.distributed.watch import Watch
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks
 from diffllm.training.build import Training
+from diffllm.training.clock import Clock
 from diffllm.training.measure import Evaluation
 from diffllm.training.process import Process
 from diffllm.training.record import Record
@@ -53,10 +53,11 @@ def train_loop(
     `state` is updated in place. `here.stop` receives the stop signals. Raises AgreedByAll on every
     rank if a rank cannot read a batch or a held-out sample.
     """
-    cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
+    cfg, watch = t.cfg, here.watch
+    clock = Clock(t.device, state.seconds, state.train_seconds)
     loader = training_loader(t, data, state)
     here.display.start(state.step)
-    record = Record(t, state, here.display, out.sinks)
+    record = Record(t, state, clock, here.display, out.sinks)
     agreement = Agreement(here.stop, cfg.distributed.timeout)
     here.stop.deferred = True
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))
@@ -76,7 +77,7 @@ def train_loop(
             check_tensors(t.tensors(), t.meshes.dense.size(1))
         values: dict[str, float] = {}
         if now.sample or now.tasks:
-            with record.paused():
+            with clock.paused():
                 values, failure = evaluation.measure(now)
         ends = bool(now.last or agreed.stopping or agreed.failed or failure)
         saves = ends or now.save or agreed.save
@@ -90,8 +91,9 @@ def train_loop(
             diverged = f"{skips} updates in a row were skipped ({last})"
             state.spikes.forget_skips()
         if saves or diverged:
-            state.data, state.seconds = loader.state_dict(), time.perf_counter() - began
-            with record.paused():
+            state.data = loader.state_dict()
+            state.seconds, state.train_seconds = clock.wall_seconds, clock.train_seconds
+            with clock.paused():
                 save(t, state, out.checkpoints, final=bool(ends or diverged))
     out.profiler.close()
     watch.reached(f"the end, after step {state.step}")

@@ -17,9 +17,10 @@ from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
-from diffllm.metrics.records import logged_lines
 from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
+from diffllm.metrics.steps import StepsFile
 from diffllm.metrics.wandb_run import WandbRun, with_variables
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
@@ -69,16 +70,17 @@ def open_sinks(
     directory.describe(facts, continues=claimed.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
+    steps = StepsFile(path / "steps.npy", state.step)
     name = cfg.run.name
     # The runs of a sweep or study share the environment, but need different names.
     if not in_sweep():
         name = name or os.environ.get("WANDB_NAME")
     wandb = WandbRun(
         with_variables(cfg.wandb), path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id,
-        name=name, earlier=logged_lines(file.path, state.step),
+        name=name, earlier=history(path, state.step),
     )  # fmt: skip
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
-    return Sinks(file, wandb, events)
+    return Sinks(file, steps, wandb, events)
 
 
 def give_up(out: Outputs, error: UserError) -> None:

@@ -1,17 +1,16 @@
-"""Write the results of training steps to metrics.jsonl, wandb and the terminal.
+"""Write the results of training steps to the metric sinks and the terminal.
 
 `Record.add` stores the result tensors of each step. `Record.write` copies loss, gradient norm and
 skip flag of all stored steps to the host at once. The training loop calls `Record.write` only at
 logged, evaluated and saved steps, because a copy makes the host wait for the device.
 """
 
-import contextlib
 import math
 import resource
-import time
 from collections import defaultdict
-from collections.abc import Iterator
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,11 +21,31 @@ from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, evaluation_texts
 from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
+from diffllm.metrics.steps import STEP
 from diffllm.model.attention.ops import moved
 from diffllm.model.stats import group_of
 from diffllm.training.build import Training
+from diffllm.training.clock import Clock
 from diffllm.training.state import LoopState
 from diffllm.training.step import StepResult
+
+
+class Pending(NamedTuple):
+    """A step whose results are still on the device."""
+
+    step: int
+    learning_rate: float
+    results: Tensor
+    """Loss, gradient norm and skip flag, (3,) float32."""
+    stats: Stats
+
+
+class Costs(NamedTuple):
+    """Costs of a run up to a step."""
+
+    training_flops: float
+    train_seconds: float
+    wall_seconds: float
 
 
 class Record:
@@ -35,37 +54,36 @@ class Record:
     The training speed is a mean over the steps since the previous logged step.
     """
 
-    def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
+    def __init__(
+        self, t: Training, state: LoopState, clock: Clock, display: Display, sinks: Sinks | None
+    ):
         self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
-        self.spikes, self.display, self.sinks = state.spikes, display, sinks
+        self.spikes, self.clock, self.display, self.sinks = state.spikes, clock, display, sinks
         self.visible_keys = state.visible_keys
+        self.active_parameters = t.model.active_parameters()
         self.keys_of_steps: list[Tensor] = []
-        self.pending: list[tuple[int, Tensor, Stats]] = []
+        self.pending: list[Pending] = []
+        self.costs = self._costs(state.step)
         self.last: StepResult | None = None
         self.latest: dict[str, float] = {}
         self.speeds: list[float] = []
         self._begin_interval(state.step, 0.0)
 
     def _begin_interval(self, step: int, waited_s: float) -> None:
-        self.logged_step, self.waited_s, self.paused_s = step, waited_s, 0.0
-        self.since = time.perf_counter()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside this context from the measured training speed."""
-        if self.t.device.type == "cuda":
-            torch.cuda.synchronize(self.t.device)
-        start = time.perf_counter()
-        yield
-        self.paused_s += time.perf_counter() - start
+        self.logged_step, self.waited_s = step, waited_s
+        self.since = self.clock.train_seconds
 
     def add(self, step: int, result: StepResult) -> None:
-        row = torch.stack((result.nll, result.grad_norms.total, result.skipped))
-        self.pending.append((step, row, result.stats))
+        results = torch.stack((result.nll, result.grad_norms.total, result.skipped))
+        self.pending.append(Pending(step, self.learning_rate, results, result.stats))
         if result.visible_keys is not None:
             self.keys_of_steps.append(result.visible_keys)
         self.last = result
         self.display.advance(step)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.t.optimizer.param_groups[0]["lr"])
 
     def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
         """Write metrics of all steps since the previous call. Every rank must call this.
@@ -75,36 +93,32 @@ class Record:
             values: additional metrics of `step`, by name.
             loader: the training loader if `step` must be logged, else None.
         """
-        line = {**values, **self._copy_to_host(step)}
+        pending, self.pending = self.pending, []
+        results = torch.stack([p.results for p in pending]).tolist()
+        self._process(pending, results)
+        statistics = {p.step: named_values(p.stats) for p in pending if p.stats}
+        line = {**values, **statistics.get(step, {})}
         if loader:
             line |= self._logged(step, loader)
-        if line and self.sinks:
-            self.sinks.write(step, step * self.t.tokens, line)
+        before, self.costs = self.costs, self._costs(step)
+        if self.sinks:
+            rows = self._rows(pending, results, before)
+            self.sinks.write(rows, {**statistics, step: line})
         if loader:
             self.display.show(step, line, (self.t.cfg.steps - step) * line["perf/step_ms"] / 1e3)
             self._begin_interval(step, loader.waited_s)
         elif said := evaluation_texts(line):
             self.display.print(f"step {step}: {'  '.join(said)}")
 
-    def _copy_to_host(self, step: int) -> dict[str, float]:
-        """Copy to the host the results of all steps since the previous call of this method.
-
-        Return the model statistics of `step` by name. Write the statistics of earlier steps to the
-        metric sinks.
-        """
-        if not self.last or not self.pending:
-            return {}
-        found: dict[str, float] = {}
-        values = torch.stack([row for _, row, _ in self.pending]).tolist()
-        for (at, _, stats), (nll, norm, skipped) in zip(self.pending, values, strict=True):
+    def _process(self, pending: list[Pending], results: list[list[float]]) -> None:
+        """Count spikes and visible keys of the steps `pending`; copy more results to the host."""
+        for p, (nll, norm, skipped) in zip(pending, results, strict=True):
             self.spikes.update(nll, norm, bool(skipped))
             if skipped:
-                self.display.print(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
-            if at == step:
-                found = named_values(stats)
-            elif stats and self.sinks:
-                self.sinks.write(at, at * self.t.tokens, named_values(stats))
-        nll, norm, _ = values[-1]
+                text = f"step {p.step}: update skipped, loss {nll:.4g}, grad {norm:.4g}"
+                self.display.print(text)
+        assert self.last is not None
+        nll, norm, _ = results[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
         if self.last.target_share is not None:
@@ -114,8 +128,31 @@ class Record:
             dist.all_reduce(keys)
             self.visible_keys.add(int(keys.item()), len(self.keys_of_steps) * self.t.tokens)
         self.keys_of_steps.clear()
-        self.pending.clear()
-        return found
+
+    def _costs(self, step: int) -> Costs:
+        flops_per_token = self.flops_per_token
+        if (keys := self.visible_keys.mean) is not None:
+            flops_per_token = self.t.model.flops_per_token(keys)
+        flops = step * self.t.tokens * flops_per_token
+        return Costs(flops, self.clock.train_seconds, self.clock.wall_seconds)
+
+    def _rows(
+        self, pending: list[Pending], results: list[list[float]], before: Costs
+    ) -> np.ndarray:
+        """Return the rows of steps.npy of the steps `pending`, (n,) of dtype STEP.
+
+        Costs are interpolated between `before`, the costs up to the step that precedes them, and
+        the costs up to the last of them.
+        """
+        rows = np.zeros(len(pending), STEP)
+        rows["step"] = [p.step for p in pending]
+        rows["tokens"] = rows["step"].astype(np.int64) * self.t.tokens
+        rows["tokens_per_parameter"] = rows["tokens"] / self.active_parameters
+        for name, first, last in zip(Costs._fields, before, self.costs, strict=True):
+            rows[name] = np.linspace(first, last, len(pending) + 1)[1:]
+        rows["train/lr"] = [p.learning_rate for p in pending]
+        rows["train/loss"], rows["train/grad_norm"], rows["train/skipped"] = np.array(results).T
+        return rows
 
     def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
         t, read = self.t, loader.samples.consumed(loader.sample)
@@ -128,13 +165,13 @@ class Record:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         count = step - self.logged_step
-        elapsed = time.perf_counter() - self.since - self.paused_s
+        elapsed = self.clock.train_seconds - self.since
         speed = count * self.t.tokens / elapsed
         self.speeds.append(speed)
         line = {
             **read,
             **self.latest,
-            "train/lr": t.optimizer.param_groups[0]["lr"],
+            "train/lr": self.learning_rate,
             "train/param_norm": param_norm.item(),
             "train/update_norm": self.last.update_norm.item(),
             **grad_norm_by_group(self.last.grad_norms),

@@ -49,6 +49,8 @@ class LoopState:
     wandb_id: str | None = None
     seconds: float = 0.0
     """Training time of the run so far."""
+    train_seconds: float = 0.0
+    """Part of `seconds` outside of evaluations and saves."""
     compiled: bool | None = None
     """Whether torch.compile is used; None if not decided yet."""
     stage: int = 0
@@ -65,10 +67,13 @@ class LoopState:
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        # Checkpoints of older versions have no visible keys and no stage.
-        visible_keys = VisibleKeys.of(values.get("visible_keys", {}))
-        stage = values.get("stage", 0)
-        own = {"spikes": spikes, "visible_keys": visible_keys, "stage": stage}
+        # Checkpoints of older versions have no visible keys, no stage and no train_seconds.
+        own = {
+            "spikes": spikes,
+            "visible_keys": VisibleKeys.of(values.get("visible_keys", {})),
+            "stage": values.get("stage", 0),
+            "train_seconds": values.get("train_seconds", values["seconds"]),
+        }
         return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
 
 

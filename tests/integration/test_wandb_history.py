@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runs.command import Gate, metrics, start
 from wandb_server import StoredRun, WandbServer
 
 SMALL = ("seq_len=32", "global_batch_size=2", "data.num_workers=0", "eval.sequences=1")
-STEPS = (*SMALL, "steps=30", "log_interval=1", "eval.interval=7", "checkpoint.interval=5")
+STEPS = (*SMALL, "steps=30", "log_interval=3", "eval.interval=7", "checkpoint.interval=5")
 
 
 @pytest.fixture
@@ -44,6 +45,14 @@ def as_logged(run: StoredRun) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("_")} for line in run.history]
 
 
+def recorded(run: Path) -> list[dict[str, Any]]:
+    """Return the values of each step in steps.npy and metrics.jsonl."""
+    rows = np.load(run / "steps.npy")
+    lines = {line["step"]: line for line in metrics(run)}
+    steps = [dict(zip(rows.dtype.names, row.tolist(), strict=True)) for row in rows]
+    return [{**step, **lines.pop(step["step"], {})} for step in steps]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["online", "offline", "synced between", "then online"])
 def test_history_has_each_step_once_after_three_kills(
@@ -62,6 +71,7 @@ def test_history_has_each_step_once_after_three_kills(
     if last != "online":
         sync(run)
     (stored,) = server.runs.values()
-    lines = metrics(run)
+    lines = recorded(run)
     assert [line["step"] for line in lines] == list(range(1, 31))
+    assert sum("perf/step_ms" in line for line in lines) == 11
     assert as_logged(stored) == lines

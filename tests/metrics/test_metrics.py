@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from disks import small_disk
 from wandb_file import examples
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import MetricsFile, Sinks
+from diffllm.metrics.steps import STEP, StepsFile
 from diffllm.metrics.table import METRICS, metric_of
 
 
@@ -110,12 +112,12 @@ def test_metrics_file_writes_missing_lines_after_disk_space_is_freed(tmp_path, c
         said = capfd.readouterr().err
         assert said.count("warning: ") == 1
         assert "metrics.jsonl" in said
-        assert "written only in part" in said or "No space left" in said
+        assert "the file system took only a part" in said or "No space left" in said
 
 
 def test_close_method_prints_number_of_unwritten_metrics_lines(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("diffllm.metrics.sinks.to_stderr", said.append)
+    monkeypatch.setattr("diffllm.metrics.growing_file.to_stderr", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -152,9 +154,10 @@ def test_each_metric_name_matches_exactly_one_metric_definition():
 
 
 @pytest.mark.parametrize("name", ["train/los", "hidden_top2/layer_00", "attn_entropy_2/layer_01"])
-def test_metric_name_missing_from_metrics_table_raises_config_error(name):
+def test_metric_name_missing_from_metrics_table_raises_config_error(tmp_path, name):
     with pytest.raises(ConfigError, match=f"metric {name} has no description.*add_metric"):
         metric_of(name)
-    sinks = Sinks(None, None)
+    sinks = Sinks(None, StepsFile(tmp_path / "steps.npy"), None)
+    row = np.zeros(1, STEP)
     with pytest.raises(ConfigError, match="has no description"):
-        sinks.write(1, 64, {name: 0.5})
+        sinks.write(row, {0: {name: 0.5}})

@@ -249,9 +249,10 @@ def test_failing_wandb_import_prints_single_warning(tmp_path, monkeypatch, capfd
 def test_full_wandb_queue_does_not_block_training(tmp_path, monkeypatch, capfd):
     released = threading.Event()
     fake = Broken()
-    fake.log = lambda values: released.wait()
+    fake.log = lambda values, step: released.wait()
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     monkeypatch.setattr(wandb_run, "BACKLOG", 3)
+    monkeypatch.setattr(wandb_run, "STALL_SECONDS", -1)
     run = a_run(tmp_path)
     for step in range(1, 9):  # a call that waited for wandb would wait forever
         run.log({"step": step})

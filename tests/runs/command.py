@@ -46,7 +46,7 @@ from runs.ranks import forked
 
 TRAIN = ROOT / "train.py"
 NO_FAULT = Fault()
-PERF = ("perf/",)
+PERF = ("perf/", "train_seconds", "wall_seconds")
 
 
 @dataclass(frozen=True)
