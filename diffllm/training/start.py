@@ -15,11 +15,12 @@ import torch
 
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import OF_A_RUN, named_in, origin_of
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.config.schema import CARRIED, Changes, changes_text, is_allowed
+from diffllm.config.schema import CARRIED
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
