@@ -35,7 +35,7 @@ from diffllm.metrics.records import read_record, stopped_text
 from diffllm.metrics.wandb_run import new_id
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
-from diffllm.model.transformer import write_factors
+from diffllm.model.init_match import write_factors
 from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,
