@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from diffllm.config.changes import OF_NO_EFFECT, is_allowed
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
@@ -26,14 +27,7 @@ from diffllm.config.overrides import (
     unknown_key,
 )
 from diffllm.config.plugins import config_directory, directories
-from diffllm.config.schema import (
-    OF_NO_EFFECT,
-    TrainConfig,
-    check_paths,
-    check_values,
-    is_allowed,
-    leaves,
-)
+from diffllm.config.schema import TrainConfig, check_paths, check_values, leaves
 from diffllm.config.words import for_hydra, parsed_override, with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError

@@ -25,8 +25,8 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from diffllm.config.changes import Changes
 from diffllm.config.overrides import GROUPS, check_interpolations
-from diffllm.config.schema import Changes
 from diffllm.config.words import check_texts
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.errors import ConfigError

@@ -10,10 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
 from diffllm.config.compose import compose_config, typed_config
 from diffllm.config.overrides import without_removed
 from diffllm.config.plugins import LOADED, NAME, version_changes
-from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
+from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import read_text, readable, similar_path

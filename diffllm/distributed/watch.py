@@ -43,6 +43,7 @@ LAST_WORDS_S = 5.0
 LEAVE_S = 60.0
 """Seconds that rank 0 waits for other ranks at the end: its process may host the store."""
 DEFAULT_GROUPS = ("gloo:0", "nccl:0")
+GONE = "killed, stopped or disconnected"
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
@@ -276,7 +277,10 @@ class Watch:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher of the first node is missing; it hosts the store of all ranks"
-        return missing_text(0, self.beats.get(0))
+        if 0 not in self.beats:
+            # Rank 0 may have sent heartbeats, but its store ended before this rank read one.
+            return f"rank 0 is missing: {GONE}; its store does not answer"
+        return missing_text(0, self.beats[0])
 
     def _end(self, message: str) -> None:
         """Send `message` to other ranks, write stack traces, print `message`, and exit with code 1.
@@ -393,4 +397,4 @@ def missing_text(rank: int, beat: Beat | None) -> str:
     if beat is None:
         return f"rank {rank} is missing: it never sent a heartbeat"
     last = f"its last heartbeat came from {beat.place}"
-    return f"rank {rank} is missing: killed, stopped or disconnected; {last}"
+    return f"rank {rank} is missing: {GONE}; {last}"

@@ -1,14 +1,11 @@
-"""The decoder and its blocks, and functions that set the initial values of a decoder.
+"""The decoder and its blocks, and functions that build a decoder with initial values.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +13,8 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.targets import PADDING
-from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache
-from diffllm.model.attention.ops import Backend, Documents, Mask, Sliced, sdpa_for_any_length
+from diffllm.model.attention.base import Attention, Aux, KVCache
+from diffllm.model.attention.ops import Documents, Mask, Sliced, sdpa_for_any_length
 from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig
@@ -33,8 +30,6 @@ from diffllm.model.loss import (
 )
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import BlockStats, Probe, block_stats, probe_at, probe_stats, stack_stats
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
@@ -342,76 +337,3 @@ def build_model(cfg: Any) -> Transformer:
         model.to_empty(device=device)
         model.reset_parameters()
     return model
-
-
-@torch.no_grad()
-def write_factors(
-    cfg: ModelConfig,
-    baseline: AttentionConfig,
-    tokens: Tensor,
-    documents: Documents | None = None,
-) -> list[float]:
-    """Return one factor per layer for the initial `wo`, to match a decoder with baseline attention.
-
-    The decoder of `cfg` and the baseline decoder differ only in their attention, `cfg.attention`
-    and `baseline`. After each `wo` of the decoder of `cfg` is multiplied by its factor, the
-    attention outputs of each layer have the same RMS in both decoders. The RMS is measured on the
-    input `tokens` (B, T) int64. The function builds both decoders in float32, one layer at a time.
-    If `documents` is given, queries see only keys of the same
-    document. Raises ConfigError if a factor is not positive and finite.
-    """
-    device = tokens.device
-    # SDPA, because flash-attn does not support float32.
-    own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
-    other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
-
-    table = partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope)
-    rope = build_part(table, "rope.", cfg, device)
-    embedding = partial(nn.Embedding, cfg.vocab_size, cfg.dim)
-    x = reference = build_part(embedding, "tok_embeddings.", cfg, device)(tokens)
-    positions = rope(0, tokens.shape[1]) if documents is None else rope.at(documents.positions)
-    factors = []
-    for i in range(cfg.n_layers):
-        goal = build_part(partial(Block, other, i), f"layers.{i}.", other, device)
-        reference, wanted = with_write(goal, reference, positions, documents, tokens)
-        block = build_part(partial(Block, own, i), f"layers.{i}.", own, device)
-        _, written = with_write(block, x, positions, documents, tokens)
-        factor = (wanted / written).item()
-        if not 0 < factor < float("inf"):
-            raise ConfigError(
-                f"model.init_match=write cannot scale layer {i}: the RMS of the initial attention "
-                f"output is {written.item():.3g} in this model and {wanted.item():.3g} in the "
-                "baseline, but both must be positive and finite; set model.init_match=none"
-            )
-        block.attention.wo.weight.mul_(factor)
-        x, _ = with_write(block, x, positions, documents, tokens)
-        factors.append(factor)
-    return factors
-
-
-def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
-    """Build one submodule in float32, with the same initial values as in the complete decoder.
-
-    `build` is called on the meta device and returns the submodule. For `prefix`, see `initialise`.
-    """
-    with torch.device("meta"):
-        part = build()
-    part.to_empty(device=device)
-    initialise(part, cfg, prefix)
-    return part
-
-
-def with_write(
-    block: Block,
-    x: Tensor,
-    rope: Rope,
-    documents: Documents | None,
-    tokens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Apply `block` to x (B, T, D); return the block output and the RMS of the attention output.
-
-    `tokens` (B, T) and `documents` determine the attention mask.
-    """
-    mask = block.attention.training_mask(documents, tokens, x.dtype)
-    out, stats, _ = block(x, rope, mask, diagnose=True)
-    return out, stats["attn_write_rms"]

@@ -8,9 +8,9 @@ from pathlib import Path
 from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.origin import OF_A_RUN, Origin, named_in, origin_of
 from diffllm.config.saved import changes_to
-from diffllm.config.schema import Changes, changes_text, is_allowed
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.files import read_bytes

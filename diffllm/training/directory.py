@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
+from diffllm.config.changes import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
 from diffllm.config.saved import differences
-from diffllm.config.schema import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
 from diffllm.config.words import former_text
 from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, ConfigError

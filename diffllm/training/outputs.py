@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
+from diffllm.config.changes import changes_text
 from diffllm.config.saved import yaml_dict
-from diffllm.config.schema import changes_text
 from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE

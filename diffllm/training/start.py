@@ -15,11 +15,12 @@ import torch
 
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import OF_A_RUN, named_in, origin_of
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.config.schema import CARRIED, Changes, changes_text, is_allowed
+from diffllm.config.schema import CARRIED
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
@@ -34,7 +35,7 @@ from diffllm.metrics.records import read_record, stopped_text
 from diffllm.metrics.wandb_run import new_id
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
-from diffllm.model.transformer import write_factors
+from diffllm.model.init_match import write_factors
 from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,

@@ -18,8 +18,8 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.origin import named_in
-from diffllm.config.schema import Changes, changes_text, is_allowed
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path

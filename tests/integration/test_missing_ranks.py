@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from processes import PATIENCE_S, state_of
 from runs.command import ForkedRun, overrides_of
 from runs.planted_train import Fault
+
+from diffllm.distributed.stop import StopRequest
+from diffllm.distributed.watch import Watch
+from diffllm.distributed.world import World
 
 TIMEOUT = 12
 """distributed.timeout in seconds, in tests with a missing rank."""
@@ -101,6 +106,30 @@ def test_signal_stops_rank_that_waits_for_frozen_rank(corpus, tmp_path, frozen):
         error = error_of(run, frozen)
     assert f"rank {frozen} is missing" in error
     assert not (directory / "requeue").exists(), "no step was saved"
+
+
+class WatchOfFrozenStore(Watch):
+    """A watch whose store freezes after the first heartbeat; `message` is its error."""
+
+    message = ""
+
+    def _talk(self) -> None:
+        self.closed.wait()
+
+    def _end(self, message: str) -> None:
+        self.message = message
+        self.closed.set()
+
+
+def test_rank_0_whose_store_freezes_before_first_read_is_reported_as_stopped():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with contextlib.closing(StopRequest()) as request:
+        rank_0 = WatchOfFrozenStore(World(0, 2, 0, store), 600, request)
+        assert store.check(["watch/beat/0"])
+        rank_1 = WatchOfFrozenStore(World(1, 2, 1, store), 1, request)
+        assert rank_1.closed.wait(PATIENCE_S)
+        rank_0.closed.set()
+    assert rank_1.message.startswith(f"rank 0 is missing: {GONE}")
 
 
 # A slow rank is not missing

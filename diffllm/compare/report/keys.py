@@ -8,9 +8,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.compare.report.runs import Run
+from diffllm.config.changes import FREE
 from diffllm.config.compose import variant_config
 from diffllm.config.plugins import several_versions, versions_text
-from diffllm.config.saved import FREE, flatten
+from diffllm.config.saved import flatten
 
 HASH = 8
 SEEDS = ("seed", "model.init_seed")

@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.study.file import Study
 from diffllm.config import TrainConfig
+from diffllm.config.changes import FREE
 from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import changes_to, flatten, load_run_config
-from diffllm.config.schema import FREE, ContextError
+from diffllm.config.schema import ContextError
 from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import diverged, finite, read_summary

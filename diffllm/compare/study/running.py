@@ -33,10 +33,10 @@ from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
+from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
 from diffllm.config.saved import flatten, load_run_config, plugin_changes, yaml_dict
-from diffllm.config.schema import what_differs
 from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr

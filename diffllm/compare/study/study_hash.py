@@ -13,8 +13,8 @@ from typing import Any
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import config_of_planned, planned_by_name
 from diffllm.config import TrainConfig
+from diffllm.config.changes import FREE, is_allowed
 from diffllm.config.saved import defaults_of, flatten, yaml_dict
-from diffllm.config.schema import FREE, is_allowed
 
 UNHASHED = (*(key for key in FREE if key != "eval"), "run.study")
 """Keys without effect on the computed and measured values of a run."""

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from diffllm.compare.report.keys import FACTS, HASH, shown_value, within
 from diffllm.compare.report.numbers import compact, percent
+from diffllm.config.changes import OF_NO_EFFECT
 from diffllm.config.matching import TOLERANCE
-from diffllm.config.schema import OF_NO_EFFECT
 from diffllm.core.errors import listed
 
 Values = Mapping[str, Any]

@@ -19,6 +19,7 @@ from omegaconf import ListConfig
 from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Job
 from diffllm.config import TrainConfig, load_config
+from diffllm.config.changes import is_allowed, what_differs
 from diffllm.config.compose import hydra
 from diffllm.config.loading import configs_of, without_imports
 from diffllm.config.overrides import (
@@ -30,7 +31,6 @@ from diffllm.config.overrides import (
     one_line,
 )
 from diffllm.config.saved import differences, load_run_config
-from diffllm.config.schema import is_allowed, what_differs
 from diffllm.config.words import (
     as_text,
     declared_type,
