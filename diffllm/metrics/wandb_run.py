@@ -13,7 +13,7 @@ import netrc
 import os
 import queue
 import re
-import secrets
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +28,17 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
-from diffllm.metrics.table import AXES, METRICS
+from diffllm.metrics.wandb_start import (
+    ONLINE_RUNS,
+    abandon_service,
+    create_run,
+    log_step,
+    new_id,
+    open_run,
+    refusal_text,
+    tear_down,
+)
 
-ONLINE_SECONDS = 20
-"""Longest wait for the server's answer; after a longer wait the run is recorded offline."""
 START_SECONDS = 60
 FINISH_SECONDS = 60
 BACKLOG = 4096
@@ -119,6 +126,28 @@ def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) 
     return replace(cfg, project=project, entity=entity, group=group, tags=tags)
 
 
+def with_recorded(
+    cfg: WandbConfig,
+    variables: Mapping[str, str],
+    mode: WandbMode | None = None,
+    project: str | None = None,
+    entity: str | None = None,
+) -> WandbConfig:
+    """Return the config of a run of an earlier process, whose run.json records `variables`.
+
+    `mode`, `project` and `entity` replace the values of the run. Raises ConfigError as
+    `with_variables`.
+    """
+    if mode is not None:
+        cfg = replace(cfg, mode=mode)
+    cfg = with_variables(cfg, variables)
+    check_project("project", project)
+    cfg = replace(cfg, project=project or cfg.project, entity=entity or cfg.entity)
+    if cfg.entity is None and os.environ.get("WANDB_ENTITY"):
+        cfg = replace(cfg, entity="")  # For None, wandb itself would use the present variable.
+    return cfg
+
+
 def check_wandb(cfg: WandbConfig) -> None:
     """Raise ConfigError if the project or a variable that a run with `cfg` uses is invalid.
 
@@ -133,10 +162,6 @@ def check_wandb(cfg: WandbConfig) -> None:
         raise ConfigError(
             f"WANDB_RUN_ID={run_id[:200]} must have 1 to 64 letters, digits, dashes or underscores"
         )
-
-
-def new_id() -> str:
-    return secrets.token_hex(4)
 
 
 def resolve_mode(cfg: WandbConfig) -> str:
@@ -165,6 +190,37 @@ def wandb_parent(directory: Path) -> Path:
     return Path(os.environ.get("WANDB_DIR") or directory)
 
 
+def init_options(
+    cfg: WandbConfig,
+    directory: Path,
+    choices: Mapping[str, str],
+    sweep: str | None,
+    config: dict[str, Any],
+    run_id: str | None,
+    name: str | None = None,
+    variables: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """Return the options of `wandb.init`; arguments as in WandbRun.
+
+    WANDB_JOB_TYPE in `variables` is the job type, by default choices["model"].
+    """
+    tags = list(cfg.tags or [])
+    if sweep:
+        tags.append(sweep[:LONGEST_TAG])
+    # wandb prefers these options to its variables, so each variable is read here.
+    return {
+        "project": cfg.project,
+        "entity": cfg.entity,
+        "name": name or directory.name,
+        "group": cfg.group or choices["attention"],
+        "job_type": variables.get("WANDB_JOB_TYPE") or choices["model"],
+        "tags": list(dict.fromkeys(tags)),
+        "id": run_id or new_id(),
+        "dir": str(wandb_parent(directory)),
+        "config": config,
+    }
+
+
 class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
@@ -175,7 +231,7 @@ class WandbRun:
             "mini"}. "attention" is the default of the wandb group, and "model" of the job type.
         sweep: name of the sweep that started the run; the first 64 characters become a tag.
         run_id: id of the wandb run to resume; None creates a new run.
-        resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
+        resume: False creates a wandb run instead of resuming `run_id`, see `create_run`.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
         name: name of the run in wandb; None: the name of `directory`.
         earlier: result of `history`, the steps of earlier starts of the run.
@@ -194,7 +250,10 @@ class WandbRun:
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
     ):
-        self.id = run_id or new_id()
+        options = init_options(cfg, directory, choices, sweep, config, run_id, name)
+        options["resume"] = "allow" if resume else None
+        self.id: str = options["id"]
+        """Id of the wandb run."""
         self.earlier = earlier
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
@@ -206,22 +265,6 @@ class WandbRun:
         self.started = threading.Event()
         if not self.working:
             return
-        tags = list(cfg.tags or [])
-        if sweep:
-            tags.append(sweep[:LONGEST_TAG])
-        # wandb prefers these options to its variables, so each variable is read here.
-        options = {
-            "project": cfg.project,
-            "entity": cfg.entity,
-            "name": name or directory.name,
-            "group": cfg.group or choices["attention"],
-            "job_type": os.environ.get("WANDB_JOB_TYPE") or choices["model"],
-            "tags": list(dict.fromkeys(tags)),
-            "id": self.id,
-            "resume": "allow" if resume else None,
-            "dir": str(wandb_parent(directory)),
-            "config": config,
-        }
         self.thread = threading.Thread(target=self._work, args=(options,), daemon=True)
         self.thread.start()
         self.started.wait(START_SECONDS)
@@ -263,6 +306,7 @@ class WandbRun:
             place = Path(options["dir"])
             uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
             run = start(self.mode, options)
+            self.id = run.id
             for name in self.over_tokens:
                 run.define_metric(name, step_metric="tokens")
             self.started.set()
@@ -271,9 +315,7 @@ class WandbRun:
             earlier = () if run.offline and was_online else self.earlier
             for values in chain(earlier, iter(self.lines.get, None)):
                 if values["step"] > sent:
-                    # wandb would store a NaN as the minimum of the metric in the run summary.
-                    shown = {name: v for name, v in values.items() if finite(v) is not None}
-                    run.log(shown, step=values["step"])
+                    log_step(run, values)
                     self.taken_at = time.monotonic()
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
@@ -313,59 +355,32 @@ def set_aside(place: Path, run_id: str) -> int:
 
 def has_online(place: Path, run_id: str) -> bool:
     """Return whether an earlier start of a run was online; arguments as in `set_aside`."""
-    return any(place.glob(f"wandb/run-*-{run_id}"))
+    return any(place.glob(f"{ONLINE_RUNS}-{run_id}"))
+
+
+def sync_command(place: Path, run_id: str) -> str:
+    """Return the shell command that uploads an offline run; arguments as in `set_aside`."""
+    # The shell must expand the star. WANDB_DIR may contain offline runs of other run directories.
+    return f"wandb sync {shlex.quote(str(place))}/{OFFLINE_RUNS}-{run_id}"
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
-    """Start a wandb run with `wandb.init(**options)`, and set the x-axis of each metric.
+    """Start a wandb run with `open_run`, or with `create_run` if options["resume"] is None.
 
-    If `mode` is "online" and the server cannot be reached, record the run offline.
+    If `mode` is "online" and the server refuses the run, record the run offline.
     """
-    import wandb
-
-    wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
-    # run.log contains the output, and wandb would print next to the progress bar.
-    settings = wandb.Settings(silent=True, console="off")
-    if "WANDB_INIT_TIMEOUT" not in os.environ:
-        settings.init_timeout = ONLINE_SECONDS
     # `wandb sync` shifts the steps of an offline run that may be resumed.
     offline_options = {**options, "resume": None}
     if mode == "offline":
-        options = offline_options
+        return open_run(mode, offline_options)
     try:
-        run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
+        return create_run(mode, options) if options["resume"] is None else open_run(mode, options)
     except Exception as error:
         if mode != "online":
             raise
-        to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
-        tear_down()  # otherwise the service rejects the run's id as already in use
-        run = wandb.init(mode="offline", settings=settings, **offline_options)
-    for axis in AXES:
-        run.define_metric(axis, hidden=True)
-    for metric in METRICS:
-        if metric.name in AXES:
-            continue
-        # wandb always keeps the last value; summary="last" would store it as <name>.last.
-        asked = None if metric.summary == "last" else metric.summary
-        run.define_metric(metric.name, step_metric="tokens", summary=asked)
-    return run
-
-
-def tear_down() -> None:
-    """Stop wandb's service process, and ignore any error.
-
-    Without this call, wandb prints a traceback at exit if its service process has died.
-    """
-    with contextlib.suppress(Exception, SystemExit):
-        import wandb
-
-        wandb.teardown()
-
-
-def abandon_service() -> None:
-    """Kill wandb's service process, because wandb waits at exit for a service that hangs."""
-    with contextlib.suppress(Exception):
-        import wandb
-
-        wandb.setup()._connection._proc._process.kill()  # type: ignore[union-attr]
-    tear_down()
+        command = sync_command(Path(options["dir"]), options["id"])
+        to_stderr(
+            f"wandb cannot go online, the run is recorded offline: {refusal_text(error)}; "
+            f"`{command}` uploads the run"
+        )
+        return open_run("offline", offline_options)

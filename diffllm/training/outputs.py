@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import request_requeue
 from diffllm.training.loop import Outputs
-from diffllm.training.process import Process, in_sweep, provenance
+from diffllm.training.process import Process, provenance
 from diffllm.training.start import Claimed
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
@@ -68,19 +68,43 @@ def open_sinks(
             here.display.print(f"warning: {jump}")
     facts = {**facts, **provenance()}
     directory.describe(facts, continues=claimed.checkpoint is not None)
-    config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
-    name = cfg.run.name
-    # The runs of a sweep or study share the environment, but need different names.
-    if not in_sweep():
-        name = name or os.environ.get("WANDB_NAME")
+    arguments = wandb_arguments(cfg, path, facts, os.environ)
     wandb = WandbRun(
-        with_variables(cfg.wandb), path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id,
-        name=name, earlier=history(path, state.step),
+        with_variables(cfg.wandb), **arguments, run_id=state.wandb_id,
+        earlier=history(path, state.step),
     )  # fmt: skip
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, steps, wandb, events)
+
+
+def wandb_arguments(
+    cfg: TrainConfig, path: Path, facts: dict[str, Any], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the arguments of `init_options` that the run in `path` has at every start.
+
+    Args:
+        facts: content of run.json.
+        variables: environment variables of the run.
+    """
+    name = cfg.run.name
+    # The runs of a sweep or study share the environment, but need different names.
+    if "DIFFLLM_SWEEP_JOB" not in variables:
+        name = name or variables.get("WANDB_NAME")
+    return {
+        "directory": path, "choices": cfg.run.choices, "sweep": cfg.run.sweep,
+        "config": {**yaml_dict(cfg), **facts}, "name": name,
+    }  # fmt: skip
+
+
+def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the wandb summary and the exit code of a run; wandb shows diverged runs as failed.
+
+    `summary` is the content of summary.json.
+    """
+    values = {name: value for name, value in summary.items() if name != "sample"}
+    return values, int(bool(summary.get("diverged") or summary.get("stopped")))
 
 
 def give_up(out: Outputs, error: UserError) -> None:
@@ -138,7 +162,7 @@ def finish(
     claimed.directory.finish(summary)
     reported = report(claimed.path) if report else "off (run.report)"
     here.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, reported))
-    out.sinks.wandb.finish({name: v for name, v in summary.items() if name != "sample"})
+    out.sinks.wandb.finish(*wandb_ending(summary))
 
 
 def sample(t: Training, data: Prepared) -> str:

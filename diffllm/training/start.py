@@ -32,7 +32,7 @@ from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.distributed.world import World
 from diffllm.metrics.records import read_record, stopped_text
-from diffllm.metrics.wandb_run import new_id
+from diffllm.metrics.wandb_start import new_id
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.model.init_match import write_factors
