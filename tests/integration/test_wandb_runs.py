@@ -39,7 +39,8 @@ def said_of_wandb(output: str) -> list[str]:
     return others
 
 
-def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
+def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus, monkeypatch):
+    monkeypatch.setenv("DIFFLLM_WANDB_TAGS", "out,study")
     run = directory / "whole"
     overrides = ("steps=6", "log_interval=2", "diagnostics.interval=3", "eval.interval=3")
     tags = ("run.sweep=a-sweep", "wandb.tags=[mine]")
@@ -69,7 +70,7 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
     assert {name: config[name] for name in saved} == saved
     assert config["run"]["choices"]["attention"] == header.run_group == "diff_v2"
     assert config["run"]["choices"]["model"] == header.job_type == "tiny"
-    assert list(header.tags) == ["mine", "a-sweep"]
+    assert list(header.tags) == ["mine", "out", "study", "a-sweep"]
     assert header.display_name == "whole"
 
     files = [path for path in run.rglob("*") if path.is_file()]
