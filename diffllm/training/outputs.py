@@ -21,7 +21,7 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
 from diffllm.metrics.steps import StepsFile
-from diffllm.metrics.wandb_run import WandbRun, with_variables
+from diffllm.metrics.wandb_run import WandbRun, split_tags, with_defaults, with_variables
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
@@ -66,21 +66,39 @@ def open_sinks(
         here.display.print(f"changed: {changes_text(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
-    facts = {**facts, **provenance()}
-    directory.describe(facts, continues=claimed.checkpoint is not None)
+    continues = claimed.checkpoint is not None
+    group = default_group(cfg, directory.facts if continues else None)
+    tags = split_tags(os.environ.get("DIFFLLM_WANDB_TAGS"))
+    if cfg.run.sweep:
+        tags.append(cfg.run.sweep)
+    wandb_config = with_defaults(with_variables(cfg.wandb), group, tags)
+    facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
+    directory.describe(facts, continues)
     config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
-    name = cfg.run.name
-    # The runs of a sweep or study share the environment, but need different names.
-    if not in_sweep():
-        name = name or os.environ.get("WANDB_NAME")
+    # The runs of a sweep or study share WANDB_NAME, but need different names.
+    variable = "DIFFLLM_WANDB_NAME" if in_sweep() else "WANDB_NAME"
     wandb = WandbRun(
-        with_variables(cfg.wandb), path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id,
-        name=name, earlier=history(path, state.step),
+        wandb_config, path, cfg.run.choices["model"], config, state.wandb_id,
+        name=cfg.run.name or os.environ.get(variable),
+        earlier=history(path, state.step),
     )  # fmt: skip
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, steps, wandb, events)
+
+
+def default_group(cfg: TrainConfig, earlier: dict[str, Any] | None) -> str:
+    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
+
+    Args:
+        earlier: content of run.json if the run resumes; None for a new run.
+    """
+    variant = cfg.run.choices["attention"]
+    if earlier is not None:
+        # Older versions recorded no group: the group of their runs is the attention variant.
+        return earlier.get("wandb_group") or variant
+    return os.environ.get("DIFFLLM_WANDB_GROUP") or variant
 
 
 def give_up(out: Outputs, error: UserError) -> None:
