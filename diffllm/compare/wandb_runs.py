@@ -10,6 +10,7 @@ from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import read_state
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.page import (
+    COMPARISON,
     OVER_TOKENS,
     comparison_id,
     gap_run,
@@ -32,11 +33,12 @@ from diffllm.metrics.wandb_run import (
     resolve_mode,
     set_aside,
     wandb_parent,
+    with_defaults,
     with_recorded,
 )
 from diffllm.metrics.wandb_start import Upload, new_id, upload
 from diffllm.training.directory import unlocked
-from diffllm.training.outputs import wandb_arguments, wandb_ending
+from diffllm.training.outputs import wandb_arguments, wandb_ending, with_labels
 
 LAST_STEP = 2**32 - 1
 
@@ -93,7 +95,9 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         if training_mode == "online":
             raise CheckpointError(f"{path} is in training and logs online; wait until it ends")
         options = init_options(
-            with_recorded(cfg.wandb, variables, *destination),
+            with_labels(
+                with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
+            ),
             **wandb_arguments(cfg, path, facts, variables),
             run_id=run_id, variables=variables,
         )  # fmt: skip
@@ -122,6 +126,7 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
     first = comparison.rows[0].runs[0]
     run_id = comparison_id(sweep)
     cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
+    cfg = with_defaults(cfg, COMPARISON, [sweep.name])
     options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
     if destination.mode is WandbMode.offline and has_online(wandb_parent(sweep), run_id):
         options["id"] = new_id()

@@ -22,7 +22,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         **dict.fromkeys(
             ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
         ),
-        "wandb_id": TEXT,
+        **dict.fromkeys(("wandb_id", "wandb_group"), TEXT),
         **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), OBJECT),
     },
     "saved.json": {"step": WHOLE},

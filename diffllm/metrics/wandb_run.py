@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
+from diffllm.core.names import shortened
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
 from diffllm.metrics.wandb_start import (
@@ -44,7 +45,8 @@ FINISH_SECONDS = 60
 BACKLOG = 4096
 STALL_SECONDS = 10
 """wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
-LONGEST_TAG = 64
+LONGEST_TAG, LONGEST_NAME = 64, 128
+"""Maximum characters that wandb accepts of a tag, and of the name or group of a run."""
 OFFLINE_RUNS = "wandb/offline-run-*"
 """Pattern of wandb's directories of offline runs in a run directory."""
 REPLACED = "wandb/replaced"
@@ -83,9 +85,10 @@ class WandbConfig:
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the owner of the API key."""
     group: str | None = None
-    """Group of the run; null: WANDB_RUN_GROUP, else the attention variant."""
+    """Group of the run; null: WANDB_RUN_GROUP, else the default group. The default is the run's
+    row in the report of its sweep, its arm in a study, or the attention variant."""
     tags: list[str] | None = None
-    """Tags of the run, in addition to the name of its sweep; null: WANDB_TAGS, as in a,b."""
+    """Tags of the run, in addition to its sweep and study; null: WANDB_TAGS, as in a,b."""
 
     def validate(self) -> None:
         check_tags("wandb.tags", self.tags)
@@ -118,8 +121,7 @@ def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) 
         project = variables.get("WANDB_PROJECT") or "diffllm"
         check_project("WANDB_PROJECT", project)
     if tags is None:
-        listed = variables.get("WANDB_TAGS")
-        tags = [tag.strip() for tag in listed.split(",") if tag.strip()] if listed else []
+        tags = split_tags(variables.get("WANDB_TAGS"))
         check_tags("WANDB_TAGS", tags)
     entity = cfg.entity or variables.get("WANDB_ENTITY") or None
     group = cfg.group or variables.get("WANDB_RUN_GROUP") or None
@@ -146,6 +148,21 @@ def with_recorded(
     if cfg.entity is None and os.environ.get("WANDB_ENTITY"):
         cfg = replace(cfg, entity="")  # For None, wandb itself would use the present variable.
     return cfg
+
+
+def split_tags(text: str | None) -> list[str]:
+    """Return the tags in the value of a variable, as in a,b; ignore empty tags."""
+    tags = (text or "").split(",")
+    return [tag.strip() for tag in tags if tag.strip()]
+
+
+def with_defaults(cfg: WandbConfig, group: str, tags: Iterable[str] = ()) -> WandbConfig:
+    """Return `cfg` with `group` if cfg.group is None, and with additional tags.
+
+    Additional tags are shortened to the length that wandb accepts.
+    """
+    added = [tag[:LONGEST_TAG] for tag in tags]
+    return replace(cfg, group=cfg.group or group, tags=[*(cfg.tags or []), *added])
 
 
 def check_wandb(cfg: WandbConfig) -> None:
@@ -193,8 +210,7 @@ def wandb_parent(directory: Path) -> Path:
 def init_options(
     cfg: WandbConfig,
     directory: Path,
-    choices: Mapping[str, str],
-    sweep: str | None,
+    job_type: str,
     config: dict[str, Any],
     run_id: str | None,
     name: str | None = None,
@@ -202,19 +218,16 @@ def init_options(
 ) -> dict[str, Any]:
     """Return the options of `wandb.init`; arguments as in WandbRun.
 
-    WANDB_JOB_TYPE in `variables` is the job type, by default choices["model"].
+    WANDB_JOB_TYPE in `variables` replaces `job_type`.
     """
-    tags = list(cfg.tags or [])
-    if sweep:
-        tags.append(sweep[:LONGEST_TAG])
     # wandb prefers these options to its variables, so each variable is read here.
     return {
         "project": cfg.project,
         "entity": cfg.entity,
-        "name": name or directory.name,
-        "group": cfg.group or choices["attention"],
-        "job_type": variables.get("WANDB_JOB_TYPE") or choices["model"],
-        "tags": list(dict.fromkeys(tags)),
+        "name": shortened(name or directory.name, LONGEST_NAME),
+        "group": shortened(cfg.group, LONGEST_NAME) if cfg.group else None,
+        "job_type": variables.get("WANDB_JOB_TYPE") or job_type,
+        "tags": list(dict.fromkeys(cfg.tags or [])),
         "id": run_id or new_id(),
         "dir": str(wandb_parent(directory)),
         "config": config,
@@ -225,11 +238,10 @@ class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
     Args:
-        cfg: the result of `with_variables`.
+        cfg: the result of `with_variables` and `with_defaults`.
         directory: run directory.
-        choices: chosen config of each Hydra group, such as {"attention": "diff_v2", "model":
-            "mini"}. "attention" is the default of the wandb group, and "model" of the job type.
-        sweep: name of the sweep that started the run; the first 64 characters become a tag.
+        job_type: job type, unless WANDB_JOB_TYPE is set.
+        config: content of the wandb config.
         run_id: id of the wandb run to resume; None creates a new run.
         resume: False creates a wandb run instead of resuming `run_id`, see `create_run`.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
@@ -241,8 +253,7 @@ class WandbRun:
         self,
         cfg: WandbConfig,
         directory: Path,
-        choices: dict[str, str],
-        sweep: str | None,
+        job_type: str,
         config: dict[str, Any],
         run_id: str | None,
         over_tokens: Sequence[str] = (),
@@ -250,7 +261,7 @@ class WandbRun:
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
     ):
-        options = init_options(cfg, directory, choices, sweep, config, run_id, name)
+        options = init_options(cfg, directory, job_type, config, run_id, name)
         options["resume"] = "allow" if resume else None
         self.id: str = options["id"]
         """Id of the wandb run."""

@@ -108,6 +108,11 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def facts(self) -> dict[str, Any] | None:
+        """Content of run.json; None if the file is missing."""
+        return read_record(self.path / "run.json")
+
+    @property
     def has_run(self) -> bool:
         return (self.path / "metrics.jsonl").exists() or bool(self.checkpoints)
 
@@ -160,10 +165,9 @@ class RunDirectory:
         If `continues` is true (the run resumes), keep the entries FOR_GOOD of the existing
         run.json. Only the first start of a run determines these entries.
         """
-        file = self.path / "run.json"
-        before = (read_record(file) if continues else None) or {}
+        before = (self.facts if continues else None) or {}
         kept = {key: before[key] for key in FOR_GOOD if key in before}
-        write_atomic(file, json.dumps({**kept, **facts}, indent=2) + "\n")
+        write_atomic(self.path / "run.json", json.dumps({**kept, **facts}, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")

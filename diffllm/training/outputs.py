@@ -21,7 +21,13 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
 from diffllm.metrics.steps import StepsFile
-from diffllm.metrics.wandb_run import WandbRun, with_variables
+from diffllm.metrics.wandb_run import (
+    WandbConfig,
+    WandbRun,
+    split_tags,
+    with_defaults,
+    with_variables,
+)
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
@@ -66,17 +72,53 @@ def open_sinks(
         here.display.print(f"changed: {changes_text(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
-    facts = {**facts, **provenance()}
-    directory.describe(facts, continues=claimed.checkpoint is not None)
+    continues = claimed.checkpoint is not None
+    wandb_config = with_labels(
+        with_variables(cfg.wandb), cfg, directory.facts if continues else None, os.environ
+    )
+    facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
+    directory.describe(facts, continues)
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
-    arguments = wandb_arguments(cfg, path, facts, os.environ)
     wandb = WandbRun(
-        with_variables(cfg.wandb), **arguments, run_id=state.wandb_id,
+        wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
         earlier=history(path, state.step),
     )  # fmt: skip
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, steps, wandb, events)
+
+
+def with_labels(
+    wandb_config: WandbConfig,
+    cfg: TrainConfig,
+    earlier: dict[str, Any] | None,
+    variables: Mapping[str, str],
+) -> WandbConfig:
+    """Return `wandb_config` with the group and the tags of a run.
+
+    Args:
+        wandb_config: result of `with_variables` or `with_recorded`.
+        earlier: content of run.json if the run has begun before; None for a new run.
+        variables: environment variables of the run.
+    """
+    tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
+    if cfg.run.sweep:
+        tags.append(cfg.run.sweep)
+    return with_defaults(wandb_config, default_group(cfg, earlier, variables), tags)
+
+
+def default_group(
+    cfg: TrainConfig, earlier: dict[str, Any] | None, variables: Mapping[str, str]
+) -> str:
+    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
+
+    Arguments as in `with_labels`.
+    """
+    variant = cfg.run.choices["attention"]
+    if earlier is not None:
+        # Older versions recorded no group: the group of their runs is the attention variant.
+        return earlier.get("wandb_group") or variant
+    return variables.get("DIFFLLM_WANDB_GROUP") or variant
 
 
 def wandb_arguments(
@@ -88,14 +130,14 @@ def wandb_arguments(
         facts: content of run.json.
         variables: environment variables of the run.
     """
-    name = cfg.run.name
-    # The runs of a sweep or study share the environment, but need different names.
-    if "DIFFLLM_SWEEP_JOB" not in variables:
-        name = name or variables.get("WANDB_NAME")
+    # The runs of a sweep or study share WANDB_NAME, but need different names.
+    variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
     return {
-        "directory": path, "choices": cfg.run.choices, "sweep": cfg.run.sweep,
-        "config": {**yaml_dict(cfg), **facts}, "name": name,
-    }  # fmt: skip
+        "directory": path,
+        "job_type": cfg.run.choices["model"],
+        "config": {**yaml_dict(cfg), **facts},
+        "name": cfg.run.name or variables.get(variable),
+    }
 
 
 def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:

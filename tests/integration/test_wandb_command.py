@@ -30,9 +30,16 @@ def server(tmp_path: Path) -> Iterator[WandbServer]:
     server.close()
 
 
+VARIABLES = {
+    "WANDB_PROJECT": "its-project", "WANDB_ENTITY": "its-team", "WANDB_JOB_TYPE": "its-type",
+    "DIFFLLM_WANDB_GROUP": "its row", "DIFFLLM_WANDB_TAGS": "its-sweep,its-study",
+}  # fmt: skip
+
+
 def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment):
+    """The command runs in a shell without the variables of training."""
     words = [*tiny, "wandb.mode=offline", "wandb.tags=[mine]", "run.name=a"]
-    assert train(words, tmp_path, environment).code == 0
+    assert train(words, tmp_path, environment | VARIABLES).code == 0
     run = tmp_path / "outputs" / "a"
     training = OfflineRun(run)
     before = snapshot(run)
@@ -47,6 +54,8 @@ def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment
     assert len(list(run.glob("wandb/replaced/*"))) == 1
     for field in ("run_id", "project", "entity", "run_group", "job_type", "display_name", "tags"):
         assert getattr(content.header, field) == getattr(training.header, field), field
+    assert content.header.run_group == "its row"
+    assert [*content.header.tags] == ["mine", "its-sweep", "its-study"]
     configs = [recorded.config for recorded in (training, content)]
     for config in configs:
         del config["_wandb"]  # describes the process
@@ -88,6 +97,7 @@ def test_command_writes_logged_steps_and_same_id_of_run_without_run_json(tmp_pat
     assert second.history == first.history
 
 
+@pytest.mark.slow
 def test_command_marks_diverged_run_as_failed_and_gives_unfinished_run_no_summary(
     tmp_path, environment
 ):

@@ -45,12 +45,15 @@ from diffllm.metrics.wandb_run import (
     WandbRun,
     resolve_mode,
     wandb_parent,
+    with_defaults,
     with_recorded,
 )
 from diffllm.metrics.wandb_start import new_id
 from diffllm.statistics.estimates import Estimate
 
 MOST = 12
+COMPARISON = "comparison"
+"""Job type and default group of the wandb run of a comparison."""
 OVER_TOKENS = ("gap/*",)
 COMPARISON_ID = ".wandb-id"
 """File in a directory of runs: the id of the wandb run of their comparison."""
@@ -259,8 +262,7 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
         summary.update(gap_values(row.label, row.gap))
     arguments = {
         "directory": directory,
-        "choices": dict.fromkeys(("attention", "model"), "comparison"),
-        "sweep": directory.name,
+        "job_type": COMPARISON,
         "config": {"baseline": comparison.baseline, "rows": [row.label for row in rows]},
     }
     steps = []
@@ -278,6 +280,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     """
     first = comparison.rows[0].runs[0]
     cfg = with_recorded(first.cfg.wandb, first.variables)
+    cfg = with_defaults(cfg, COMPARISON, [directory.name])
     gaps = gap_run(comparison, directory)
     if gaps is None or resolve_mode(cfg) == "disabled":
         return False
