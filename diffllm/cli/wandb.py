@@ -71,7 +71,7 @@ def wandb_command(argv: list[str]) -> int:
 
 
 def say_written(content: str, written: dict[str, Any], on_stderr: bool) -> None:
-    """Print what was written, and how to upload it or which run it replaces."""
+    """Print the number of lines and their destination, the upload command and the former run."""
     lines, seconds = written["lines"], written["seconds"]
     destination = written["url"] or written["directory"]
     text = f"wrote {lines:,} {content} of {written['run']} to {destination}"

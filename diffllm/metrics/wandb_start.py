@@ -1,4 +1,4 @@
-"""Start wandb runs: the options that every run has, and errors that say what to do."""
+"""Start wandb runs, write complete ones, and add advice to errors of wandb."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ REMEDIES = {
     r"timed out|deadline|\bdial\b|connect|no such host|http 5":
         "check the network and WANDB_BASE_URL",
 }  # fmt: skip
-"""What to do about an error of wandb, by pattern of the error; the first match counts."""
+"""Advice by pattern of an error of wandb; the first match counts."""
 UPLOAD_SETTINGS = {
     "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False,
     "disable_git": True, "disable_code": True,
@@ -98,7 +98,7 @@ def log_step(run: Any, values: dict[str, Any]) -> None:
 
 
 def refusal_text(error: Exception) -> str:
-    """Return the first line of an error of wandb, and what to do about the error."""
+    """Return the first line of an error of wandb, with the advice of REMEDIES."""
     first_line = str(error).strip().split("\n")[0].rstrip(".")
     reason = printable(first_line)[:LONGEST_REASON] or repr(error)
     for pattern, remedy in REMEDIES.items():

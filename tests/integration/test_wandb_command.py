@@ -1,4 +1,4 @@
-"""`diffllm wandb` writes runs to wandb from their directories, or says why it cannot."""
+"""`diffllm wandb`: content of the wandb runs, repair, runs in training, and errors."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def summary_of(run: OfflineRun) -> dict[str, object]:
 
 
 def offline(run: Path, environment: dict[str, str], *words: str) -> OfflineRun:
-    """Write a run with `diffllm wandb mode=offline`; return the new offline run."""
+    """Call `diffllm wandb mode=offline`; return the new offline run."""
     done = tool(["wandb", f"run={run}", "mode=offline", *words], run.parent, environment)
     assert done.code == 0, done.err
     return OfflineRun(run)
@@ -221,7 +221,7 @@ REFUSALS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "status", "message", "advice"), REFUSALS)
-def test_refusing_server_is_error_that_says_what_to_do(
+def test_command_with_refusing_server_fails_with_advice(
     tmp_path, environment, server, operation, status, message, advice
 ):
     variables = environment | server.variables(tmp_path) | {"WANDB_INIT_TIMEOUT": "3"}
