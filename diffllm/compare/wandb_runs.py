@@ -104,11 +104,16 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         if training_mode == "offline":
             # `wandb sync` will upload the run's own files, under the id of the run.
             options["id"] = new_id()
-        elif set_aside(place, run_id) >= 0 or offline_is_uploaded(destination, place, run_id):
-            options["id"] = new_id()
+        elif destination.mode is WandbMode.offline:
+            uploaded_step = set_aside(place, run_id)
+            if uploaded_step >= 0 or has_online(place, run_id):
+                # `wandb sync` would append to the run on the server.
+                options["id"] = new_id()
         summary, exit_code = wandb_ending(read_ending(path) or {})
         mode = destination.mode.value
         uploaded = upload(mode, options, chain([first], lines), summary, exit_code)
+        if destination.mode is WandbMode.online and training_mode != "offline":
+            set_aside(place, run_id)  # Not earlier: the server could have refused the run.
     return as_json(path, uploaded, run_id)
 
 
@@ -169,11 +174,6 @@ def mode_in_training(cfg: TrainConfig, variables: dict[str, str], place: Path, r
     if mode := MODES.get(variables.get("WANDB_MODE", "")):
         return mode
     return "online" if has_online(place, run_id) else "offline"
-
-
-def offline_is_uploaded(destination: Destination, place: Path, run_id: str) -> bool:
-    """Return whether `wandb sync` of a new offline run would append to a run on the server."""
-    return destination.mode is WandbMode.offline and has_online(place, run_id)
 
 
 def writable_parent(path: Path) -> Path:

@@ -230,10 +230,13 @@ def test_command_with_refusing_server_fails_with_advice(
     else:
         server.close()
     run = write_run(tmp_path / "a", "attention=gated", facts={"wandb_id": "x"})
+    offline_run = run / "wandb" / "offline-run-20260101_000000-x"
+    offline_run.mkdir(parents=True)
     line = refusal_of(tool(["wandb", "run=a", "mode=online"], tmp_path, variables))
     assert line.startswith("error: wandb cannot store the run a: ")
     assert message in line
     assert line.endswith(f"; {advice}, or set mode=offline")
+    assert offline_run.exists(), "`wandb sync` must still find the offline run"
     if operation == "file_stream":
         return
     assert not list(run.glob("wandb/run-*")), "a later start would take the run for an online run"
