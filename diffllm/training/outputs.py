@@ -66,7 +66,8 @@ def open_sinks(
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
     facts = {**facts, **provenance()}
-    directory.describe(facts, continues=claimed.checkpoint is not None)
+    resumes = claimed.checkpoint is not None
+    directory.describe(facts, continues=resumes)
     config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
     name = cfg.run.name
@@ -77,6 +78,8 @@ def open_sinks(
         with_variables(cfg.wandb), path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id,
         name=name, earlier=logged_lines(file.path, state.step),
     )  # fmt: skip
+    if wandb.id != state.wandb_id:
+        directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, wandb, events)
 
