@@ -29,8 +29,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbSer
     variables = {
         "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
         "WANDB_ERROR_REPORTING": "false", "OMP_NUM_THREADS": "1",
-        # Upload lines before a kill.
-        "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.05",
+        # In seconds; the default delays the test of uploaded lines.
+        "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
     }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
