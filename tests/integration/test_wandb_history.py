@@ -141,9 +141,10 @@ def test_offline_run_has_all_steps_if_server_is_away_at_start(
     if earlier_steps:
         run_until(server, corpus, run, earlier_steps + 1, *ONLINE)
     server.away = True
-    for step in (18, 24):
-        run_until(server, corpus, run, step, *ONLINE)
+    run_until(server, corpus, run, 18, *ONLINE)
+    offline_id = wandb_id(run)
     output = start(corpus, run, *ONLINE).finish()
+    assert wandb_id(run) == offline_id
     assert "wandb cannot go online, the run is recorded offline: " in output
     server.away = False
     sync(output)
