@@ -314,7 +314,8 @@ def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
             f"wandb cannot go online, the run is recorded offline: {error!r}; "
             f"`{command}` uploads the run"
         )
-        tear_down()  # otherwise the service rejects the run's id as already in use
+        # The service would reject the id as in use; some versions retry for a minute at a teardown.
+        abandon_service()
         # The failed start leaves a directory, which `has_online` would take for an online run.
         for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - online_runs:
             shutil.rmtree(failed, ignore_errors=True)
