@@ -330,7 +330,7 @@ def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
 
 
 def init_settings() -> Any:
-    """Return the settings of one start: `wandb.init` of wandb 0.24 writes its options into them."""
+    """Return the settings of one start: `wandb.init` may write its options into them."""
     import wandb
 
     # run.log contains the output, and wandb would print next to the progress bar.

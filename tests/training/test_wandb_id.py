@@ -1,4 +1,4 @@
-"""The id in wandb of a restarted run: kept, or new if the run logs other values of logged steps."""
+"""The wandb id of a restarted run, which is new if the run logs other values of logged steps."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def directory_of(path: Path, *overrides: str) -> RunDirectory:
 
 
 def begun(path: Path, tmp_path: Path, mode: tuple[str, ...], logged: int, saved: int) -> None:
-    """Write a run that has logged up to step `logged`, with a checkpoint at step `saved`."""
+    """Write the files of a run: `logged` lines of metrics, and a checkpoint unless `saved` is 0."""
     tokenizer = tmp_path / "source.model"
     tokenizer.write_bytes(b"pieces")
     directory = directory_of(path, *mode)
