@@ -14,8 +14,6 @@ ONLINE_RUNS = "wandb/run-*"
 """Pattern of wandb's directories of online runs."""
 REPLACED = "wandb/replaced"
 """Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
-HEADER_BYTES = 7
-"""Size of a .wandb file without records."""
 
 
 def wandb_parent(directory: Path) -> Path:
@@ -41,20 +39,6 @@ def set_aside(place: Path, run_id: str) -> int:
             summary = read_json(file.parent / "files" / "wandb-summary.json")
             uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
     return uploaded
-
-
-def set_aside_empty(place: Path, pattern: str) -> None:
-    """Move offline runs without records to REPLACED: `wandb sync` uploads no run next to them.
-
-    Such a run was killed before wandb wrote its first record, about a second after its start.
-
-    Args:
-        place: directory of `pattern`.
-        pattern: pattern of offline runs.
-    """
-    for run in place.glob(pattern):
-        if all(file.stat().st_size <= HEADER_BYTES for file in run.glob("*.wandb")):
-            move_aside(run)
 
 
 def move_aside(offline_run: Path) -> None:

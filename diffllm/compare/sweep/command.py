@@ -26,7 +26,7 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, read_record, stopped_text
-from diffllm.metrics.wandb_directories import OFFLINE_RUNS, set_aside_empty, wandb_parent
+from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import RUN_ID
 
 Run = dict[str, Any]
@@ -206,8 +206,6 @@ def print_upload(directory: Path) -> None:
     else:  # WANDB_DIR may contain offline runs of other sweeps.
         patterns = [f"{OFFLINE_RUNS}-{run_id}" for run_id in wandb_ids(directory)]
     place = shlex.quote(str(parent))
-    for pattern in patterns:
-        set_aside_empty(parent, pattern)
     paths = [f"{place}/{pattern}" for pattern in patterns if any(parent.glob(pattern))]
     if paths:
         echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
