@@ -169,7 +169,7 @@ TRAINING = (
     ("build", "directory", "memory"),
     ("process", "state", "step"),
     ("measure", "record"),
-    ("checks", "loop"),
+    ("checks", "loop", "wandb_id"),
     ("start", "summary"),
     ("outputs",),
     ("run",),

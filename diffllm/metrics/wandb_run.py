@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_json
 from diffllm.core.names import shortened
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
 from diffllm.metrics.table import AXES, METRICS
+from diffllm.metrics.wandb_directories import (
+    ONLINE_RUNS,
+    has_online,
+    set_aside,
+    sync_command,
+    wandb_parent,
+)
 
 ONLINE_SECONDS = 20
 """Longest wait for the server's answer; after a longer wait the run is recorded offline."""
@@ -40,10 +47,6 @@ STALL_SECONDS = 10
 """wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
 LONGEST_TAG, LONGEST_NAME = 64, 128
 """Maximum characters that wandb accepts of a tag, and of the name or group of a run."""
-OFFLINE_RUNS = "wandb/offline-run-*"
-"""Pattern of wandb's directories of offline runs in a run directory."""
-REPLACED = "wandb/replaced"
-"""Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 """Project names that wandb accepts."""
@@ -177,11 +180,6 @@ def resolve_mode(cfg: WandbConfig) -> str:
     return "online" if found else "offline"
 
 
-def wandb_parent(directory: Path) -> Path:
-    """Return the parent of wandb's directory of a run: WANDB_DIR, else the run directory."""
-    return Path(os.environ.get("WANDB_DIR") or directory)
-
-
 class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
@@ -210,6 +208,7 @@ class WandbRun:
         earlier: Iterable[dict[str, Any]] = (),
     ):
         self.id = run_id or new_id()
+        """Id of the wandb run; differs from `run_id` if wandb cannot go online again."""
         self.earlier = earlier
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
@@ -274,14 +273,20 @@ class WandbRun:
         try:
             place = Path(options["dir"])
             uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
-            run = start(self.mode, options)
+            # Offline, the last step on the server is unknown: a new wandb run gets all lines.
+            is_new_run = was_online and options["resume"] is not None
+            offline_id = new_id() if is_new_run else self.id
+            run = start(self.mode, options, offline_id)
+            self.id = offline_id if run.offline else self.id
             for name in self.over_tokens:
                 run.define_metric(name, step_metric="tokens")
             self.started.set()
-            sent = uploaded if run.offline else run.step - 1
-            # Offline, the last step on the server is unknown: omit lines that were logged online.
-            earlier = () if run.offline and was_online else self.earlier
-            for values in chain(earlier, iter(self.lines.get, None)):
+            sent = uploaded
+            if not run.offline:
+                sent = run.step - 1
+            elif is_new_run:
+                sent = -1
+            for values in chain(self.earlier, iter(self.lines.get, None)):
                 if values["step"] > sent:
                     # wandb would store a NaN as the minimum of the metric in the run summary.
                     shown = {name: v for name, v in values.items() if finite(v) is not None}
@@ -301,57 +306,37 @@ class WandbRun:
             to_stderr(f"wandb stopped working, training continues: {why}")
 
 
-def set_aside(place: Path, run_id: str) -> int:
-    """Move the offline runs of earlier starts to REPLACED, so that `wandb sync` finds one run.
-
-    Return the last training step that `wandb sync` has uploaded from them, or -1.
-
-    Args:
-        place: parent of wandb's directory.
-        run_id: id of the wandb run.
-    """
-    uploaded = -1
-    for earlier in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
-        # `wandb sync` writes files of this name, and the summary.
-        if any(earlier.glob("*.wandb.sync*")):
-            with contextlib.suppress(OSError, ValueError):
-                summary = read_json(earlier / "files" / "wandb-summary.json")
-                uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
-        replaced = place / REPLACED
-        replaced.mkdir(exist_ok=True)
-        earlier.rename(replaced / earlier.name)
-    return uploaded
-
-
-def has_online(place: Path, run_id: str) -> bool:
-    """Return whether an earlier start of a run was online; arguments as in `set_aside`."""
-    return any(place.glob(f"wandb/run-*-{run_id}"))
-
-
-def start(mode: str, options: dict[str, Any]) -> Any:
+def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
     """Start a wandb run with `wandb.init(**options)`, and set the x-axis of each metric.
 
-    If `mode` is "online" and the server cannot be reached, record the run offline.
+    If `mode` is "online" and the server cannot be reached, record the run offline. An offline run
+    has the id `offline_id`.
     """
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
-    # run.log contains the output, and wandb would print next to the progress bar.
-    settings = wandb.Settings(silent=True, console="off")
-    if "WANDB_INIT_TIMEOUT" not in os.environ:
-        settings.init_timeout = ONLINE_SECONDS
     # `wandb sync` shifts the steps of an offline run that may be resumed.
-    offline_options = {**options, "resume": None}
+    offline_options = {**options, "resume": None, "id": offline_id}
     if mode == "offline":
         options = offline_options
+    place = Path(options["dir"])
+    online_runs = set(place.glob(ONLINE_RUNS))
     try:
-        run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
+        run = wandb.init(mode=mode, settings=init_settings(), **options)  # type: ignore[arg-type]
     except Exception as error:
         if mode != "online":
             raise
-        to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
-        tear_down()  # otherwise the service rejects the run's id as already in use
-        run = wandb.init(mode="offline", settings=settings, **offline_options)
+        command = sync_command(place, offline_id)
+        to_stderr(
+            f"wandb cannot go online, the run is recorded offline: {error!r}; "
+            f"`{command}` uploads the run"
+        )
+        # The service would reject the id as in use; some versions retry for a minute at a teardown.
+        abandon_service()
+        # The failed start leaves a directory, which `has_online` would take for an online run.
+        for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - online_runs:
+            shutil.rmtree(failed, ignore_errors=True)
+        run = wandb.init(mode="offline", settings=init_settings(), **offline_options)
     for axis in AXES:
         run.define_metric(axis, hidden=True)
     for metric in METRICS:
@@ -361,6 +346,17 @@ def start(mode: str, options: dict[str, Any]) -> Any:
         asked = None if metric.summary == "last" else metric.summary
         run.define_metric(metric.name, step_metric="tokens", summary=asked)
     return run
+
+
+def init_settings() -> Any:
+    """Return the settings of one start: `wandb.init` may write its options into them."""
+    import wandb
+
+    # run.log contains the output, and wandb would print next to the progress bar.
+    settings = wandb.Settings(silent=True, console="off")
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings.init_timeout = ONLINE_SECONDS
+    return settings
 
 
 def tear_down() -> None:

@@ -66,14 +66,14 @@ def open_sinks(
         here.display.print(f"changed: {changes_text(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
-    continues = claimed.checkpoint is not None
-    group = default_group(cfg, directory.facts if continues else None)
+    resumes = claimed.checkpoint is not None
+    group = default_group(cfg, directory.facts if resumes else None)
     tags = split_tags(os.environ.get("DIFFLLM_WANDB_TAGS"))
     if cfg.run.sweep:
         tags.append(cfg.run.sweep)
     wandb_config = with_defaults(with_variables(cfg.wandb), group, tags)
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
-    directory.describe(facts, continues)
+    directory.describe(facts, resumes)
     config = {**yaml_dict(cfg), **facts}
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
@@ -84,6 +84,8 @@ def open_sinks(
         name=cfg.run.name or os.environ.get(variable),
         earlier=history(path, state.step),
     )  # fmt: skip
+    if wandb.id != state.wandb_id:
+        directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
     events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
     return Sinks(file, steps, wandb, events)
 

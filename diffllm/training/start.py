@@ -4,7 +4,6 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 """
 
 import math
-import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,6 @@ from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.distributed.world import World
 from diffllm.metrics.records import read_record, stopped_text
-from diffllm.metrics.wandb_run import new_id
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.model.init_match import write_factors
@@ -56,6 +54,7 @@ from diffllm.training.state import (
     restore,
     samples_of,
 )
+from diffllm.training.wandb_id import choose_wandb_id
 
 OF_THE_MACHINE = re.compile(
     r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
@@ -215,11 +214,11 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
         if claimed.path not in path.parents:
             state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.
-    # The runs of a sweep or study share the environment, but need different ids.
-    given_id = None if in_sweep() else os.environ.get("WANDB_RUN_ID")
-    state.wandb_id = state.wandb_id or given_id or new_id()
+    state.wandb_id, reason = choose_wandb_id(claimed.directory, state.wandb_id, state.step, changes)
     claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
     here.log.open(log_file(claimed.path))
+    if reason:
+        here.display.print(f"wandb: the new run {state.wandb_id} gets all steps, because {reason}")
     return state
 
 

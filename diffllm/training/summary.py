@@ -22,7 +22,8 @@ from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode, wandb_parent, with_variables
+from diffllm.metrics.wandb_directories import sync_command, wandb_parent
+from diffllm.metrics.wandb_run import resolve_mode, with_variables
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
@@ -129,9 +130,7 @@ def wandb_text(cfg: TrainConfig, path: Path, run_id: str) -> str:
     if mode == "disabled":
         return "off"
     if mode == "offline":
-        # WANDB_DIR may contain offline runs of other run directories.
-        starts = f"{shlex.quote(str(wandb_parent(path)))}/{OFFLINE_RUNS}-{run_id}"
-        return f"offline; `wandb sync {starts}` uploads it"
+        return f"offline; `{sync_command(wandb_parent(path), run_id)}` uploads it"
     used = with_variables(cfg.wandb)
     project = "/".join(filter(None, (used.entity, used.project)))
     return f"online, project {project}, a copy in {wandb_parent(path) / 'wandb'}"
