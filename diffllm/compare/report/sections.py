@@ -38,8 +38,8 @@ from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
     RunCurves,
-    band_of_means,
     band_of_values,
+    line_without,
     run_curves,
     spikes_of,
 )
@@ -206,20 +206,15 @@ class Figures:
     def step_band(self, plot: Curve, name: str, runs: list[RunCurves]) -> curves.Band | None:
         """Return the band of a metric of steps.npy over the runs of a row."""
         curves_of_metric = [run.curves[name] for run in runs]
-        if plot.smooth:
-            points = []
-            for run in runs:
-                points.append(self.smoothed_intervals if run.every_step else self.smoothed_over)
-            band = band_of_means(curves_of_metric, points)
-        else:
-            band = band_of_values(curves_of_metric)
-        if band is None or not plot.spikes:
-            return band
-        spikes = []
+        spikes, lines = [], []
         for run, curve in zip(runs, curves_of_metric, strict=True):
-            if run.every_step:
-                spikes += spikes_of(curve, plot.log)
-        return replace(band, spikes=tuple(spikes))
+            marks = spikes_of(curve, plot.log) if plot.spikes and run.every_step else []
+            spikes += marks
+            points = self.smoothed_intervals if run.every_step else self.smoothed_over
+            # A running mean would show a spike as a plateau as wide as its window.
+            lines.append(curves.smoothed(line_without(marks, curve), points))
+        band = curves.over_seeds(lines) if plot.smooth else band_of_values(curves_of_metric)
+        return None if band is None else replace(band, spikes=tuple(spikes))
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
 
@@ -319,6 +314,8 @@ class Figures:
                 " Triangles mark spikes of single steps, the highest at step "
                 f"{highest.step:,} ({short(highest.value)})."
             )
+            if isinstance(plot, Curve) and plot.smooth:
+                caption += " The running mean omits spikes."
         if isinstance(plot, Curve) and plot.clip and high > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; the largest value is {short(high)}."

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.report.curves import Array, Band, Spike, over_seeds, smoothed
+from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
 from diffllm.compare.report.runs import Run, Series
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr
@@ -102,10 +102,14 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     )
 
 
-def band_of_means(curves: Sequence[StepCurve], points: Sequence[int]) -> Band | None:
-    """Return the mean and range over seeds of running means over `points` intervals per curve."""
-    lines = [Series(curve.tokens, curve.mean) for curve in curves]
-    return over_seeds(smoothed(line, n) for line, n in zip(lines, points, strict=True))
+def line_without(spikes: list[Spike], curve: StepCurve) -> Series:
+    """Return the means of a curve, interpolated at intervals with one of the spikes."""
+    spiky = np.isin(curve.peak_steps, [spike.step for spike in spikes])
+    calm = ~spiky
+    values = curve.mean.copy()
+    if spikes:
+        values[spiky] = np.interp(curve.tokens[spiky], curve.tokens[calm], curve.mean[calm])
+    return Series(curve.tokens, values)
 
 
 def band_of_values(curves: Sequence[StepCurve]) -> Band | None:

@@ -13,7 +13,13 @@ from diffllm.compare.report import write_report
 from diffllm.compare.report.curves import Spike, over_seeds
 from diffllm.compare.report.figures import RowStyle, draw_curves
 from diffllm.compare.report.runs import Series, load_run
-from diffllm.compare.report.step_curves import INTERVALS, reduced, run_curves, spikes_of
+from diffllm.compare.report.step_curves import (
+    INTERVALS,
+    line_without,
+    reduced,
+    run_curves,
+    spikes_of,
+)
 from diffllm.metrics.steps import STEP, StepsFile
 
 STEPS = 200
@@ -37,15 +43,15 @@ def every_step(seed: int, steps: int = STEPS, spike: int | None = SPIKE) -> np.n
     return rows
 
 
-def write(path: Path, seed: int, variant: str = "standard", first_row: int = 1) -> Path:
-    """Write a run whose steps.npy begins at step `first_row`; 0 writes no steps.npy."""
+def write(path: Path, seed: int, first_row: int = 1) -> Path:
+    """Create a run whose steps.npy begins at step `first_row`, or without steps.npy if it is 0."""
     rows = every_step(seed)
     lines = []
     for row in rows[(rows["step"] == 1) | (rows["step"] % 10 == 0)]:
         names = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr")
         lines.append({name: row[name].item() for name in names})
     lines[-1]["eval/loss"] = 4.5
-    write_run(path, f"attention={variant}", f"seed={seed}", *WORDS, loss=4.5, lines=lines)
+    write_run(path, "attention=standard", f"seed={seed}", *WORDS, loss=4.5, lines=lines)
     if first_row:
         file = StepsFile(path / "steps.npy")
         file.append(rows[first_row - 1 :])
@@ -125,6 +131,16 @@ def test_report_marks_spike_between_logged_steps_in_loss_and_gradient_norm(tmp_p
     assert "spike" not in svg + caption
     assert "Running mean over 3 logged steps" in caption
     assert table.read_bytes() == logged_table.read_bytes()
+
+
+def test_running_mean_of_loss_is_calm_at_spike():
+    rows, calm = every_step(0), every_step(0, spike=None)
+    steps = rows["step"].astype(int)
+    curve = reduced(steps, rows["tokens"], rows["train/loss"].astype(float), 1)
+    line = line_without(spikes_of(curve, log=False), curve)
+    assert line.values == pytest.approx(calm["train/loss"], abs=0.5)
+    others = steps != SPIKE
+    assert (line.values[others] == rows["train/loss"][others]).all()
 
 
 def test_spike_above_axis_is_drawn_at_its_tokens_and_upper_edge():
