@@ -28,7 +28,7 @@ class Spike(NamedTuple):
     step: int
     x: float
     level: float
-    """Value around the spike."""
+    """Foot of the spike, the smaller median of the values before it and after it."""
     value: float
 
 

@@ -13,6 +13,7 @@ from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
 from diffllm.compare.report.runs import Run, Series
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr
+from diffllm.metrics.records import LARGEST
 from diffllm.metrics.steps import STEP, read_steps
 
 NAMES = ("train/loss", "train/grad_norm", "train/lr")
@@ -84,9 +85,10 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     """Reduce `values` (n,) at increasing `steps` (n,) to intervals of `size` steps."""
     if not len(steps):
         return StepCurve(*np.zeros((6, 0)))
-    starts = np.flatnonzero(np.diff((steps - 1) // size, prepend=-1))
+    intervals = (steps - 1) // size
+    starts = np.flatnonzero(np.diff(intervals, prepend=intervals[0] - 1))
     lengths = np.diff(starts, append=len(steps))
-    finite = np.isfinite(values)
+    finite = np.abs(values) <= LARGEST
     values = np.where(finite, values, np.nan)
     total = np.add.reduceat(np.where(finite, values, 0), starts)
     count = np.add.reduceat(finite.astype(np.int64), starts)
@@ -137,8 +139,8 @@ def spikes_of(curve: StepCurve, log: bool) -> list[Spike]:
     padding = np.full(SIDE, np.nan)
     before = medians(np.concatenate([padding, high[:-1]]))
     after = medians(np.concatenate([high[1:], padding]))
-    level = np.fmax(before, after)
-    height = high - level
+    height = high - np.fmax(before, after)
+    level = np.fmin(before, after)
     # The first interval has nothing before it, and the descent begins there.
     judged = np.isfinite(before) & np.isfinite(height)
     if not judged.any():

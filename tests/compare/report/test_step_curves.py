@@ -164,6 +164,29 @@ def test_resumed_run_of_older_version_shows_logged_steps_before_first_row(tmp_pa
     assert curve.tokens.tolist() == rows["tokens"][curve.peak_steps - 1].tolist()
 
 
+INTEGERS = np.iinfo(np.int64)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"tokens": INTEGERS.max},
+        {"tokens": np.arange(STEPS, 0, -1) * INTEGERS.min // STEPS},
+        {"train/loss": 3e38, "train/grad_norm": -3e38, "train/lr": 1e308},
+        {"train/loss": np.nan, "train/grad_norm": np.inf, "train/lr": -np.inf},
+        {"step": np.arange(STEPS)},
+        {"step": np.arange(1, STEPS + 1) * 20_000_000},
+    ],
+)
+def test_report_is_written_with_forged_values_in_steps_file(tmp_path, columns):
+    run, rows = write(tmp_path / "run", 0), every_step(0)
+    for name, values in columns.items():
+        rows[name] = values
+    np.save(run / "steps.npy", rows)
+    page, _ = write_report([run])
+    assert page.read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
 def test_report_with_damaged_steps_file_warns_and_shows_logged_steps(tmp_path, capsys):
     run = write(tmp_path / "run", 0)
     (run / "steps.npy").write_bytes(b"no array")
