@@ -316,7 +316,7 @@ class Figures:
             )
             if isinstance(plot, Curve) and plot.smooth:
                 caption += " The running mean omits spikes."
-        if isinstance(plot, Curve) and plot.clip and high > top:
+        if isinstance(plot, Curve) and plot.clip and high > top > low:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; the largest value is {short(high)}."
         if log := plot.log and high > 0:
