@@ -18,7 +18,7 @@ class GrowingFile:
     Args:
         path: the file; an existing file is replaced atomically.
         content: bytes at the start of the file.
-        unit: what a record is, for messages, such as "lines".
+        unit: plural name of the records, for messages, such as "lines".
 
     Raises CheckpointError if the file cannot be created.
     """

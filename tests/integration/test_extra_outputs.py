@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from diffllm.cli.run import run_and_report as run
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.sinks import EventFiles
+from diffllm.metrics.sinks import TensorBoardFiles
 from diffllm.metrics.table import AXES
 from diffllm.training.process import command
 
@@ -73,7 +73,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
 def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="utf-8")
-    events = EventFiles(blocked / "tensorboard", 0)
+    events = TensorBoardFiles(blocked / "tensorboard", 0)
     events.log(1, {"train/loss": 2.0})
     events.close()
     assert capfd.readouterr().err.startswith("warning: TensorBoard event files stopped")
