@@ -1,6 +1,7 @@
 """The file events.jsonl: spikes, skipped updates, divergence, restarts and stalls of a run."""
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from diffllm.core.errors import CheckpointError
-from diffllm.core.files import open_to_append, parse_json, read_lines, readable
+from diffllm.core.files import open_regular, open_to_append, parse_json, read_lines, readable
 from diffllm.core.printing import finite_values
 from diffllm.core.typed import made
 from diffllm.metrics.growing_file import GrowingFile
@@ -26,6 +27,9 @@ KINDS = {
 OF_PROCESSES = ("restart", "stall")
 """Kinds that a resume keeps: training repeats steps, but processes stay in the past."""
 LARGEST = 2**53
+"""Limit of sample numbers, and of bytes in the file."""
+TAIL = 8192
+"""Bytes at the end of the file that contain the last line, if it is a stall."""
 MOST_SAMPLES = 2**20
 """Maximum number of samples of an event per source, more than any global batch has."""
 
@@ -145,30 +149,49 @@ class EventsFile:
     """
 
     def __init__(self, path: Path, last_step: int = 0):
-        self.earlier: list[Event] = []
-        """Events of earlier processes of the run."""
+        self.ends: list[Event] = []
+        """Divergences that earlier processes of the run have written."""
+        lines = []
         with readable(path), contextlib.suppress(FileNotFoundError):
             for line in read_lines(path):
                 with contextlib.suppress(ValueError):  # a kill or a full disk cut the line
                     event = parse_event(line)
                     if event.step <= last_step or event.kind in OF_PROCESSES:
-                        self.earlier.append(event)
-        content = b"".join(event.line() for event in self.earlier)
-        self.file = GrowingFile(path, content, "events")
+                        lines.append(event.line())
+                        if event.kind == "diverged":
+                            self.ends.append(event)
+        self.file = GrowingFile(path, b"".join(lines), "events")
 
     def write(self, event: Event) -> None:
         self.file.append(event.line())
 
     def write_end(self, event: Event) -> None:
         """Write the divergence of a run, unless a process killed at the same step has done so."""
-        if event not in self.earlier:
+        if event not in self.ends:
             self.write(event)
 
     def close(self) -> None:
         self.file.close()
 
 
-def append_event(run: Path, event: Event) -> None:
-    """Write an event at once, from any thread or rank of a run. Raises OSError on failure."""
+def append_stall(run: Path, event: Event) -> None:
+    """Write a stall at once, from any thread or rank, unless another rank has just done so.
+
+    Raises OSError if the file cannot be written.
+    """
     with os.fdopen(open_to_append(run / EVENTS), "ab", buffering=0) as stream:
-        stream.write(event.line())
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        last = last_event(run / EVENTS)
+        if last is None or (last.kind, last.step) != (event.kind, event.step):
+            stream.write(event.line())
+
+
+def last_event(path: Path) -> Event | None:
+    """Return the event in the last line of a file; None if the line is invalid or very long."""
+    with open_regular(path, LARGEST) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - TAIL))
+        lines = stream.read().decode(errors="replace").splitlines()
+    with contextlib.suppress(ValueError):
+        return parse_event(lines[-1]) if lines else None
+    return None

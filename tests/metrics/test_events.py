@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import small_disk
 
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.events import (
@@ -14,7 +16,7 @@ from diffllm.metrics.events import (
     BatchPlace,
     Event,
     EventsFile,
-    append_event,
+    append_stall,
     events_of_step,
     read_events,
 )
@@ -87,7 +89,7 @@ def write(path: Path, events: list[Event], last_step: int = 0) -> None:
 
 
 @pytest.mark.parametrize("last", [0, 4, 7, 9])
-def test_resume_removes_events_of_repeated_steps_and_keeps_those_of_processes(tmp_path, last):
+def test_resume_removes_only_events_of_repeated_steps(tmp_path, last):
     path = tmp_path / EVENTS
     steps = [replace(SKIPPED, step=step) for step in (3, 5, 7)]
     processes = [Event("restart", 2, 64), Event("stall", 7, 448, detail="rank 1 is missing")]
@@ -109,13 +111,31 @@ def test_end_of_run_that_was_killed_before_its_summary_is_written_once(tmp_path)
     assert read_events(tmp_path) == [end]
 
 
-def test_event_of_another_process_is_kept_between_written_events(tmp_path):
-    file = EventsFile(tmp_path / EVENTS)
+def test_stall_that_several_ranks_report_is_written_once_between_other_events(tmp_path):
+    file, stall = EventsFile(tmp_path / EVENTS), Event("stall", 7, 448, detail="a" * 500)
     file.write(SKIPPED)
-    append_event(tmp_path, Event("stall", 7, 448))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(append_stall, [tmp_path] * 8, [stall] * 8))
     file.write(replace(SKIPPED, step=8))
+    append_stall(tmp_path, stall)
     file.close()
-    assert [event.kind for event in read_events(tmp_path)] == ["skipped", "stall", "skipped"]
+    kinds = [event.kind for event in read_events(tmp_path)]
+    assert kinds == ["skipped", "stall", "skipped", "stall"]
+
+
+def test_full_disk_damages_no_line_and_missing_events_are_written_later(tmp_path):
+    stall = Event("stall", 7, 448)
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        file = EventsFile(disk / EVENTS)
+        append_stall(disk, stall)
+        (ballast := disk / "ballast").write_bytes(b"0" * 40 * 1024)
+        steps = [replace(SKIPPED, step=step) for step in range(1, 101)]
+        for event in steps:
+            file.write(event)
+        assert 1 < len(read_events(disk)) < 100, "the disk was not full"
+        ballast.unlink()
+        file.close()
+        assert read_events(disk) == [stall, *steps]
 
 
 def test_values_that_are_not_finite_are_null(tmp_path):
