@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
@@ -46,25 +46,34 @@ class SampleText(NamedTuple):
     documents: list[str]
 
 
+StepTexts = Iterator[tuple[int, list[SampleText]]]
+
+
 def events_command(argv: list[str]) -> None:
     args = parse(EventsArguments, argv, WHAT)
     for key, value, allowed in (("show", args.show, SHOW), ("kind", args.kind, ("", *KINDS))):
         if value not in allowed:
             raise ConfigError(f"{key}={value} must be one of {', '.join(filter(None, allowed))}")
     events = chosen_events(Path(args.run), args)
-    texts = {}
+    texts = None
     if args.show != SHOW[0]:
         texts = texts_of_steps(Path(args.run), events)
     if args.json:
-        listed = [asdict(event) for event in events]
-        if args.show != SHOW[0]:
-            for line in listed:
-                line["text"] = [sample._asdict() for sample in texts.get(line["step"], [])]
-        echo_json(listed)
+        echo_json(json_lines(events, texts))
         return
     echo(table_of(events) if events else "no events")
-    for step, samples in texts.items():
+    for step, samples in texts or ():
         print_samples(step, samples, None if args.show == "full" else CHARACTERS)
+
+
+def json_lines(events: Sequence[Event], texts: StepTexts | None) -> list[dict[str, Any]]:
+    lines = [asdict(event) for event in events]
+    if texts is not None:
+        samples_by_step = dict(texts)
+        for line in lines:
+            samples = samples_by_step.get(line["step"], [])
+            line["text"] = [sample._asdict() for sample in samples]
+    return lines
 
 
 def chosen_events(run: Path, args: EventsArguments) -> list[Event]:
@@ -82,15 +91,16 @@ def chosen_events(run: Path, args: EventsArguments) -> list[Event]:
 def table_of(events: Iterable[Event]) -> Table:
     rows = []
     for event in events:
-        numbers = [
-            "-" if number is None else f"{number:.4g}"
-            for number in (event.value, event.height, event.lr)
-        ]
+        numbers = map(number_text, (event.value, event.height, event.lr))
         ranges = event.batch.samples.items() if event.batch else ()
         samples = ", ".join(f"{source} {first}-{stop - 1}" for source, (first, stop) in ranges)
         start = [str(event.step), f"{event.tokens:,}", event.kind, event.definition or "-"]
         rows.append([*start, *numbers, samples or "-", event.detail])
     return Table.of(HEADS, rows, left=(2, 3, 7, 8))
+
+
+def number_text(number: float | None) -> str:
+    return "-" if number is None else f"{number:.4g}"
 
 
 def print_samples(step: int, samples: Sequence[SampleText], characters: int | None) -> None:
@@ -103,16 +113,17 @@ def print_samples(step: int, samples: Sequence[SampleText], characters: int | No
         echo(f"{text[:characters]}... ({omitted:,} more, show=full)" if omitted > 0 else text)
 
 
-def texts_of_steps(run: Path, events: Sequence[Event]) -> dict[int, list[SampleText]]:
-    """Return the samples of each step with a batch.
+def texts_of_steps(run: Path, events: Sequence[Event]) -> StepTexts:
+    """Open the run's data; return an iterator over each step with a batch, and its samples.
 
-    Raises DataError if the run's data is missing or has changed since the step.
+    Raises DataError if the data is missing or has changed since a step.
     """
     batches = {event.step: event.batch for event in events if event.batch}
     if not batches:
-        return {}
+        return iter(())
     from diffllm.config.saved import load_run_config
     from diffllm.evaluation.load import own_data
+    from diffllm.training.checks import corpus_facts
 
     cfg = load_run_config(run)
     try:
@@ -122,31 +133,34 @@ def texts_of_steps(run: Path, events: Sequence[Event]) -> dict[int, list[SampleT
             f"the text needs the data of {run}, but {error}; move or link the data to the path in "
             f"{run / 'config.yaml'}, or omit show="
         ) from error
-    return {step: list(texts_of_batch(cfg, data, step, batch)) for step, batch in batches.items()}
+    tokens_hash = short_hash(corpus_facts(data)["tokens"])
+    for step, batch in batches.items():
+        if batch.tokens_hash != tokens_hash:
+            raise DataError(
+                f"step {step} read other tokens (hash {batch.tokens_hash}...) than the current "
+                "data of the run, which a later start has changed with run.allow_changes; choose "
+                "a later step=N, or omit show="
+            )
+    tokenizer = data.tokenizer()
+    return (
+        (step, list(texts_of_batch(cfg, data, tokenizer, batch))) for step, batch in batches.items()
+    )
 
 
 def texts_of_batch(
-    cfg: "TrainConfig", data: "Prepared", step: int, batch: BatchPlace
+    cfg: "TrainConfig", data: "Prepared", tokenizer: "Tokenizer", batch: BatchPlace
 ) -> Iterator[SampleText]:
     from dataclasses import replace
 
     from diffllm.data.config import Packing
     from diffllm.data.samples import Place, training_samples
-    from diffllm.training.checks import corpus_facts
 
-    if short_hash(corpus_facts(data)["tokens"]) != batch.tokens_hash:
-        raise DataError(
-            f"step {step} read other tokens (hash {batch.tokens_hash}...) than the current data of "
-            "the run, which a later start has changed with run.allow_changes; choose a later "
-            "step=N, or omit show="
-        )
     if batch.packing not in Packing.__members__:
-        raise CheckpointError(f"step {step}: unknown data.packing={batch.packing} in its event")
+        raise CheckpointError(f"an event has the unknown data.packing={batch.packing}")
     # The run may have changed these settings since the step.
     data_config = replace(cfg.data, packing=Packing[batch.packing])
     # A place names samples of a source, so weights and the length of the run have no effect.
     samples = training_samples(data, data_config, batch.seq_len, batch.seed, 1, batch.stage)
-    tokenizer = data.tokenizer()
     for source, (first, stop) in batch.samples.items():
         sequences, (inputs, targets) = samples.read(Place(source, first, stop))
         rows = zip(sequences.tolist(), inputs.numpy(), targets[:, -1].tolist(), strict=True)

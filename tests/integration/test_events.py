@@ -171,26 +171,24 @@ def test_wrong_argument_of_events_is_refused(spiky, environment, tmp_path, words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packed", "mixture", "stage"])
+@pytest.mark.parametrize("kind", ["packed", "mixture", "stage", "2 ranks"])
 def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
     corpus, environment, tmp_path, kind
 ):
     run, other = tmp_path / "run", tmp_path / "other.jsonl"
+    ranks = 2 if kind == "2 ranks" else 1
     texts = {"corpus": texts_of(corpus), "other": [f"Other {i} and {i + 1}.\n" for i in range(400)]}
     write_jsonl(other, texts["other"])
     words = ["steps=6", "optim.lr=1e20", "optim.warmup_steps=0", "data.num_workers=0"]
     if kind == "packed":
         words.append("data.packing=best_fit")
     elif kind == "mixture":
-        sources = [
-            f"{n}: {{source: files, paths: [{p}]}}"
-            for n, p in zip(texts, (corpus, other), strict=True)
-        ]
-        words += ["data=mixture", "data.paths=[]", f"data.sources={{{', '.join(sources)}}}"]
-    else:
+        form = "{{corpus: {{source: files, paths: [{}]}}, other: {{source: files, paths: [{}]}}}}"
+        words += ["data=mixture", "data.paths=[]", f"data.sources={form.format(corpus, other)}"]
+    elif kind == "stage":
         start(corpus, tmp_path / "first", "steps=1", "optim.warmup_steps=0").finish()
         words.append(f"resume=stage:{tmp_path / 'first'}")
-    start(corpus, run, *words).finish()
+    start(corpus, run, *words, ranks=ranks).finish()
     done = tool(["events", f"run={run}", "show=text", "--json"], tmp_path, environment)
     assert done.code == 0, done
     events = [event for event in json.loads(done.out) if event["kind"] == "skipped"]
@@ -199,8 +197,10 @@ def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
     for event in events:
         batch = event["batch"]
         assert batch["stage"] == int(kind == "stage")
-        samples = samples_of_event(run, data, batch)
-        assert sorted(samples) == sorted(trained["samples-0.jsonl", event["step"]][-1][:-1])
+        expected = []
+        for rank in range(ranks):
+            expected += trained[f"samples-{rank}.jsonl", event["step"]][-1][:-1]
+        assert sorted(samples_of_event(run, data, batch)) == sorted(expected)
         assert {sample["source"] for sample in event["text"]} == {*batch["samples"]}
         for sample in event["text"]:
             for part in sample["documents"]:
