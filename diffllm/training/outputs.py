@@ -17,15 +17,16 @@ from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.events import EVENTS, Event, EventsFile
 from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
-from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
+from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
 from diffllm.metrics.wandb_run import WandbRun, split_tags, with_defaults, with_variables
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
-from diffllm.training.directory import request_requeue
+from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, in_sweep, provenance
 from diffllm.training.start import Claimed
@@ -75,6 +76,10 @@ def open_sinks(
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe(facts, resumes)
     config = {**yaml_dict(cfg), **facts}
+    restarted = directory.has_run  # before the files of this start exist
+    events = EventsFile(path / EVENTS, state.step)
+    if restarted:
+        events.write(restart(cfg, directory, state.step))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
     # The runs of a sweep or study share WANDB_NAME, but need different names.
@@ -86,8 +91,19 @@ def open_sinks(
     )  # fmt: skip
     if wandb.id != state.wandb_id:
         directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
-    events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
-    return Sinks(file, steps, wandb, events)
+    tensorboard = None
+    if cfg.metrics.tensorboard:
+        tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
+    return Sinks(file, steps, events, wandb, tensorboard)
+
+
+def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
+    """Return the event of a process that resumes the run after `step`."""
+    ranks = dist.get_world_size()
+    detail = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if directory.changes:
+        detail += f"; changed: {changes_text(directory.changes)}"
+    return Event("restart", step, step * cfg.global_batch_size * cfg.seq_len, detail=detail)
 
 
 def default_group(cfg: TrainConfig, earlier: dict[str, Any] | None) -> str:
@@ -152,6 +168,9 @@ def finish(
     """
     if not claimed.directory or not out.sinks:
         return
+    if summary["diverged"]:
+        end = Event("diverged", summary["steps"], summary["tokens"], detail=str(summary["reason"]))
+        out.sinks.events.write_end(end)
     out.sinks.close()
     if losses:
         losses.save(claimed.path, summary["steps"])

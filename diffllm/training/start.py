@@ -5,6 +5,7 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from diffllm.distributed.consistency import check_same, check_tensors, code_vers
 from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.distributed.world import World
+from diffllm.metrics.events import Event, append_stall
 from diffllm.metrics.records import read_record, stopped_text
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
@@ -222,12 +224,26 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
     return state
 
 
-def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> None:
+def meet(
+    cfg: TrainConfig, here: Process, device: torch.device, path: Path, state: LoopState
+) -> None:
+    """Connect the ranks, and let the watch write to the run directory `path`."""
     torch.manual_seed(cfg.seed)
     here.watch.reached("the connection of the ranks")
     here.world.init_process_group(device, cfg.distributed)
     here.watch.traces = path / "traces"
     here.watch.on_end = here.display.stop
+    tokens = cfg.global_batch_size * cfg.seq_len
+    here.watch.on_stall = partial(record_stall, path, state, tokens)
+
+
+def record_stall(run: Path, state: LoopState, tokens: int, message: str) -> None:
+    """Write a stall to events.jsonl; `tokens` is the number of tokens per step.
+
+    A full or missing disk is ignored, because the message is also on stderr.
+    """
+    with suppress(OSError):
+        append_stall(run, Event("stall", state.step, state.step * tokens, detail=message))
 
 
 def ended_text(summary: dict[str, Any]) -> str:

@@ -185,9 +185,12 @@ def summarise(
     measured |= {f"/{name}": losses and losses.of_source(i) for i, name in enumerate(data.sources)}
     if losses:
         measured = {end: own for end, own in measured.items() if own}
+    diverged = losses is None or not math.isfinite(losses.loss)
     found = {
         "variant": cfg.run.choices["attention"],
-        "diverged": losses is None or not math.isfinite(losses.loss),
+        "state": "diverged" if diverged else "finished",
+        "reason": trained.diverged or ("no finite held-out loss" if diverged else None),
+        "diverged": diverged,
         "stopped": trained.diverged,
         "steps": state.step,
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,

@@ -18,7 +18,7 @@ from diffllm.compare.report.runs import load_run
 from diffllm.compare.report.step_curves import run_curves, spikes_of
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.sinks import EventFiles
+from diffllm.metrics.sinks import TensorBoardFiles
 from diffllm.metrics.steps import read_steps
 from diffllm.metrics.table import AXES
 from diffllm.training import loop
@@ -128,7 +128,7 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
 def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="utf-8")
-    events = EventFiles(blocked / "tensorboard", 0)
+    events = TensorBoardFiles(blocked / "tensorboard", 0)
     events.log(1, {"train/loss": 2.0})
     events.close()
     assert capfd.readouterr().err.startswith("warning: TensorBoard event files stopped")
