@@ -71,7 +71,7 @@ def open_sinks(
     group = default_group(cfg, directory.facts if resumes else None)
     tags = split_tags(os.environ.get("DIFFLLM_WANDB_TAGS"))
     if cfg.run.sweep:
-        tags.append(cfg.run.sweep)
+        tags = [*tags, cfg.run.sweep]
     wandb_config = with_defaults(with_variables(cfg.wandb), group, tags)
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe(facts, resumes)
