@@ -60,6 +60,8 @@ class WandbServer:
         """Whether the server answers every request with status 503."""
         self.refusals: dict[str, tuple[int, str]] = {}
         """Status and message of refused requests, by GraphQL operation; or "file_stream"."""
+        self.refused = 0
+        """Number of requests that were answered with status 503."""
         handler = type("OwnRequests", (Requests,), {"owner": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.address = f"http://127.0.0.1:{self._http.server_port}"
@@ -143,6 +145,7 @@ class Requests(BaseHTTPRequestHandler):
 
     def reply(self, content: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(content).encode()
+        self.owner.refused += self.owner.away
         self.send_response(503 if self.owner.away else status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

@@ -23,16 +23,14 @@ from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
+from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
 from diffllm.metrics.wandb_run import (
     MODES,
     RUN_ID,
     WandbConfig,
     WandbMode,
-    has_online,
     init_options,
     resolve_mode,
-    set_aside,
-    wandb_parent,
     with_defaults,
     with_recorded,
 )

@@ -44,6 +44,8 @@ class Curve(Plot):
     """Whether the plot shows a moving average."""
     clip: bool = False
     """Whether the range of the y axis ignores the first steps and spikes."""
+    spikes: bool = False
+    """Whether marks show the spikes of single steps, for a metric of steps.npy."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ POSITIVE = ("parameters", "active_parameters", "flops_per_token", "flops_per_vis
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": {
         "steps": WHOLE,
-        "stopped": TEXT,
+        **dict.fromkeys(("state", "reason", "stopped"), TEXT),
         **dict.fromkeys(("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens"), NUMBER),
         **dict.fromkeys(("visible_keys", "flops_per_token"), NUMBER),
     },

@@ -13,7 +13,6 @@ import netrc
 import os
 import queue
 import re
-import shlex
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +24,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_json
 from diffllm.core.names import shortened
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.records import finite
+from diffllm.metrics.wandb_directories import (
+    has_online,
+    set_aside,
+    sync_command,
+    wandb_parent,
+)
 from diffllm.metrics.wandb_start import (
-    ONLINE_RUNS,
     abandon_service,
     create_run,
     log_step,
@@ -47,10 +49,6 @@ STALL_SECONDS = 10
 """wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
 LONGEST_TAG, LONGEST_NAME = 64, 128
 """Maximum characters that wandb accepts of a tag, and of the name or group of a run."""
-OFFLINE_RUNS = "wandb/offline-run-*"
-"""Pattern of wandb's directories of offline runs in a run directory."""
-REPLACED = "wandb/replaced"
-"""Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 """Project names that wandb accepts."""
@@ -202,11 +200,6 @@ def resolve_mode(cfg: WandbConfig) -> str:
     return "online" if found else "offline"
 
 
-def wandb_parent(directory: Path) -> Path:
-    """Return the parent of wandb's directory of a run: WANDB_DIR, else the run directory."""
-    return Path(os.environ.get("WANDB_DIR") or directory)
-
-
 def init_options(
     cfg: WandbConfig,
     directory: Path,
@@ -264,7 +257,7 @@ class WandbRun:
         options = init_options(cfg, directory, job_type, config, run_id, name)
         options["resume"] = "allow" if resume else None
         self.id: str = options["id"]
-        """Id of the wandb run."""
+        """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
         self.earlier = earlier
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
@@ -316,15 +309,19 @@ class WandbRun:
         try:
             place = Path(options["dir"])
             uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
-            run = start(self.mode, options)
-            self.id = run.id
+            # Offline, the last step on the server is unknown: a new wandb run gets all lines.
+            offline_id = new_id() if was_online else self.id
+            run = start(self.mode, options, offline_id)
+            self.id = offline_id if run.offline else run.id
             for name in self.over_tokens:
                 run.define_metric(name, step_metric="tokens")
             self.started.set()
-            sent = uploaded if run.offline else run.step - 1
-            # Offline, the last step on the server is unknown: omit lines that were logged online.
-            earlier = () if run.offline and was_online else self.earlier
-            for values in chain(earlier, iter(self.lines.get, None)):
+            sent = uploaded
+            if not run.offline:
+                sent = run.step - 1
+            elif was_online:
+                sent = -1
+            for values in chain(self.earlier, iter(self.lines.get, None)):
                 if values["step"] > sent:
                     log_step(run, values)
                     self.taken_at = time.monotonic()
@@ -342,46 +339,14 @@ class WandbRun:
             to_stderr(f"wandb stopped working, training continues: {why}")
 
 
-def set_aside(place: Path, run_id: str) -> int:
-    """Move the offline runs of earlier starts to REPLACED, so that `wandb sync` finds one run.
-
-    Return the last training step that `wandb sync` has uploaded from them, or -1.
-
-    Args:
-        place: parent of wandb's directory.
-        run_id: id of the wandb run.
-    """
-    uploaded = -1
-    for earlier in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
-        # `wandb sync` writes files of this name, and the summary.
-        if any(earlier.glob("*.wandb.sync*")):
-            with contextlib.suppress(OSError, ValueError):
-                summary = read_json(earlier / "files" / "wandb-summary.json")
-                uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
-        replaced = place / REPLACED
-        replaced.mkdir(exist_ok=True)
-        earlier.rename(replaced / earlier.name)
-    return uploaded
-
-
-def has_online(place: Path, run_id: str) -> bool:
-    """Return whether an earlier start of a run was online; arguments as in `set_aside`."""
-    return any(place.glob(f"{ONLINE_RUNS}-{run_id}"))
-
-
-def sync_command(place: Path, run_id: str) -> str:
-    """Return the shell command that uploads an offline run; arguments as in `set_aside`."""
-    # The shell must expand the star. WANDB_DIR may contain offline runs of other run directories.
-    return f"wandb sync {shlex.quote(str(place))}/{OFFLINE_RUNS}-{run_id}"
-
-
-def start(mode: str, options: dict[str, Any]) -> Any:
+def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
     """Start a wandb run with `open_run`, or with `create_run` if options["resume"] is None.
 
-    If `mode` is "online" and the server refuses the run, record the run offline.
+    If `mode` is "online" and the server refuses the run, record the run offline. An offline run has
+    the id `offline_id`.
     """
     # `wandb sync` shifts the steps of an offline run that may be resumed.
-    offline_options = {**options, "resume": None}
+    offline_options = {**options, "resume": None, "id": offline_id}
     if mode == "offline":
         return open_run(mode, offline_options)
     try:
@@ -389,7 +354,7 @@ def start(mode: str, options: dict[str, Any]) -> Any:
     except Exception as error:
         if mode != "online":
             raise
-        command = sync_command(Path(options["dir"]), options["id"])
+        command = sync_command(Path(options["dir"]), offline_id)
         to_stderr(
             f"wandb cannot go online, the run is recorded offline: {refusal_text(error)}; "
             f"`{command}` uploads the run"

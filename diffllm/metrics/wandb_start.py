@@ -15,11 +15,10 @@ from diffllm.core.errors import ConfigError, UserError, printable
 from diffllm.core.files import read_lines
 from diffllm.metrics.records import finite
 from diffllm.metrics.table import AXES, METRICS
+from diffllm.metrics.wandb_directories import ONLINE_RUNS
 
 ONLINE_SECONDS = 20
 """Longest wait for the server's answer; after a longer wait the run is recorded offline."""
-ONLINE_RUNS = "wandb/run-*"
-"""Pattern of wandb's directories of online runs."""
 LONGEST_REASON = 200
 REMEDIES = {
     r"api.key|\b401\b|unauthorized|<no message>": "run `wandb login`, or set WANDB_API_KEY",
@@ -74,7 +73,8 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     try:
         run = wandb.init(mode=mode, settings=all_settings, **options)  # type: ignore[arg-type]
     except BaseException:
-        tear_down()  # otherwise the service rejects the run's id as already in use
+        # The service would reject the id as in use; some versions retry for a minute at a teardown.
+        abandon_service()
         # The failed start leaves a directory, which `has_online` would take for an online run.
         for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - earlier_runs:
             shutil.rmtree(failed, ignore_errors=True)

@@ -32,12 +32,13 @@ from diffllm.core.files import (
     write_atomic,
 )
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
+from diffllm.metrics.events import EVENTS
 from diffllm.metrics.records import read_changes, read_ending, read_record, read_summary
 
 REQUEUE_FILE = "requeue"
 FILES = (
-    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", "run.log", "run.json",
-    "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
+    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", EVENTS, "run.log",
+    "run.json", "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
 )  # fmt: skip
 DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
 FOR_GOOD = ("init_match", "weights", "previous")

@@ -17,9 +17,10 @@ from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.events import EVENTS, Event, EventsFile
 from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
-from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
+from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
 from diffllm.metrics.wandb_run import (
     WandbConfig,
@@ -31,7 +32,7 @@ from diffllm.metrics.wandb_run import (
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
-from diffllm.training.directory import request_requeue
+from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, provenance
 from diffllm.training.start import Claimed
@@ -72,20 +73,37 @@ def open_sinks(
         here.display.print(f"changed: {changes_text(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
-    continues = claimed.checkpoint is not None
+    resumes = claimed.checkpoint is not None
     wandb_config = with_labels(
-        with_variables(cfg.wandb), cfg, directory.facts if continues else None, os.environ
+        with_variables(cfg.wandb), cfg, directory.facts if resumes else None, os.environ
     )
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
-    directory.describe(facts, continues)
+    directory.describe(facts, resumes)
+    restarted = directory.has_run  # before the files of this start exist
+    events = EventsFile(path / EVENTS, state.step)
+    if restarted:
+        events.write(restart(cfg, directory, state.step))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
         earlier=history(path, state.step),
     )  # fmt: skip
-    events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
-    return Sinks(file, steps, wandb, events)
+    if wandb.id != state.wandb_id:
+        directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
+    tensorboard = None
+    if cfg.metrics.tensorboard:
+        tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
+    return Sinks(file, steps, events, wandb, tensorboard)
+
+
+def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
+    """Return the event of a process that resumes the run after `step`."""
+    ranks = dist.get_world_size()
+    detail = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if directory.changes:
+        detail += f"; changed: {changes_text(directory.changes)}"
+    return Event("restart", step, step * cfg.global_batch_size * cfg.seq_len, detail=detail)
 
 
 def with_labels(
@@ -103,7 +121,7 @@ def with_labels(
     """
     tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
     if cfg.run.sweep:
-        tags.append(cfg.run.sweep)
+        tags = [*tags, cfg.run.sweep]
     return with_defaults(wandb_config, default_group(cfg, earlier, variables), tags)
 
 
@@ -198,6 +216,9 @@ def finish(
     """
     if not claimed.directory or not out.sinks:
         return
+    if summary["diverged"]:
+        end = Event("diverged", summary["steps"], summary["tokens"], detail=str(summary["reason"]))
+        out.sinks.events.write_end(end)
     out.sinks.close()
     if losses:
         losses.save(claimed.path, summary["steps"])

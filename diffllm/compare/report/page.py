@@ -40,11 +40,10 @@ from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn
+from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import (
-    OFFLINE_RUNS,
     WandbRun,
     resolve_mode,
-    wandb_parent,
     with_defaults,
     with_recorded,
 )
