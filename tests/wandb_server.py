@@ -26,6 +26,13 @@ class StoredRun:
     files: dict[str, list[str]] = field(default_factory=dict)
     """Lines of the file stream, by file name."""
 
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    """Variables of the alerts, such as "title"."""
+    added_tags: list[str] = field(default_factory=list)
+    """Tags that a user has added to the run in wandb."""
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    """Uploaded files by path, such as "media/table/..."."""
+
     @property
     def history(self) -> list[dict[str, Any]]:
         """Logged lines; the key "_step" is wandb's step."""
@@ -60,6 +67,8 @@ class WandbServer:
         """Whether the server answers every request with status 503."""
         self.refusals: dict[str, tuple[int, str]] = {}
         """Status and message of refused requests, by GraphQL operation; or "file_stream"."""
+        self.tag_requests = 0
+        """Number of requests for the tags of a run."""
         self.refused = 0
         """Number of requests that were answered with status 503."""
         handler = type("OwnRequests", (Requests,), {"owner": self})
@@ -103,6 +112,23 @@ class WandbServer:
                 files = [{"name": name, "uploadUrl": url} for name, url in urls.items()]
                 answer = {"runID": variables["run"], "uploadHeaders": [], "files": files}
                 return {"createRunFiles": answer}
+            case "NotifyScriptableRunAlert":
+                self.runs[variables["runName"]].alerts.append(variables)
+                return {"notifyScriptableRunAlert": {"success": True}}
+            case "Run":
+                self.tag_requests += 1
+                run = self.runs[variables["name"]]
+                content = {**run.bucket(variables["name"]), "state": "running", "projectId": "1"}
+                content |= {"systemMetrics": "{}", "historyKeys": None}
+                content["tags"] = (content["tags"] or []) + run.added_tags
+                return {"project": {"run": content}}
+            case "ArtifactType":
+                return {"project": None}
+            case "CreateArtifact":
+                # A committed artifact needs no upload; a table is also uploaded as a file.
+                sequence = {"id": "1", "latestArtifact": None}
+                artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": sequence}
+                return {"createArtifact": {"artifact": artifact}}
         return {}
 
     def store(self, run: str, sent: dict[str, Any]) -> None:
@@ -137,7 +163,8 @@ class Requests(BaseHTTPRequestHandler):
         self.reply(found, status)
 
     def do_PUT(self) -> None:
-        self.body()
+        _, run, path = self.path.split("/", 2)
+        self.owner.runs[run].uploads[path] = self.body()
         self.reply({})
 
     def body(self) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.metrics.events import KINDS, BatchPlace, Event, read_events, short_hash
+from diffllm.metrics.events import KINDS, BatchPlace, Event, read_events, samples_text, short_hash
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,10 +92,8 @@ def table_of(events: Iterable[Event]) -> Table:
     rows = []
     for event in events:
         numbers = map(number_text, (event.value, event.height, event.lr))
-        ranges = event.batch.samples.items() if event.batch else ()
-        samples = ", ".join(f"{source} {first}-{stop - 1}" for source, (first, stop) in ranges)
         start = [str(event.step), f"{event.tokens:,}", event.kind, event.definition or "-"]
-        rows.append([*start, *numbers, samples or "-", event.detail])
+        rows.append([*start, *numbers, samples_text(event) or "-", event.detail])
     return Table.of(HEADS, rows, left=(2, 3, 7, 8))
 
 

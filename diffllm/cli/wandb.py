@@ -13,11 +13,11 @@ from diffllm.core.printing import echo, echo_json, to_stderr
 WANDB = """\
 diffllm wandb run=DIR|sweep=DIR ... [key=value ...]: write runs to wandb from their directories
 
-Writes each step, the config and the summary of finished and running runs, and of a sweep also its
-loss gaps: for runs with wandb.mode=disabled, for another server, or to repair a wandb run. Group,
-tags and name are those of training. A run directory changes only in wandb/. wandb cannot replace
-steps on a server: if the server has the run, a new wandb run gets all steps, and you can delete the
-former one.
+Writes each step, the config, the summary and the table of events of finished and running runs, and
+of a sweep also its loss gaps: for runs with wandb.mode=disabled, for another server, or to repair a
+wandb run. Group, tags and name are those of training. A run directory changes only in wandb/. wandb
+cannot replace steps on a server: if the server has the run, a new wandb run gets all steps, and you
+can delete the former one.
 
 diffllm wandb run=outputs/mine
 diffllm wandb sweep=outputs/sweep-20261120-195742 project=moved mode=online"""

@@ -24,6 +24,7 @@ from diffllm.core.files import read_bytes, readable
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
 from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
+from diffllm.metrics.wandb_events import events_summary
 from diffllm.metrics.wandb_run import (
     MODES,
     RUN_ID,
@@ -109,6 +110,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
                 options["id"] = new_id()
         summary, exit_code = wandb_ending(read_ending(path) or {})
         mode = destination.mode.value
+        summary |= events_summary(path)
         uploaded = upload(mode, options, chain([first], lines), summary, exit_code)
         if destination.mode is WandbMode.online and training_mode != "offline":
             set_aside(place, run_id)  # Not earlier: the server could have refused the run.

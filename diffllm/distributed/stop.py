@@ -35,6 +35,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
+        self.cancelled = ""
+        """Why `cancel` requested the stop of the run; "" if a signal did."""
         self.saved: Callable[[], str] = lambda: "no checkpoint is saved"
         self.come = False
         self.previous: dict[int, Any] = {}
@@ -58,10 +60,19 @@ class StopRequest:
         if number == signal.SIGINT:
             report_signal("stopping after this step; press Ctrl-C again to stop now")
 
+    def cancel(self, reason: str) -> None:
+        """Request a stop as SIGTERM does, but without a requeue; may be called in any thread.
+
+        Do nothing if a signal has been received.
+        """
+        if not self.received:
+            self.cancelled, self.received = reason, signal.SIGTERM
+            report_signal(f"stopping after this step: {reason}")
+
     def has_come(self) -> bool:
         with contextlib.suppress(BlockingIOError):
             self.come |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
-        return self.come
+        return self.come or self.received != 0
 
     def close(self) -> None:
         if self.previous:

@@ -64,6 +64,8 @@ class Watch:
         self.on_end: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] = lambda message: None
         """Records a stall; called with the message, in a background thread of one rank."""
+        self.send_alert: Callable[[str], None] = lambda message: None
+        """Queues an alert about a stall; called on rank 0 with the message."""
         self.words, self.verdict = "", ""
         self.patience = LEAVE_S
         self.stopped: signal.Signals | None = None
@@ -226,6 +228,7 @@ class Watch:
             if waited > STOPPING_S and waits is not said:
                 said = waits
                 to_stderr(f"warning: {message}, for {waited:.0f} s now")
+                self.send_alert(message)
                 # Not in this thread: the disk with the run directory may hang, too.
                 threading.Thread(target=self.on_stall, args=[message], daemon=True).start()
 
@@ -275,6 +278,8 @@ class Watch:
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # Another thread is ending the process.
         try:
+            if self.rank == 0:
+                self.send_alert(message)
             pool = ThreadPoolExecutor()  # Use threads: the store or a disk may hang.
             told = pool.submit(self._tell, message)
             written = pool.submit(self._write_traces, message)
@@ -284,9 +289,9 @@ class Watch:
                 where = written.result() if written.done() else ""
                 to_stderr(f"error: {message}{where}")
                 wait([pool.submit(self.on_stall, message)], LAST_WORDS_S)
-            if self.size > 1:
-                # Let other ranks read the message: the store may end with this process.
-                time.sleep(2 * BEAT_S)
+            # Let other ranks read the message, and wandb's service send the alert: the store and
+            # the service may end with this process.
+            time.sleep(2 * BEAT_S)
         finally:
             with contextlib.suppress(Exception):
                 for child in multiprocessing.active_children():

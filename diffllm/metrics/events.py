@@ -111,6 +111,12 @@ def short_hash(tokens_hash: str) -> str:
     return tokens_hash[:16]
 
 
+def samples_text(event: Event) -> str:
+    """Return the samples of an event by source, such as "corpus 208-215"; "" without a batch."""
+    ranges = event.batch.samples.items() if event.batch else ()
+    return ", ".join(f"{source} {first}-{stop - 1}" for source, (first, stop) in ranges)
+
+
 def parse_event(line: str) -> Event:
     """Parse a line of events.jsonl. Raises ValueError for an invalid line."""
     event = made(Event, parse_json(line))

@@ -1,6 +1,6 @@
 """Destinations of metrics: metrics.jsonl, steps.npy, wandb and TensorBoard, with equal names.
 
-Events are written to events.jsonl.
+Events are written to events.jsonl and wandb.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.events import EventsFile
+from diffllm.metrics.events import Event, EventsFile
 from diffllm.metrics.growing_file import GrowingFile
 from diffllm.metrics.steps import StepsFile, step_values
 from diffllm.metrics.table import AXES, metric_of
@@ -135,6 +135,10 @@ class Sinks(NamedTuple):
             self.wandb.log({**axes, **row, **more})
             if self.tensorboard:
                 self.tensorboard.log(axes["step"], {**row, **more})
+
+    def write_event(self, event: Event) -> None:
+        self.events.write(event)
+        self.wandb.add_event(event)
 
     def close(self) -> None:
         self.file.close()

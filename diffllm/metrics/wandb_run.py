@@ -15,10 +15,9 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,24 +25,22 @@ from urllib.parse import urlsplit
 from diffllm.core.errors import ConfigError
 from diffllm.core.names import shortened
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.wandb_directories import (
-    has_online,
-    set_aside,
-    sync_command,
-    wandb_parent,
-)
+from diffllm.metrics.alerts import LEVELS, check_alerts
+from diffllm.metrics.events import Event
+from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
+from diffllm.metrics.wandb_events import CancelTag, SentEvents
 from diffllm.metrics.wandb_start import (
     abandon_service,
-    create_run,
     log_step,
     new_id,
-    open_run,
-    refusal_text,
+    start,
     tear_down,
 )
 
 START_SECONDS = 60
 FINISH_SECONDS = 60
+POLL_SECONDS = 1
+"""Maximum wait for a line until the tag of the run and the table of events are due."""
 BACKLOG = 4096
 STALL_SECONDS = 10
 """wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
@@ -87,9 +84,16 @@ class WandbConfig:
     row in the report of its sweep, its arm in a study, or the attention variant."""
     tags: list[str] | None = None
     """Tags of the run, in addition to its sweep and study; null: WANDB_TAGS, as in a,b."""
+    alerts: list[str] = field(default_factory=lambda: list(LEVELS))
+    """Events of online runs that send an alert, at most one per kind and hour. Kinds: diverged,
+    skipped (10 updates in a row), loss_spike (the first in 1,000 steps) and stall."""
+    cancel_tag: bool = False
+    """Stop and save the run after you add the tag `cancel` in wandb. As after SIGTERM, but a
+    scheduler does not requeue the run. Tags are read once per minute."""
 
     def validate(self) -> None:
         check_tags("wandb.tags", self.tags)
+        check_alerts(self.alerts)
 
 
 def check_project(key: str, project: str | None) -> None:
@@ -166,9 +170,16 @@ def with_defaults(cfg: WandbConfig, group: str, tags: Iterable[str] = ()) -> Wan
 def check_wandb(cfg: WandbConfig) -> None:
     """Raise ConfigError if the project or a variable that a run with `cfg` uses is invalid.
 
-    Saved configs of older versions may contain an invalid project, which disabled wandb.
+    Also raise ConfigError if wandb.cancel_tag is set and wandb is not online. Saved configs of
+    older versions may contain an invalid project, which disabled wandb.
     """
-    if resolve_mode(cfg) == "disabled":
+    mode = resolve_mode(cfg)
+    if cfg.cancel_tag and mode in ("offline", "disabled"):
+        raise ConfigError(
+            f"wandb.cancel_tag=true needs wandb online, but its mode is {mode}; run `wandb login` "
+            "and set wandb.mode=online, or set wandb.cancel_tag=false"
+        )
+    if mode == "disabled":
         return
     check_project("wandb.project", cfg.project)
     with_variables(cfg)
@@ -240,6 +251,8 @@ class WandbRun:
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
         name: name of the run in wandb; None: the name of `directory`.
         earlier: result of `history`, the steps of earlier starts of the run.
+        on_cancel: called in another thread after a user has added the tag `cancel`; None ignores
+            the tag.
     """
 
     def __init__(
@@ -253,16 +266,19 @@ class WandbRun:
         resume: bool = True,
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
+        on_cancel: Callable[[], None] | None = None,
     ):
         options = init_options(cfg, directory, job_type, config, run_id, name)
         options["resume"] = "allow" if resume else None
         self.id: str = options["id"]
         """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
-        self.earlier = earlier
+        self.directory, self.alert_kinds = directory, cfg.alerts
+        self.earlier, self.on_cancel = earlier, on_cancel
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
-        self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.lines: queue.SimpleQueue[dict[str, Any] | Event | None] = queue.SimpleQueue()
+        """Metrics of steps, events, and None at the end."""
         self.taken_at = time.monotonic()
         self.summary: dict[str, Any] = {}
         self.exit_code = 0
@@ -287,6 +303,11 @@ class WandbRun:
             abandon_service()
         else:
             self.lines.put(values)
+
+    def add_event(self, event: Event) -> None:
+        """Queue an event of the run, which may cause an alert; may be called in any thread."""
+        if self.working:
+            self.lines.put(event)
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
         """Send all queued metrics and finish the wandb run; give up after FINISH_SECONDS.
@@ -321,11 +342,14 @@ class WandbRun:
                 sent = run.step - 1
             elif was_online:
                 sent = -1
-            for values in chain(self.earlier, iter(self.lines.get, None)):
+            for values in self.earlier:
                 if values["step"] > sent:
                     log_step(run, values)
                     self.taken_at = time.monotonic()
+            events = SentEvents(run, self.directory, self.alert_kinds)
+            self._send(run, events, sent)
             run.summary.update(self.summary)
+            events.update_table(end=True)
             run.finish(exit_code=self.exit_code)
         except Exception as error:
             tear_down()  # before the message, after which `finish` may return and the process exit
@@ -333,30 +357,29 @@ class WandbRun:
         finally:
             self.started.set()
 
+    def _send(self, run: Any, events: SentEvents, sent: int) -> None:
+        """Send queued lines of steps after `sent`, and queued events, until `finish`."""
+        tag = CancelTag(run) if self.on_cancel else None
+        if tag and run.offline:
+            to_stderr("warning: wandb.cancel_tag has no effect, because the run is offline")
+            tag = None
+        while True:
+            item: dict[str, Any] | Event | None = {}
+            with contextlib.suppress(queue.Empty):
+                item = self.lines.get(timeout=POLL_SECONDS)
+            if item is None:
+                return
+            if isinstance(item, Event):
+                events.add(item)
+            elif item and item["step"] > sent:  # {} if no line came
+                log_step(run, item)
+            events.update_table()
+            if tag and self.on_cancel and tag.is_set():
+                self.on_cancel()
+                tag = None
+            self.taken_at = time.monotonic()
+
     def _give_up(self, why: str) -> None:
         if self.working:
             self.working = False
             to_stderr(f"wandb stopped working, training continues: {why}")
-
-
-def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
-    """Start a wandb run with `open_run`, or with `create_run` if options["resume"] is None.
-
-    If `mode` is "online" and the server refuses the run, record the run offline. An offline run has
-    the id `offline_id`.
-    """
-    # `wandb sync` shifts the steps of an offline run that may be resumed.
-    offline_options = {**options, "resume": None, "id": offline_id}
-    if mode == "offline":
-        return open_run(mode, offline_options)
-    try:
-        return create_run(mode, options) if options["resume"] is None else open_run(mode, options)
-    except Exception as error:
-        if mode != "online":
-            raise
-        command = sync_command(Path(options["dir"]), offline_id)
-        to_stderr(
-            f"wandb cannot go online, the run is recorded offline: {refusal_text(error)}; "
-            f"`{command}` uploads the run"
-        )
-        return open_run("offline", offline_options)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from diffllm.core.errors import ConfigError, UserError, printable
 from diffllm.core.files import read_lines
+from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
 from diffllm.metrics.table import AXES, METRICS
-from diffllm.metrics.wandb_directories import ONLINE_RUNS
+from diffllm.metrics.wandb_directories import ONLINE_RUNS, sync_command
 
 ONLINE_SECONDS = 20
 """Longest wait for the server's answer; after a longer wait the run is recorded offline."""
@@ -88,6 +89,29 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
         kept_value = None if metric.summary == "last" else metric.summary
         run.define_metric(metric.name, step_metric="tokens", summary=kept_value)
     return run
+
+
+def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
+    """Start a wandb run with `open_run`, or with `create_run` if options["resume"] is None.
+
+    If `mode` is "online" and the server refuses the run, record the run offline. An offline run has
+    the id `offline_id`.
+    """
+    # `wandb sync` shifts the steps of an offline run that may be resumed.
+    offline_options = {**options, "resume": None, "id": offline_id}
+    if mode == "offline":
+        return open_run(mode, offline_options)
+    try:
+        return create_run(mode, options) if options["resume"] is None else open_run(mode, options)
+    except Exception as error:
+        if mode != "online":
+            raise
+        command = sync_command(Path(options["dir"]), offline_id)
+        to_stderr(
+            f"wandb cannot go online, the run is recorded offline: {refusal_text(error)}; "
+            f"`{command}` uploads the run"
+        )
+        return open_run("offline", offline_options)
 
 
 def log_step(run: Any, values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
+from diffllm.metrics.wandb_events import CANCEL_TAG
 from diffllm.metrics.wandb_run import (
     WandbConfig,
     WandbRun,
@@ -35,10 +37,11 @@ from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, provenance
-from diffllm.training.start import Claimed
+from diffllm.training.start import Claimed, stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
 
+CANCELLED = f"the tag {CANCEL_TAG!r} in wandb"
 SETTLE_S = 60
 """Seconds to wait for an unfinished checkpoint when a run fails."""
 Report = Callable[[Path], str]
@@ -58,6 +61,9 @@ def open_outputs(
     _, sinks = here.world.broadcast_and_keep(
         "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
     )
+    if sinks:
+        tokens = cfg.global_batch_size * cfg.seq_len
+        here.watch.send_alert = partial(alert_stall, sinks.wandb, state, tokens)
     path, say = claimed.path, here.display.print
     checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), say)
@@ -85,9 +91,10 @@ def open_sinks(
         events.write(restart(cfg, directory, state.step))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
+    cancel = partial(here.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
-        earlier=history(path, state.step),
+        earlier=history(path, state.step), on_cancel=cancel,
     )  # fmt: skip
     if wandb.id != state.wandb_id:
         directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
@@ -95,6 +102,10 @@ def open_sinks(
     if cfg.metrics.tensorboard:
         tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
     return Sinks(file, steps, events, wandb, tensorboard)
+
+
+def alert_stall(wandb: WandbRun, state: LoopState, tokens: int, message: str) -> None:
+    wandb.add_event(stall(state, tokens, message))
 
 
 def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
@@ -189,17 +200,22 @@ def say_stopped(
     """Print that signal `number` stopped the run after step `step`; close metrics files and wandb.
 
     After SIGTERM or SIGUSR1, write the file `requeue`, to let the launch script requeue the job.
+    A cancelled run has no such file, and its summary in wandb has the reason.
     """
-    if claimed.directory and number in REQUEUE:
+    cancelled = here.stop.cancelled
+    if claimed.directory and number in REQUEUE and not cancelled:
         request_requeue(claimed.path, number, step)
+    resume = "after you remove the tag, " if cancelled else ""
     with_name = "" if cfg.run.dir or cfg.run.name else f" with run.dir={claimed.path}"
     here.display.print(
-        f"stopped by {number.name} after step {step}, saved; "
-        f"the same command{with_name} resumes the run"
+        f"stopped by {cancelled or number.name} after step {step}, saved; "
+        f"{resume}the same command{with_name} resumes the run"
     )
     if out.sinks:
         out.sinks.close()
-        out.sinks.wandb.finish({})
+        # A later end of the run replaces these values of the summary.
+        reason = f"{cancelled} stopped the run after step {step}"
+        out.sinks.wandb.finish({"state": "cancelled", "reason": reason} if cancelled else {})
 
 
 def finish(
@@ -219,6 +235,7 @@ def finish(
     if summary["diverged"]:
         end = Event("diverged", summary["steps"], summary["tokens"], detail=str(summary["reason"]))
         out.sinks.events.write_end(end)
+        out.sinks.wandb.add_event(end)
     out.sinks.close()
     if losses:
         losses.save(claimed.path, summary["steps"])

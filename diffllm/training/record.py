@@ -105,7 +105,7 @@ class Record:
         before, self.costs = self.costs, self._costs(step)
         if self.sinks:
             for event in events:
-                self.sinks.events.write(event)
+                self.sinks.write_event(event)
             rows = self._rows(pending, results, before)
             self.sinks.write(rows, {**statistics, step: line})
         if log:

@@ -243,7 +243,12 @@ def record_stall(run: Path, state: LoopState, tokens: int, message: str) -> None
     A full or missing disk is ignored, because the message is also on stderr.
     """
     with suppress(OSError):
-        append_stall(run, Event("stall", state.step, state.step * tokens, detail=message))
+        append_stall(run, stall(state, tokens, message))
+
+
+def stall(state: LoopState, tokens: int, message: str) -> Event:
+    """Return the event of a stall; arguments as in `record_stall`."""
+    return Event("stall", state.step, state.step * tokens, detail=message)
 
 
 def ended_text(summary: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from runs.command import (
     unfinish,
     write_jsonl,
 )
+from wandb_server import WandbServer
 
 
 @pytest.fixture(scope="session")
@@ -92,3 +93,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk of 24 MB, slightly more than three checkpoints."""
     with disks.small_disk(tmp_path / "disk", "24m") as disk:
         yield disk
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    """Return a stand-in for wandb's server, to which runs of the test log."""
+    server = WandbServer()
+    home = tmp_path / "home"
+    home.mkdir()
+    variables = {
+        "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
+        "WANDB_ERROR_REPORTING": "false", "OMP_NUM_THREADS": "1",
+        # In seconds; the default delays the test of uploaded lines.
+        "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()

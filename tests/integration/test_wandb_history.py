@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,6 @@ SMALL = ("seq_len=32", "global_batch_size=2", "data.num_workers=0", "eval.sequen
 STEPS = (*SMALL, "steps=30", "log_interval=1", "eval.interval=7", "checkpoint.interval=5")
 ONLINE, OFFLINE = (*STEPS, "wandb.mode=online"), (*STEPS, "wandb.mode=offline", "log_interval=4")
 OTHER_RATE = ("optim.lr=1e-4", "run.allow_changes=[optim.lr]")
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    server = WandbServer()
-    home = tmp_path / "home"
-    home.mkdir()
-    variables = {
-        "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
-        "WANDB_ERROR_REPORTING": "false", "OMP_NUM_THREADS": "1",
-        # In seconds; the default delays the test of uploaded lines.
-        "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
-    }  # fmt: skip
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
 
 
 def sync(output: str) -> None:
