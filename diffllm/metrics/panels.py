@@ -16,7 +16,7 @@ BY_GROUP = "by group"
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of a dashboard: lines over `axis`, or one bar per row if `axis` is empty."""
+    """A panel of a dashboard: lines over `axis`, one bar per row if `axis` is empty, or `text`."""
 
     title: str
     metrics: tuple[str, ...]
@@ -26,6 +26,8 @@ class Panel:
     axis: str = "tokens"
     log: bool = False
     """Whether the y-axis is logarithmic."""
+    text: str = ""
+    """Markdown text. The panel then shows no metrics."""
 
 
 @dataclass(frozen=True)

@@ -152,12 +152,18 @@ def resolve_mode(cfg: WandbConfig) -> str:
         if mode not in MODES:
             raise ConfigError(f"WANDB_MODE={mode[:200]} must be online, offline or disabled")
         return MODES[mode]
-    found = bool(os.environ.get("WANDB_API_KEY"))
-    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
+    return "online" if has_api_key() else "offline"
+
+
+def has_api_key() -> bool:
+    """Return whether the environment or netrc has an API key for wandb's server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
     with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
-        known = netrc.netrc(os.environ.get("NETRC"))
-        found = found or any(known.authenticators(host) for host in ([own] if own else HOSTS))
-    return "online" if found else "offline"
+        keys = netrc.netrc(os.environ.get("NETRC"))
+        return any(keys.authenticators(host) for host in ([server] if server else HOSTS))
+    return False
 
 
 def wandb_parent(directory: Path) -> Path:

@@ -61,10 +61,7 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
 
     Raises ConfigError if `directory` is None or cannot be written.
     """
-    if directory is None:
-        raise ConfigError(
-            "the runs have no common directory for the report; choose a directory with out=DIR"
-        )
+    directory = required(directory)
     html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -76,6 +73,14 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
             "choose another directory with out=DIR"
         ) from error
     return directory / "report.html", directory / "report.csv"
+
+
+def required(directory: Path | None) -> Path:
+    if directory is None:
+        raise ConfigError(
+            "the runs have no common directory for the report; choose a directory with out=DIR"
+        )
+    return directory
 
 
 def page(comparison: Comparison) -> str:
@@ -183,13 +188,19 @@ def whole_text(comparison: Comparison) -> str:
     return "\n".join([table_text(comparison), *[""] * bool(notes), *notes])
 
 
-def table_text(comparison: Comparison) -> str:
-    """Return an ASCII table of mean losses and gaps, at most `WIDTH` characters wide."""
-    rows, groups = comparison.rows, comparison.groups
+def loss_table(comparison: Comparison) -> Table:
+    """Return the table of mean losses and gaps, with 95% intervals."""
+    rows = comparison.rows
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
     lines = [[row_cells(row)[i] for i in shown] for row in rows]
-    text = Table.of([heads[i] for i in shown], lines, left=range(len(shown))).text(WIDTH)
+    return Table.of([heads[i] for i in shown], lines, left=range(len(shown)))
+
+
+def table_text(comparison: Comparison) -> str:
+    """Return an ASCII table of mean losses and gaps, at most `WIDTH` characters wide."""
+    rows, groups = comparison.rows, comparison.groups
+    text = loss_table(comparison).text(WIDTH)
     runs = [run for row in rows for run in row.runs]
     if not has_intervals(rows):
         text.append("Nats per token; a single seed has no interval.")
