@@ -13,6 +13,7 @@ from damage import damaged, edited, outcome, try_all
 from omegaconf import OmegaConf
 from runs.written import config_yaml
 
+from diffllm.cli.events import table_of
 from diffllm.compare.report.runs import Metrics, read_metrics
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.sweep.plan import SweepDirectory
@@ -24,6 +25,7 @@ from diffllm.core.errors import CheckpointError, UserError
 from diffllm.data.tasks.task import OwnFile
 from diffllm.evaluation.evaluation import all_results, read_result, store_result
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
+from diffllm.metrics.events import Event, read_events
 from diffllm.metrics.records import read_changes, read_record
 
 pytestmark = pytest.mark.fuzz
@@ -46,6 +48,13 @@ RECIPE = {
     "sources": {"code": {"source": "files", "paths": ["a.txt"], "weight": 1.5}},
     "curriculum": [{"until": 0.5, "weights": {"code": 1.0}}],
 }
+EVENT = {
+    "kind": "loss_spike", "step": 7, "tokens": 448, "definition": "spikes", "value": 5.5,
+    "height": 9.1, "lr": 1e-3, "detail": "", "batch": {
+        "tokens_hash": "9da6", "seed": 0, "stage": 0, "seq_len": 32, "packing": "stream",
+        "samples": {"corpus": [48, 56]},
+    },
+}  # fmt: skip
 TASK = {"prompt": "a", "answer": "b", "candidates": ["b", "c"], "level": {"kind": "x", "n": 1}}
 
 
@@ -57,6 +66,12 @@ def usable_record(found: dict[str, Any]) -> None:
 
 def usable_changes(found: list[dict[str, Any]]) -> None:
     assert all(len(pair) == 2 for line in found for pair in line["changes"].values())
+
+
+def usable_events(found: list[Event]) -> None:
+    for event in found:
+        json.loads(event.line())
+        table_of([event]).text()
 
 
 def usable_metrics(found: Metrics) -> None:
@@ -92,6 +107,7 @@ FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
     "run.json": (FACTS, read_record, usable_record),
     "summary.json": (SUMMARY, read_record, usable_record),
     "changes.jsonl": (CHANGE, lambda file: read_changes(file.parent), usable_changes),
+    "events.jsonl": (EVENT, lambda file: read_events(file.parent), usable_events),
     "metrics.jsonl": (METRICS, lambda file: read_metrics(file.parent), usable_metrics),
     "config.yaml": (CONFIG, lambda file: load_run_config(file.parent), usable_config),
     "sweep.json": (SWEEP, lambda file: SweepDirectory(file.parent), usable_sweep),

@@ -166,10 +166,10 @@ def test_packages_import_only_packages_of_lower_layers():
 
 
 TRAINING = (
-    ("build", "directory", "memory"),
+    ("build", "clock", "directory", "memory"),
     ("process", "state", "step"),
     ("measure", "record"),
-    ("checks", "loop"),
+    ("checks", "loop", "wandb_id"),
     ("start", "summary"),
     ("outputs",),
     ("run",),

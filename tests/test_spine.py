@@ -15,7 +15,7 @@ import pytest
 
 import diffllm
 
-FILES, CHANGES = 24, 33
+FILES, CHANGES = 29, 37
 PACKAGE = Path(diffllm.__file__).parent
 
 SCRIPT = '''

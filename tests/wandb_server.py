@@ -62,6 +62,8 @@ class WandbServer:
         self.views: dict[str, dict[str, Any]] = {}
         self.away = False
         """Whether the server answers every request with status 503."""
+        self.refused = 0
+        """Number of requests that were answered with status 503."""
         handler = type("OwnRequests", (Requests,), {"owner": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.address = f"http://127.0.0.1:{self._http.server_port}"
@@ -150,6 +152,7 @@ class Requests(BaseHTTPRequestHandler):
 
     def reply(self, content: dict[str, Any]) -> None:
         data = json.dumps(content).encode()
+        self.owner.refused += self.owner.away
         self.send_response(503 if self.owner.away else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

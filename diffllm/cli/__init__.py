@@ -21,6 +21,7 @@ COMMANDS = {
     "prepare": "make the tokenizer and the token shards of a corpus before a run",
     "count": "count parameters, FLOPs and KV cache of a model",
     "plan": "estimate memory, communication and time of a run on a cluster",
+    "events": "list spikes, skipped updates, restarts and stalls of a run, with their text",
     "checkpoints": "list the checkpoints of a run and verify every file",
     "consolidate": "write a checkpoint's parameters as safetensors, for inference",
     "export": "write a checkpoint as a model of the transformers library",

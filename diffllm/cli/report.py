@@ -34,7 +34,7 @@ def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import record_gaps, whole_text, write
-    from diffllm.metrics.wandb_run import wandb_parent
+    from diffllm.metrics.wandb_directories import wandb_parent
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)

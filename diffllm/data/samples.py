@@ -6,7 +6,7 @@ Symbols in shapes: T tokens per sequence, m sequences per micro-batch, n sequenc
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,27 @@ from diffllm.data.sequences import Batch, Sequences, training_sequences
 from diffllm.data.shards import Split
 
 ROUNDS = 8
+CORPUS = "corpus"
+"""Name of the only source of a run without a mixture."""
+
+
+class Place(NamedTuple):
+    """Samples `first` to `stop - 1` of one source, in the order in which the run reads the source.
+
+    In contrast to numbers of a mixture's samples, a place does not depend on mixture weights.
+    """
+
+    source: str
+    first: int
+    stop: int
+
+
+class PlacedBatch(NamedTuple):
+    """The m samples of a `Place`: (inputs, targets), (m, T) int64 each."""
+
+    sequences: np.ndarray
+    """Indices of the sequences in their source, (m,) int64."""
+    batch: Batch
 
 
 class ShuffledSequences:
@@ -56,6 +77,17 @@ class ShuffledSequences:
             return self.sequences.read(places)
         except DataError as error:
             return error
+
+    def places(self, samples: range) -> list[Place]:
+        """Return the places of these samples, one per source that provides any of them."""
+        return [Place(CORPUS, samples.start, samples.stop)]
+
+    def read(self, place: Place) -> PlacedBatch:
+        """Read the samples of a place. Raises DataError for unreadable data or unknown sources."""
+        check_source(place, [CORPUS])
+        numbers = np.arange(place.first, place.stop, dtype=np.int64)
+        sequences = shuffled(numbers, len(self.sequences), self.order_seed)
+        return PlacedBatch(sequences, self.sequences.read(sequences))
 
     def consumed(self, sample: int) -> dict[str, float]:
         return {}
@@ -98,6 +130,11 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
         here = epochs == epoch
         places[here] = permute(positions[here], sequences, seed, epoch)
     return places
+
+
+def check_source(place: Place, sources: list[str]) -> None:
+    if place.source not in sources:
+        raise DataError(f"the data has no source {place.source!r}, only {', '.join(sources)}")
 
 
 def order_seed(seed: int, stage: int) -> int | str:
@@ -186,16 +223,31 @@ class MixedSequences:
         inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
-            places = shuffled(
-                numbers[here], self.sequences[k], f"{self.order_seed}/{self.names[k]}"
-            )
             try:
-                with of_source(self.names[k]):
-                    read = self.sources[k].read(places)
+                _, read = self._read(k, numbers[here])
             except DataError as error:
                 return error
             inputs[here], targets[here] = read
         return inputs, targets
+
+    def _read(self, source: int, numbers: np.ndarray) -> PlacedBatch:
+        name = self.names[source]
+        places = shuffled(numbers, self.sequences[source], f"{self.order_seed}/{name}")
+        with of_source(name):
+            return PlacedBatch(places, self.sources[source].read(places))
+
+    def places(self, samples: range) -> list[Place]:
+        before, after = self.order.counts(samples.start), self.order.counts(samples.stop)
+        places = []
+        for name, first, stop in zip(self.names, before, after, strict=True):
+            if stop > first:
+                places.append(Place(name, first, stop))
+        return places
+
+    def read(self, place: Place) -> PlacedBatch:
+        check_source(place, self.names)
+        numbers = np.arange(place.first, place.stop, dtype=np.int64)
+        return self._read(self.names.index(place.source), numbers)
 
     def consumed(self, sample: int) -> dict[str, float]:
         found: dict[str, float] = {}

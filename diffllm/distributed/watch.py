@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -28,6 +28,7 @@ from torch.distributed import DistError
 from diffllm.core.errors import AgreedError, UserError
 from diffllm.core.files import open_to_write
 from diffllm.core.printing import echo, to_stderr
+from diffllm.distributed.heartbeats import GONE, Beat, diagnosis, missing_text, not_called
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import Calls, World, recorded
 
@@ -42,27 +43,7 @@ LAST_WORDS_S = 5.0
 """Maximum seconds for a failing rank to inform other ranks and to write stack traces."""
 LEAVE_S = 60.0
 """Seconds that rank 0 waits for other ranks at the end: its process may host the store."""
-DEFAULT_GROUPS = ("gloo:0", "nccl:0")
-GONE = "killed, stopped or disconnected"
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
-
-
-class Beat(NamedTuple):
-    """A heartbeat of one rank."""
-
-    number: int
-    """Index of the heartbeat, from 0; -1 for the last heartbeat."""
-    place: str
-    """Current activity, such as "step 7"."""
-    place_s: float
-    """Seconds since the current activity began."""
-    calls: Calls
-    stopping: bool
-    """Whether the rank has received a stop signal."""
-    left: bool
-    """Whether the rank has finished or failed."""
-    words: str
-    """Error message of a failed rank, else ""."""
 
 
 class Watch:
@@ -81,6 +62,8 @@ class Watch:
         self.limit = timeout - min(10.0, timeout / 5)
         self.traces: Path | None = None
         self.on_end: Callable[[], None] = lambda: None
+        self.on_stall: Callable[[str], None] = lambda message: None
+        """Records a stall; called with the message, in a background thread of one rank."""
         self.words, self.verdict = "", ""
         self.patience = LEAVE_S
         self.stopped: signal.Signals | None = None
@@ -243,6 +226,8 @@ class Watch:
             if waited > STOPPING_S and waits is not said:
                 said = waits
                 to_stderr(f"warning: {message}, for {waited:.0f} s now")
+                # Not in this thread: the disk with the run directory may hang, too.
+                threading.Thread(target=self.on_stall, args=[message], daemon=True).start()
 
     def _diagnosis(self, silent: list[int], calls: Calls) -> str:
         here = Beat(0, self.where(), 0.0, calls, stopping=False, left=False, words="")
@@ -298,6 +283,7 @@ class Watch:
             if not told.done() or told.result():
                 where = written.result() if written.done() else ""
                 to_stderr(f"error: {message}{where}")
+                wait([pool.submit(self.on_stall, message)], LAST_WORDS_S)
             if self.size > 1:
                 # Let other ranks read the message: the store may end with this process.
                 time.sleep(2 * BEAT_S)
@@ -355,46 +341,3 @@ def is_failed_collective(error: BaseException | None) -> bool:
     return isinstance(error, DistError) or (
         isinstance(error, RuntimeError) and bool(FAILED_COLLECTIVE.search(str(error)))
     )
-
-
-def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
-    """Return the ranks that have not called the pending collective of the heartbeat `beat`.
-
-    `beats` maps each rank to its last heartbeat. Return [] if `beat` has no pending collective.
-    """
-    if not beat.calls.pending:
-        return []
-    group, number = beat.calls.group, beat.calls.number
-    # Every rank belongs to the default group, but perhaps not to another group.
-    unknown = 0 if group in DEFAULT_GROUPS else 10**18
-    return [r for r, b in dict(beats).items() if b.calls.newest.get(group, unknown) < number]
-
-
-def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Return one line that explains why ranks wait; "" if no rank is missing or has failed.
-
-    The line names missing or failed ranks, and up to 3 waiting ranks with their collectives.
-
-    Args:
-        beats: last heartbeat of each rank.
-        silent: ranks without a recent heartbeat.
-    """
-    waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
-    culprits = (
-        {r: f"rank {r} failed at {b.place}: {b.words}" for r, b in beats.items() if b.words}
-        or {r: missing_text(r, beats.get(r)) for r in silent}
-        or {r: f"rank {r} is missing: it hangs at {beats[r].place}" for r in sorted(waited_for)}
-    )
-    waiting = [
-        f"rank {rank} waits at {beat.place} in {beat.calls.name}"
-        for rank, beat in sorted(beats.items())
-        if rank not in culprits and beat.calls.name and not beat.left
-    ]
-    return "; ".join([*culprits.values(), *waiting[:3]]) if culprits else ""
-
-
-def missing_text(rank: int, beat: Beat | None) -> str:
-    if beat is None:
-        return f"rank {rank} is missing: it never sent a heartbeat"
-    last = f"its last heartbeat came from {beat.place}"
-    return f"rank {rank} is missing: {GONE}; {last}"

@@ -18,7 +18,7 @@ class GrowingFile:
     Args:
         path: the file; an existing file is replaced atomically.
         content: bytes at the start of the file.
-        unit: what a record is, for messages, such as "lines".
+        unit: plural name of the records, for messages, such as "lines".
 
     Raises CheckpointError if the file cannot be created.
     """
@@ -46,12 +46,15 @@ class GrowingFile:
         """Write the records kept in memory; return the reason if writing fails, otherwise None."""
         while self.waiting:
             record = self.waiting[0]
+            end = self.size
             try:
+                # Other processes may have appended records, such as stalls of other ranks.
+                end = os.fstat(self.file.fileno()).st_size
                 if self.file.write(record) != len(record):
                     raise OSError("the file system took only a part; free some disk space")
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    self.file.truncate(self.size)  # remove an incomplete record
+                    self.file.truncate(end)  # remove an incomplete record
                 return error.strerror or str(error)
             self.size += len(record)
             self.waiting.pop(0)

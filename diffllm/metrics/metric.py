@@ -46,6 +46,8 @@ class Curve(Plot):
     """Whether the range of the y axis ignores the first steps and spikes."""
     axes: tuple[str, ...] = ("tokens",)
     """Names in `AXES`: x-axes of the panels of a wandb dashboard. The report uses tokens."""
+    spikes: bool = False
+    """Whether marks show the spikes of single steps, for a metric of steps.npy."""
 
 
 @dataclass(frozen=True)

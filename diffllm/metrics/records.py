@@ -13,7 +13,7 @@ POSITIVE = ("parameters", "active_parameters", "flops_per_token", "flops_per_vis
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": {
         "steps": WHOLE,
-        "stopped": TEXT,
+        **dict.fromkeys(("state", "reason", "stopped"), TEXT),
         **dict.fromkeys(("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens"), NUMBER),
         **dict.fromkeys(("visible_keys", "flops_per_token"), NUMBER),
     },
@@ -22,7 +22,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         **dict.fromkeys(
             ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
         ),
-        "wandb_id": TEXT,
+        **dict.fromkeys(("wandb_id", "wandb_group"), TEXT),
         **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), OBJECT),
     },
     "saved.json": {"step": WHOLE},

@@ -1,4 +1,7 @@
-"""Destinations of metrics: metrics.jsonl, steps.npy, wandb and TensorBoard, with equal names."""
+"""Destinations of metrics: metrics.jsonl, steps.npy, wandb and TensorBoard, with equal names.
+
+Events are written to events.jsonl.
+"""
 
 import contextlib
 import importlib.util
@@ -14,6 +17,7 @@ import numpy as np
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.printing import to_stderr
+from diffllm.metrics.events import EventsFile
 from diffllm.metrics.growing_file import GrowingFile
 from diffllm.metrics.panels import tensorboard_layout
 from diffllm.metrics.steps import StepsFile, step_values
@@ -37,7 +41,7 @@ def check_installed(cfg: MetricsConfig) -> None:
         )
 
 
-class EventFiles:
+class TensorBoardFiles:
     """TensorBoard event files of a run. After an error, training continues without event files.
 
     The tab "Custom Scalars" has the sections and figures of the report.
@@ -104,12 +108,13 @@ class MetricsFile:
 
 
 class Sinks(NamedTuple):
-    """Destinations of metrics, used on rank 0 only. `events` is None without TensorBoard."""
+    """Destinations of metrics and events, used on rank 0 only."""
 
     file: MetricsFile
     steps: StepsFile
+    events: EventsFile
     wandb: WandbRun
-    events: EventFiles | None = None
+    tensorboard: TensorBoardFiles | None = None
 
     def write(self, rows: np.ndarray, values: dict[int, dict[str, float]]) -> None:
         """Log consecutive optimizer steps to all destinations.
@@ -132,11 +137,12 @@ class Sinks(NamedTuple):
             if more:
                 self.file.write({**axes, **more})
             self.wandb.log({**axes, **row, **more})
-            if self.events:
-                self.events.log(axes["step"], {**row, **more})
+            if self.tensorboard:
+                self.tensorboard.log(axes["step"], {**row, **more})
 
     def close(self) -> None:
         self.file.close()
         self.steps.close()
-        if self.events:
-            self.events.close()
+        self.events.close()
+        if self.tensorboard:
+            self.tensorboard.close()

@@ -16,11 +16,26 @@ steps. NaN and infinity are always spikes.
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 WINDOW128_SIGMAS = 6.0
+
+
+class Spike(NamedTuple):
+    """A value that a definition counts as a spike."""
+
+    height: float | None
+    """Distance in the scale of the definition, in standard deviations; negative below the mean.
+
+    None for NaN, infinity and the first increase of a constant series.
+    """
+    new: bool = True
+    """False if the spike belongs to an event that has already been counted."""
+
+
+NOT_FINITE = Spike(None)
 
 
 @dataclass
@@ -47,28 +62,30 @@ class SpikeCounter:
         self.recent: deque[bool] = deque(maxlen=self.window)
         self.total = self.seen = 0
 
-    def update(self, value: float) -> bool:
-        """Process the next value of the series; return whether the value is a spike."""
-        spike = self._is_spike(value)
+    def update(self, value: float) -> Spike | None:
+        """Process the next value of the series; return the spike if the value is a spike."""
+        spike = self._judge(value)
         self.seen += 1
-        self.total += spike
-        self.recent.append(spike)
+        self.total += spike is not None
+        self.recent.append(spike is not None)
         if math.isfinite(value):
             self.values.append(value)
         return spike
 
-    def _is_spike(self, value: float) -> bool:
+    def _judge(self, value: float) -> Spike | None:
         if not math.isfinite(value):
-            return True
+            return NOT_FINITE
         if len(self.values) < self.least:
-            return False
+            return None
         window = np.fromiter(self.values, dtype=np.float64)
-        deviation = value - window.mean()
-        if self.two_sided:
-            deviation = abs(deviation)
-        bound = self.sigmas * window.std()
+        signed = float(value - window.mean())
+        deviation = abs(signed) if self.two_sided else signed
+        scale = float(window.std())
+        bound = self.sigmas * scale
         # In a constant window the bound is 0, and an equal value must not be a spike.
-        return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
+        if deviation > bound or (self.inclusive and deviation == bound > 0):
+            return Spike(signed / scale if scale else None)
+        return None
 
     def metrics(self) -> dict[str, float]:
         """Return counts and shares of spikes by name.
@@ -148,14 +165,16 @@ class EventCounter:
         self.last: int | None = None
         """Step of the last spike."""
 
-    def update(self, value: float) -> bool:
+    def update(self, value: float) -> Spike | None:
+        """Process the next value of the series; return the spike if the value is a spike."""
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1
-            return self._exclude(spike=True)
+            self._exclude()
+            return self._counted(None)
         if self.log:
             if value <= 0:
-                return False
+                return None
             value = math.log(value)
         distance = self._distance(value)
         if distance is not None and len(self.distances) >= LEAST:
@@ -166,28 +185,34 @@ class EventCounter:
             if deviations < -SIGMAS:  # limit the effect of a drop on the scale
                 self.distances.append(-SIGMAS * scale)
             if abs(deviations) > SIGMAS:
-                return self._exclude(spike=deviations > 0)
+                self._exclude()
+                return self._counted(deviations) if deviations > 0 else None
         self.in_a_row = 0
         self.points.append((self.seen, value))
         if distance is not None:
             self.distances.append(distance)
-        return False
+        return None
 
-    def _exclude(self, spike: bool) -> bool:
-        """Omit the current value, a spike or a drop, from the fit of the line; return `spike`.
+    def _exclude(self) -> None:
+        """Omit the current value, a spike or a drop, from the fit of the line.
 
-        `spike` is True for a spike and False for a drop. The first spike, and each spike more than
-        APART steps after the previous spike, is counted as a new event. After more than APART
-        omitted values in a row, the fit starts again without previous values.
+        After more than APART omitted values in a row, the fit starts again without previous values.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:
             self.points.clear()
             self.in_a_row = 0
-        if spike:
-            self.total += self.last is None or self.seen - self.last > APART
-            self.last = self.seen
-        return spike
+
+    def _counted(self, height: float | None) -> Spike:
+        """Count a spike at the current value.
+
+        The first spike, and each spike more than APART steps after the previous spike, is counted
+        as a new event.
+        """
+        new = self.last is None or self.seen - self.last > APART
+        self.total += new
+        self.last = self.seen
+        return Spike(height, new)
 
     def _distance(self, value: float) -> float | None:
         """Return the distance d of `value` from the fitted line; the module docstring defines d.
@@ -252,13 +277,20 @@ class SpikeMonitor:
             "spikes_detrended/grad": EventCounter(log=True),
         }
 
-    def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
-        """Process the next optimizer step. `skipped` is True if its update was skipped."""
+    def update(self, loss: float, grad_norm: float, skipped: bool = False) -> dict[str, Spike]:
+        """Process the next optimizer step; return the spikes that begin at it, by counter.
+
+        `skipped` is True if the update of the step was skipped.
+        """
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
+        spikes = {}
         for name, counter in self.counters.items():
-            counter.update(loss if name.endswith("/loss") else grad_norm)
+            spike = counter.update(loss if name.endswith("/loss") else grad_norm)
+            if spike and spike.new:
+                spikes[name] = spike
+        return spikes
 
     def forget_skips(self) -> None:
         self.skipped_in_a_row = self.longest_skip = 0

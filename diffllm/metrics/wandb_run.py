@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +26,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_json
+from diffllm.core.names import shortened
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
 from diffllm.metrics.table import AXES, METRICS
+from diffllm.metrics.wandb_directories import (
+    ONLINE_RUNS,
+    has_online,
+    set_aside,
+    sync_command,
+    wandb_parent,
+)
 
 ONLINE_SECONDS = 20
 """Longest wait for the server's answer; after a longer wait the run is recorded offline."""
@@ -37,11 +45,8 @@ FINISH_SECONDS = 60
 BACKLOG = 4096
 STALL_SECONDS = 10
 """wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
-LONGEST_TAG = 64
-OFFLINE_RUNS = "wandb/offline-run-*"
-"""Pattern of wandb's directories of offline runs in a run directory."""
-REPLACED = "wandb/replaced"
-"""Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
+LONGEST_TAG, LONGEST_NAME = 64, 128
+"""Maximum characters that wandb accepts of a tag, and of the name or group of a run."""
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 """Project names that wandb accepts."""
@@ -76,9 +81,10 @@ class WandbConfig:
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the owner of the API key."""
     group: str | None = None
-    """Group of the run; null: WANDB_RUN_GROUP, else the attention variant."""
+    """Group of the run; null: WANDB_RUN_GROUP, else the default group. The default is the run's
+    row in the report of its sweep, its arm in a study, or the attention variant."""
     tags: list[str] | None = None
-    """Tags of the run, in addition to the name of its sweep; null: WANDB_TAGS, as in a,b."""
+    """Tags of the run, in addition to its sweep and study; null: WANDB_TAGS, as in a,b."""
 
     def validate(self) -> None:
         check_tags("wandb.tags", self.tags)
@@ -111,12 +117,26 @@ def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) 
         project = variables.get("WANDB_PROJECT") or "diffllm"
         check_project("WANDB_PROJECT", project)
     if tags is None:
-        listed = variables.get("WANDB_TAGS")
-        tags = [tag.strip() for tag in listed.split(",") if tag.strip()] if listed else []
+        tags = split_tags(variables.get("WANDB_TAGS"))
         check_tags("WANDB_TAGS", tags)
     entity = cfg.entity or variables.get("WANDB_ENTITY") or None
     group = cfg.group or variables.get("WANDB_RUN_GROUP") or None
     return replace(cfg, project=project, entity=entity, group=group, tags=tags)
+
+
+def split_tags(text: str | None) -> list[str]:
+    """Return the tags in the value of a variable, as in a,b; ignore empty tags."""
+    tags = (text or "").split(",")
+    return [tag.strip() for tag in tags if tag.strip()]
+
+
+def with_defaults(cfg: WandbConfig, group: str, tags: Iterable[str] = ()) -> WandbConfig:
+    """Return `cfg` with `group` if cfg.group is None, and with additional tags.
+
+    Additional tags are shortened to the length that wandb accepts.
+    """
+    added = [tag[:LONGEST_TAG] for tag in tags]
+    return replace(cfg, group=cfg.group or group, tags=[*(cfg.tags or []), *added])
 
 
 def check_wandb(cfg: WandbConfig) -> None:
@@ -166,20 +186,14 @@ def has_api_key() -> bool:
     return False
 
 
-def wandb_parent(directory: Path) -> Path:
-    """Return the parent of wandb's directory of a run: WANDB_DIR, else the run directory."""
-    return Path(os.environ.get("WANDB_DIR") or directory)
-
-
 class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
     Args:
-        cfg: the result of `with_variables`.
+        cfg: the result of `with_variables` and `with_defaults`.
         directory: run directory.
-        choices: chosen config of each Hydra group, such as {"attention": "diff_v2", "model":
-            "mini"}. "attention" is the default of the wandb group, and "model" of the job type.
-        sweep: name of the sweep that started the run; the first 64 characters become a tag.
+        job_type: job type, unless WANDB_JOB_TYPE is set.
+        config: content of the wandb config.
         run_id: id of the wandb run to resume; None creates a new run.
         resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
         over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
@@ -191,8 +205,7 @@ class WandbRun:
         self,
         cfg: WandbConfig,
         directory: Path,
-        choices: dict[str, str],
-        sweep: str | None,
+        job_type: str,
         config: dict[str, Any],
         run_id: str | None,
         over_tokens: Sequence[str] = (),
@@ -201,6 +214,7 @@ class WandbRun:
         earlier: Iterable[dict[str, Any]] = (),
     ):
         self.id = run_id or new_id()
+        """Id of the wandb run; differs from `run_id` if wandb cannot go online again."""
         self.earlier = earlier
         self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
@@ -212,17 +226,14 @@ class WandbRun:
         self.started = threading.Event()
         if not self.working:
             return
-        tags = list(cfg.tags or [])
-        if sweep:
-            tags.append(sweep[:LONGEST_TAG])
         # wandb prefers these options to its variables, so each variable is read here.
         options = {
             "project": cfg.project,
             "entity": cfg.entity,
-            "name": name or directory.name,
-            "group": cfg.group or choices["attention"],
-            "job_type": os.environ.get("WANDB_JOB_TYPE") or choices["model"],
-            "tags": list(dict.fromkeys(tags)),
+            "name": shortened(name or directory.name, LONGEST_NAME),
+            "group": shortened(cfg.group, LONGEST_NAME) if cfg.group else None,
+            "job_type": os.environ.get("WANDB_JOB_TYPE") or job_type,
+            "tags": list(dict.fromkeys(cfg.tags or [])),
             "id": self.id,
             "resume": "allow" if resume else None,
             "dir": str(wandb_parent(directory)),
@@ -268,14 +279,20 @@ class WandbRun:
         try:
             place = Path(options["dir"])
             uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
-            run = start(self.mode, options)
+            # Offline, the last step on the server is unknown: a new wandb run gets all lines.
+            is_new_run = was_online and options["resume"] is not None
+            offline_id = new_id() if is_new_run else self.id
+            run = start(self.mode, options, offline_id)
+            self.id = offline_id if run.offline else self.id
             for name in self.over_tokens:
                 run.define_metric(name, step_metric="tokens")
             self.started.set()
-            sent = uploaded if run.offline else run.step - 1
-            # Offline, the last step on the server is unknown: omit lines that were logged online.
-            earlier = () if run.offline and was_online else self.earlier
-            for values in chain(earlier, iter(self.lines.get, None)):
+            sent = uploaded
+            if not run.offline:
+                sent = run.step - 1
+            elif is_new_run:
+                sent = -1
+            for values in chain(self.earlier, iter(self.lines.get, None)):
                 if values["step"] > sent:
                     # wandb would store a NaN as the minimum of the metric in the run summary.
                     shown = {name: v for name, v in values.items() if finite(v) is not None}
@@ -295,57 +312,37 @@ class WandbRun:
             to_stderr(f"wandb stopped working, training continues: {why}")
 
 
-def set_aside(place: Path, run_id: str) -> int:
-    """Move the offline runs of earlier starts to REPLACED, so that `wandb sync` finds one run.
-
-    Return the last training step that `wandb sync` has uploaded from them, or -1.
-
-    Args:
-        place: parent of wandb's directory.
-        run_id: id of the wandb run.
-    """
-    uploaded = -1
-    for earlier in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
-        # `wandb sync` writes files of this name, and the summary.
-        if any(earlier.glob("*.wandb.sync*")):
-            with contextlib.suppress(OSError, ValueError):
-                summary = read_json(earlier / "files" / "wandb-summary.json")
-                uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
-        replaced = place / REPLACED
-        replaced.mkdir(exist_ok=True)
-        earlier.rename(replaced / earlier.name)
-    return uploaded
-
-
-def has_online(place: Path, run_id: str) -> bool:
-    """Return whether an earlier start of a run was online; arguments as in `set_aside`."""
-    return any(place.glob(f"wandb/run-*-{run_id}"))
-
-
-def start(mode: str, options: dict[str, Any]) -> Any:
+def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
     """Start a wandb run with `wandb.init(**options)`, and set the x-axis of each metric.
 
-    If `mode` is "online" and the server cannot be reached, record the run offline.
+    If `mode` is "online" and the server cannot be reached, record the run offline. An offline run
+    has the id `offline_id`.
     """
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
-    # run.log contains the output, and wandb would print next to the progress bar.
-    settings = wandb.Settings(silent=True, console="off")
-    if "WANDB_INIT_TIMEOUT" not in os.environ:
-        settings.init_timeout = ONLINE_SECONDS
     # `wandb sync` shifts the steps of an offline run that may be resumed.
-    offline_options = {**options, "resume": None}
+    offline_options = {**options, "resume": None, "id": offline_id}
     if mode == "offline":
         options = offline_options
+    place = Path(options["dir"])
+    online_runs = set(place.glob(ONLINE_RUNS))
     try:
-        run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
+        run = wandb.init(mode=mode, settings=init_settings(), **options)  # type: ignore[arg-type]
     except Exception as error:
         if mode != "online":
             raise
-        to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
-        tear_down()  # otherwise the service rejects the run's id as already in use
-        run = wandb.init(mode="offline", settings=settings, **offline_options)
+        command = sync_command(place, offline_id)
+        to_stderr(
+            f"wandb cannot go online, the run is recorded offline: {error!r}; "
+            f"`{command}` uploads the run"
+        )
+        # The service would reject the id as in use; some versions retry for a minute at a teardown.
+        abandon_service()
+        # The failed start leaves a directory, which `has_online` would take for an online run.
+        for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - online_runs:
+            shutil.rmtree(failed, ignore_errors=True)
+        run = wandb.init(mode="offline", settings=init_settings(), **offline_options)
     for axis in AXES:
         run.define_metric(axis, hidden=True)
     for metric in METRICS:
@@ -355,6 +352,17 @@ def start(mode: str, options: dict[str, Any]) -> Any:
         asked = None if metric.summary == "last" else metric.summary
         run.define_metric(metric.name, step_metric="tokens", summary=asked)
     return run
+
+
+def init_settings() -> Any:
+    """Return the settings of one start: `wandb.init` may write its options into them."""
+    import wandb
+
+    # run.log contains the output, and wandb would print next to the progress bar.
+    settings = wandb.Settings(silent=True, console="off")
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings.init_timeout = ONLINE_SECONDS
+    return settings
 
 
 def tear_down() -> None:

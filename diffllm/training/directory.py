@@ -28,12 +28,13 @@ from diffllm.core.files import (
     write_atomic,
 )
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
+from diffllm.metrics.events import EVENTS
 from diffllm.metrics.records import read_changes, read_ending, read_record, read_summary
 
 REQUEUE_FILE = "requeue"
 FILES = (
-    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", "run.log", "run.json",
-    "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
+    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", EVENTS, "run.log",
+    "run.json", "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
 )  # fmt: skip
 DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
 FOR_GOOD = ("init_match", "weights", "previous")
@@ -103,6 +104,11 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def facts(self) -> dict[str, Any] | None:
+        """Content of run.json; None if the file is missing."""
+        return read_record(self.path / "run.json")
+
+    @property
     def has_run(self) -> bool:
         return (self.path / "metrics.jsonl").exists() or bool(self.checkpoints)
 
@@ -155,10 +161,9 @@ class RunDirectory:
         If `continues` is true (the run resumes), keep the entries FOR_GOOD of the existing
         run.json. Only the first start of a run determines these entries.
         """
-        file = self.path / "run.json"
-        before = (read_record(file) if continues else None) or {}
+        before = (self.facts if continues else None) or {}
         kept = {key: before[key] for key in FOR_GOOD if key in before}
-        write_atomic(file, json.dumps({**kept, **facts}, indent=2) + "\n")
+        write_atomic(self.path / "run.json", json.dumps({**kept, **facts}, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")

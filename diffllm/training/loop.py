@@ -83,7 +83,7 @@ def train_loop(
         saves = ends or now.save or agreed.save
         # `write` updates the spike counts, which a checkpoint contains.
         if values or now.log or saves:
-            record.write(step, values, loader if now.log else None)
+            record.write(step, values, loader, now.log)
         if now.log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
             skips = state.spikes.longest_skip
             loss, norm = record.latest["train/loss"], record.latest["train/grad_norm"]

@@ -17,15 +17,16 @@ from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.events import EVENTS, Event, EventsFile
 from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
-from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
+from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
-from diffllm.metrics.wandb_run import WandbRun, with_variables
+from diffllm.metrics.wandb_run import WandbRun, split_tags, with_defaults, with_variables
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
-from diffllm.training.directory import request_requeue
+from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, in_sweep, provenance
 from diffllm.training.start import Claimed
@@ -66,21 +67,56 @@ def open_sinks(
         here.display.print(f"changed: {changes_text(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
-    facts = {**facts, **provenance()}
-    directory.describe(facts, continues=claimed.checkpoint is not None)
+    resumes = claimed.checkpoint is not None
+    group = default_group(cfg, directory.facts if resumes else None)
+    tags = split_tags(os.environ.get("DIFFLLM_WANDB_TAGS"))
+    if cfg.run.sweep:
+        tags = [*tags, cfg.run.sweep]
+    wandb_config = with_defaults(with_variables(cfg.wandb), group, tags)
+    facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
+    directory.describe(facts, resumes)
     config = {**yaml_dict(cfg), **facts}
+    restarted = directory.has_run  # before the files of this start exist
+    events = EventsFile(path / EVENTS, state.step)
+    if restarted:
+        events.write(restart(cfg, directory, state.step))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
-    name = cfg.run.name
-    # The runs of a sweep or study share the environment, but need different names.
-    if not in_sweep():
-        name = name or os.environ.get("WANDB_NAME")
+    # The runs of a sweep or study share WANDB_NAME, but need different names.
+    variable = "DIFFLLM_WANDB_NAME" if in_sweep() else "WANDB_NAME"
     wandb = WandbRun(
-        with_variables(cfg.wandb), path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id,
-        name=name, earlier=history(path, state.step),
+        wandb_config, path, cfg.run.choices["model"], config, state.wandb_id,
+        name=cfg.run.name or os.environ.get(variable),
+        earlier=history(path, state.step),
     )  # fmt: skip
-    events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
-    return Sinks(file, steps, wandb, events)
+    if wandb.id != state.wandb_id:
+        directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
+    tensorboard = None
+    if cfg.metrics.tensorboard:
+        tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
+    return Sinks(file, steps, events, wandb, tensorboard)
+
+
+def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
+    """Return the event of a process that resumes the run after `step`."""
+    ranks = dist.get_world_size()
+    detail = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if directory.changes:
+        detail += f"; changed: {changes_text(directory.changes)}"
+    return Event("restart", step, step * cfg.global_batch_size * cfg.seq_len, detail=detail)
+
+
+def default_group(cfg: TrainConfig, earlier: dict[str, Any] | None) -> str:
+    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
+
+    Args:
+        earlier: content of run.json if the run resumes; None for a new run.
+    """
+    variant = cfg.run.choices["attention"]
+    if earlier is not None:
+        # Older versions recorded no group: the group of their runs is the attention variant.
+        return earlier.get("wandb_group") or variant
+    return os.environ.get("DIFFLLM_WANDB_GROUP") or variant
 
 
 def give_up(out: Outputs, error: UserError) -> None:
@@ -132,6 +168,9 @@ def finish(
     """
     if not claimed.directory or not out.sinks:
         return
+    if summary["diverged"]:
+        end = Event("diverged", summary["steps"], summary["tokens"], detail=str(summary["reason"]))
+        out.sinks.events.write_end(end)
     out.sinks.close()
     if losses:
         losses.save(claimed.path, summary["steps"])

@@ -19,6 +19,7 @@ from diffllm.data.loader import TrainLoader
 from diffllm.distributed.gradients import Norms, parameter_norm
 from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, evaluation_texts
+from diffllm.metrics.events import BatchPlace, Event, events_of_step, short_hash
 from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.metrics.steps import STEP
@@ -59,7 +60,7 @@ class Record:
     ):
         self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
         self.spikes, self.clock, self.display, self.sinks = state.spikes, clock, display, sinks
-        self.visible_keys = state.visible_keys
+        self.visible_keys, self.order, self.stage = state.visible_keys, state.order, state.stage
         self.active_parameters = t.model.active_parameters()
         self.keys_of_steps: list[Tensor] = []
         self.pending: list[Pending] = []
@@ -85,35 +86,49 @@ class Record:
     def learning_rate(self) -> float:
         return float(self.t.optimizer.param_groups[0]["lr"])
 
-    def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
-        """Write metrics of all steps since the previous call. Every rank must call this.
+    def write(self, step: int, values: dict[str, float], loader: TrainLoader, log: bool) -> None:
+        """Write metrics and events of all steps since the previous call. Every rank must call this.
 
         Args:
             step: the newest step for which `add` was called.
             values: additional metrics of `step`, by name.
-            loader: the training loader if `step` must be logged, else None.
+            loader: the training loader, whose position is the end of `step`.
+            log: whether `step` must be logged.
         """
         pending, self.pending = self.pending, []
         results = torch.stack([p.results for p in pending]).tolist()
-        self._process(pending, results)
+        events = self._process(pending, results, loader)
         statistics = {p.step: named_values(p.stats) for p in pending if p.stats}
         line = {**values, **statistics.get(step, {})}
-        if loader:
+        if log:
             line |= self._logged(step, loader)
         before, self.costs = self.costs, self._costs(step)
         if self.sinks:
+            for event in events:
+                self.sinks.events.write(event)
             rows = self._rows(pending, results, before)
             self.sinks.write(rows, {**statistics, step: line})
-        if loader:
+        if log:
             self.display.show(step, line, (self.t.cfg.steps - step) * line["perf/step_ms"] / 1e3)
             self._begin_interval(step, loader.waited_s)
         elif said := evaluation_texts(line):
             self.display.print(f"step {step}: {'  '.join(said)}")
 
-    def _process(self, pending: list[Pending], results: list[list[float]]) -> None:
-        """Count spikes and visible keys of the steps `pending`; copy more results to the host."""
+    def _process(
+        self, pending: list[Pending], results: list[list[float]], loader: TrainLoader
+    ) -> list[Event]:
+        """Count spikes and visible keys of the steps `pending`; copy more results to the host.
+
+        Return the events of these steps.
+        """
+        events = []
         for p, (nll, norm, skipped) in zip(pending, results, strict=True):
-            self.spikes.update(nll, norm, bool(skipped))
+            spikes = self.spikes.update(nll, norm, bool(skipped))
+            if spikes or skipped:
+                batch = self._batch(loader, pending[-1].step - p.step)
+                tokens = p.step * self.t.tokens
+                event = Event("skipped", p.step, tokens, value=nll, lr=p.learning_rate, batch=batch)
+                events += events_of_step(event, bool(skipped), spikes, norm)
             if skipped:
                 text = f"step {p.step}: update skipped, loss {nll:.4g}, grad {norm:.4g}"
                 self.display.print(text)
@@ -128,6 +143,21 @@ class Record:
             dist.all_reduce(keys)
             self.visible_keys.add(int(keys.item()), len(self.keys_of_steps) * self.t.tokens)
         self.keys_of_steps.clear()
+        return events
+
+    def _batch(self, loader: TrainLoader, steps_ago: int) -> BatchPlace:
+        """Return the samples of the step that ended `steps_ago` steps before the newest step."""
+        size = self.t.cfg.global_batch_size
+        stop = loader.sample - steps_ago * size
+        places = loader.samples.places(range(stop - size, stop))
+        return BatchPlace(
+            tokens_hash=short_hash(self.order["tokens"]),
+            seed=self.order["seed"],
+            stage=self.stage,
+            seq_len=self.order["seq_len"],
+            packing=self.order["data.packing"],
+            samples={place.source: [place.first, place.stop] for place in places},
+        )
 
     def _costs(self, step: int) -> Costs:
         flops_per_token = self.flops_per_token

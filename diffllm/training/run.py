@@ -108,7 +108,7 @@ def train_claimed(
 ) -> Outcome:
     device, data = prepare_data(cfg, here, claimed)
     state = begin(cfg, here, claimed, data)
-    meet(cfg, here, device, claimed.path)
+    meet(cfg, here, device, claimed.path, state)
     here.watch.reached("the construction of the model")
     if device.type == "cpu":
         keep_memory()

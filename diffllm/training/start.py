@@ -4,8 +4,8 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 """
 
 import math
-import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from diffllm.distributed.consistency import check_same, check_tensors, code_vers
 from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.distributed.world import World
+from diffllm.metrics.events import Event, append_stall
 from diffllm.metrics.records import read_record, stopped_text
-from diffllm.metrics.wandb_run import new_id
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.model.init_match import write_factors
@@ -56,6 +56,7 @@ from diffllm.training.state import (
     restore,
     samples_of,
 )
+from diffllm.training.wandb_id import choose_wandb_id
 
 OF_THE_MACHINE = re.compile(
     r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
@@ -215,20 +216,34 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
         if claimed.path not in path.parents:
             state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.
-    # The runs of a sweep or study share the environment, but need different ids.
-    given_id = None if in_sweep() else os.environ.get("WANDB_RUN_ID")
-    state.wandb_id = state.wandb_id or given_id or new_id()
+    state.wandb_id, reason = choose_wandb_id(claimed.directory, state.wandb_id, state.step, changes)
     claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
     here.log.open(log_file(claimed.path))
+    if reason:
+        here.display.print(f"wandb: the new run {state.wandb_id} gets all steps, because {reason}")
     return state
 
 
-def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> None:
+def meet(
+    cfg: TrainConfig, here: Process, device: torch.device, path: Path, state: LoopState
+) -> None:
+    """Connect the ranks, and let the watch write to the run directory `path`."""
     torch.manual_seed(cfg.seed)
     here.watch.reached("the connection of the ranks")
     here.world.init_process_group(device, cfg.distributed)
     here.watch.traces = path / "traces"
     here.watch.on_end = here.display.stop
+    tokens = cfg.global_batch_size * cfg.seq_len
+    here.watch.on_stall = partial(record_stall, path, state, tokens)
+
+
+def record_stall(run: Path, state: LoopState, tokens: int, message: str) -> None:
+    """Write a stall to events.jsonl; `tokens` is the number of tokens per step.
+
+    A full or missing disk is ignored, because the message is also on stderr.
+    """
+    with suppress(OSError):
+        append_stall(run, Event("stall", state.step, state.step * tokens, detail=message))
 
 
 def ended_text(summary: dict[str, Any]) -> str:

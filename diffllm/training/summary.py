@@ -22,7 +22,8 @@ from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, resolve_mode, wandb_parent, with_variables
+from diffllm.metrics.wandb_directories import sync_command, wandb_parent
+from diffllm.metrics.wandb_run import resolve_mode, with_variables
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
@@ -129,9 +130,7 @@ def wandb_text(cfg: TrainConfig, path: Path, run_id: str) -> str:
     if mode == "disabled":
         return "off"
     if mode == "offline":
-        # WANDB_DIR may contain offline runs of other run directories.
-        starts = f"{shlex.quote(str(wandb_parent(path)))}/{OFFLINE_RUNS}-{run_id}"
-        return f"offline; `wandb sync {starts}` uploads it"
+        return f"offline; `{sync_command(wandb_parent(path), run_id)}` uploads it"
     used = with_variables(cfg.wandb)
     project = "/".join(filter(None, (used.entity, used.project)))
     return f"online, project {project}, a copy in {wandb_parent(path) / 'wandb'}"
@@ -186,9 +185,12 @@ def summarise(
     measured |= {f"/{name}": losses and losses.of_source(i) for i, name in enumerate(data.sources)}
     if losses:
         measured = {end: own for end, own in measured.items() if own}
+    diverged = losses is None or not math.isfinite(losses.loss)
     found = {
         "variant": cfg.run.choices["attention"],
-        "diverged": losses is None or not math.isfinite(losses.loss),
+        "state": "diverged" if diverged else "finished",
+        "reason": trained.diverged or ("no finite held-out loss" if diverged else None),
+        "diverged": diverged,
         "stopped": trained.diverged,
         "steps": state.step,
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,

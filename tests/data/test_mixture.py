@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
 from diffllm.data.mixture import MixtureData
 from diffllm.data.mixture_order import check_place
 from diffllm.data.preparation.prepare import prepare
-from diffllm.data.samples import MixedSequences
+from diffllm.data.samples import MixedSequences, Place
 from diffllm.data.streams import JoinedStream, TokenStream
 from diffllm.data.token_data import TokenData
 
@@ -132,6 +133,25 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make: Make) -> N
     assert again.sample_of(later) == 150
     assert first_tokens(again, range(150, 301)) == read[49:]
     assert again.consumed(301) == changed.consumed(301)
+
+
+@pytest.mark.parametrize("first", [0, 37, 190])
+def test_places_of_samples_do_not_depend_on_mixture_weights(make: Make, first: int) -> None:
+    samples = make()
+    places = samples.places(range(first, first + 24))
+    assert len(places) > 1
+    other = make(total=1, curriculum=[Point(0, {"code": 1})], between=Between.constant)
+    parts = [other.read(place).batch for place in places]
+    inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+    expected, expected_targets = samples[range(first, first + 24)]  # type: ignore[misc]
+    order, expected_order = inputs[:, 0].argsort(), expected[:, 0].argsort()
+    assert inputs[order].equal(expected[expected_order])
+    assert targets[order].equal(expected_targets[expected_order])
+
+
+def test_place_in_unknown_source_is_refused(make: Make) -> None:
+    with pytest.raises(DataError, match="no source 'corpus', only code, web, books"):
+        make().read(Place("corpus", 0, 8))
 
 
 def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs.command import (
@@ -17,6 +19,7 @@ from runs.command import (
 from tiers import slow_but
 
 from diffllm.compare.report.runs import load_run
+from diffllm.metrics.events import read_events
 from diffllm.metrics.records import diverged
 
 DIVERGES = ["optim.lr=100", "optim.clip_norm=0", "train.skip_step=off"]
@@ -49,6 +52,14 @@ def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, sha
     summary = strict(path / "summary.json")
     assert summary["diverged"] is True
     assert summary["heldout_loss"] is None
+    assert (summary["state"], summary["reason"]) == ("diverged", "no finite held-out loss")
+    *events, end = read_events(path)
+    rows = np.load(path / "steps.npy")
+    spikes = [e for e in events if (e.kind, e.definition) == ("loss_spike", "spikes")]
+    not_finite = rows["step"][~np.isfinite(rows["train/loss"])].tolist()
+    assert [event.step for event in spikes] == not_finite != []
+    assert all(event.value is event.height is None for event in spikes)
+    assert (end.kind, end.step, end.detail) == ("diverged", 8, "no finite held-out loss")
     assert summary["sample"]
     assert "is finished: 8 steps, the run diverged" in run(shape, 8, corpus, path)
 
@@ -115,6 +126,18 @@ def test_training_stops_after_too_many_consecutive_skipped_updates(corpus, tmp_p
     assert summary["heldout_loss"] is None
     assert summary["spikes/skipped_total"] == 9
     assert summary["sample"]
+    assert (summary["state"], summary["reason"]) == ("diverged", summary["stopped"])
+    steps_of_kind = defaultdict(list)
+    for event in read_events(run):
+        steps_of_kind[event.kind, event.definition].append(event.step)
+    skipped = list(range(2, 11))
+    assert steps_of_kind == {
+        ("skipped", None): skipped,
+        ("grad_spike", "spikes"): skipped,
+        ("grad_spike", "spikes_olmo2"): skipped,
+        ("grad_spike", "spikes_detrended"): [2],
+        ("diverged", None): [10],
+    }
     assert diverged(run)
     assert load_run(run).state == "diverged, stopped"
     saved = checkpoint_tensors(run, 10)
@@ -130,6 +153,8 @@ def test_training_stops_after_too_many_consecutive_skipped_updates(corpus, tmp_p
         changed = ("optim.lr=1e-3", "run.allow_changes=[optim.lr]", "steps=60")
         output = start(corpus, run, *words, *changed).finish()
         assert "resumes from step 20" in output
+        ends = [e.step for e in read_events(run) if e.kind in ("diverged", "restart")]
+        assert ends == [10, 10, 20, 20, 30], "an end, a restart, and so on"
 
 
 @pytest.mark.slow

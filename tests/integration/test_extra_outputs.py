@@ -1,4 +1,4 @@
-"""TensorBoard event files, profiler traces, and command and commit in run.json, of real runs."""
+"""TensorBoard event files, profiler traces, facts in run.json, and spikes, of real runs."""
 
 import gzip
 import json
@@ -6,17 +6,25 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from runs.command import overrides_of, unfinish
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from wandb_file import OfflineRun
 
 from diffllm.cli.run import run_and_report as run
+from diffllm.compare.report.runs import load_run
+from diffllm.compare.report.step_curves import run_curves, spikes_of
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.sinks import EventFiles
+from diffllm.metrics.sinks import TensorBoardFiles
+from diffllm.metrics.steps import read_steps
 from diffllm.metrics.table import AXES, metric_of
+from diffllm.training import loop
+from diffllm.training.build import Training
 from diffllm.training.process import command
 
 WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")
@@ -90,10 +98,57 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
         assert len(charts_of_name) == bool(metric_of(name).plots), name
 
 
+def scale(t: Training, factor: float) -> None:
+    """Multiply the weights of the output layer."""
+    with torch.no_grad():
+        t.params["output.weight"].mul_(factor)
+    t.weights.changed()
+
+
+@pytest.mark.slow
+def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, monkeypatch):
+    path, spike, real_step = tmp_path / "run", 17, loop.train_step
+
+    def train_step(t: Training, batches: Any, step: int, *args: Any) -> Any:
+        """Train on an output layer that is 30 times as large at one step."""
+        if step + 1 != spike:
+            return real_step(t, batches, step, *args)
+        scale(t, 30)
+        result = real_step(t, batches, step, *args)
+        scale(t, 1 / 30)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    words = ["steps=40", "log_interval=10", "data.num_workers=0", "run.report=true"]
+    words += ["wandb.mode=offline", "metrics.tensorboard=true"]
+    run(load_config([*overrides_of(corpus, path), *words]))
+
+    assert spike not in written(path)["train/loss"]
+    rows = read_steps(path / "steps.npy")
+    assert rows["step"].tolist() == list(range(1, 41))
+    tensorboard, wandb = shown(path), OfflineRun(path)
+    curves = run_curves(load_run(path)).curves
+    for name in ("train/loss", "train/grad_norm"):
+        assert rows["step"][rows[name].argmax()] == spike
+        values = dict(zip(range(1, 41), rows[name].tolist(), strict=True))
+        assert tensorboard[name] == pytest.approx(values)
+        assert {line["step"]: line[name] for line in wandb.history} == pytest.approx(values)
+        marks = {mark.step: mark for mark in spikes_of(curves[name], log=name != "train/loss")}
+        assert marks[spike].value == values[spike]
+        assert marks[spike].x == spike * 8 * 64
+    page = (path / "report.html").read_text(encoding="utf-8")
+    assert page.count(f"the highest at step {spike} (") == 2
+
+    axes = {name: wandb.metrics[name] for name in AXES}
+    assert not any(axis.step_metric for axis in axes.values())
+    assert all(axes.keys() <= line.keys() for line in wandb.history)
+    assert {m.step_metric for name, m in wandb.metrics.items() if name not in AXES} == {"tokens"}
+
+
 def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="utf-8")
-    events = EventFiles(blocked / "tensorboard", 0)
+    events = TensorBoardFiles(blocked / "tensorboard", 0)
     events.log(1, {"train/loss": 2.0})
     events.close()
     assert capfd.readouterr().err.startswith("warning: TensorBoard event files stopped")

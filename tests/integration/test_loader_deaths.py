@@ -10,6 +10,7 @@ from processes import has_ended, wait_until
 from runs.command import Gate, descendants, start, the_error
 
 from diffllm.checkpoint.directory import list_checkpoints
+from diffllm.metrics.events import read_events
 
 
 def loader_processes(trainer: int) -> list[int]:
@@ -65,7 +66,11 @@ def test_error_message_contains_id_of_frozen_loader_process(corpus, tmp_path, ti
             process.signal(signal.SIGTERM)
         said = process.finish(1)
         assert "error: this process hangs at step " in said
-        assert f"waiting for a batch of the data loader (stopped: process {loader})" in said
+        hang = f"waiting for a batch of the data loader (stopped: process {loader})"
+        assert hang in said
+        (stall,) = (event for event in read_events(run) if event.kind == "stall")
+        assert stall.step > 0
+        assert hang in stall.detail
         wait_until(lambda: has_ended(loader), "end of the loader process after its run")
     finally:
         process.kill()

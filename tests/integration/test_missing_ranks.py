@@ -14,6 +14,7 @@ from runs.planted_train import Fault
 from diffllm.distributed.stop import StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
+from diffllm.metrics.events import read_events
 
 TIMEOUT = 12
 """distributed.timeout in seconds, in tests with a missing rank."""
@@ -73,6 +74,9 @@ def test_error_message_identifies_missing_rank_and_waiting_ranks(
     place = "step 8" if kind != "start" else "the construction of the model"
     if rank:  # without rank 0's store, ranks cannot read where other ranks wait
         assert all(f"rank {r} waits at {place} in gloo:" in error for r in others), error
+    (stall,) = read_events(run_directory)
+    assert (stall.kind, stall.step) == ("stall", 7 if kind != "start" else 0)
+    assert f"error: {stall.detail}" in run.text()
     traces = run_directory / "traces"
     assert f"stack traces in {traces}" in error
     for other in others:

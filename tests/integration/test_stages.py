@@ -25,6 +25,7 @@ from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
 from diffllm.compare.report.runs import load_run
 from diffllm.compare.report.stages import over_stages, stages_of
+from diffllm.compare.report.step_curves import run_curves
 from diffllm.config import load_config
 from diffllm.config.saved import load_run_config
 from diffllm.model import without_storage
@@ -122,7 +123,8 @@ def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
     ]
     before = [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
     assert [each["tokens"] for each in tokens] == before
-    curve = over_stages(stages_of(load_run(third)), "train/loss")
+    runs, starts = zip(*stages_of(load_run(third)), strict=True)
+    curve = over_stages([run_curves(run).curves["train/loss"] for run in runs], [*starts])
     steps = [64 * 8 * step for step in (1, 2)]
     steps += [start + 128 * 4 * step for start in before for step in (1, 2, 3, 4)]
     assert curve.tokens.tolist() == steps
@@ -130,8 +132,8 @@ def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
         [line["train/loss"] for line in metric_lines(run) if "train/loss" in line][:kept]
         for run, kept in ((first, 2), (second, 4), (third, 4))
     ]
-    assert curve.values.tolist() == pytest.approx([*chain(*losses)])
-    assert [start for _, start in stages_of(load_run(third))] == [0, *before]
+    assert curve.mean.tolist() == pytest.approx([*chain(*losses)])
+    assert [*starts] == [0, *before]
     assert main(["report", str(third)]) == 0
     assert "Loss over all stages" in (third / "report.html").read_text(encoding="utf-8")
 

@@ -94,6 +94,14 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
         step = metric_lines(out / name)[-1]["step"]
         assert_same_weights(out / name, undisturbed / name, step)
 
+    for name in (*RATES, *DECIDING):
+        facts = json.loads((out / name / "run.json").read_text(encoding="utf-8"))
+        row = name.removeprefix("rates/").rpartition("-seed")[0]
+        assert facts["wandb_group"] == row.replace("-lr", " lr=")
+        variables = facts["environment"]["variables"]
+        assert variables["DIFFLLM_WANDB_NAME"] == name
+        assert variables["DIFFLLM_WANDB_TAGS"] == "out,study"
+
     mark = load_run_config(out / "half-seed0").run.study
     assert mark
     assert mark.split("/")[1:] == ["deciding", "half"]

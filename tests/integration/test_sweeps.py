@@ -131,7 +131,9 @@ def test_submitit_sweep_on_two_ranks_reports_failed_run(tmp_path, tiny, environm
     assert re.search(rf"^outputs/mine/seed1 +FAILED, {reason}", result.out, re.M), result.out
     assert "Traceback" not in result.out + result.err
     run = tmp_path / "outputs" / "mine" / "seed0"
-    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] == 2
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert (facts["ranks"], facts["wandb_group"]) == (2, "diff_v2")
+    assert facts["environment"]["variables"]["DIFFLLM_WANDB_NAME"] == "seed0"
     assert [line["step"] for line in metrics(run)][-1] == 4
     logs = list((obstacle.parent / ".submitit").glob("*/*_log.out"))
     assert any("2 x CPU" in log.read_text(encoding="utf-8") for log in logs)

@@ -1,6 +1,9 @@
 """History of runs on a stand-in for wandb's server: each step once, after kills and resumes."""
 
-import glob
+import json
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,69 +12,223 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.command import Gate, metrics, start
+from runs.command import PERF, Gate, metrics, start
 from wandb_server import StoredRun, WandbServer
 
+pytestmark = pytest.mark.slow
 SMALL = ("seq_len=32", "global_batch_size=2", "data.num_workers=0", "eval.sequences=1")
-STEPS = (*SMALL, "steps=30", "log_interval=3", "eval.interval=7", "checkpoint.interval=5")
+STEPS = (*SMALL, "steps=30", "log_interval=1", "eval.interval=7", "checkpoint.interval=5")
+ONLINE, OFFLINE = (*STEPS, "wandb.mode=online"), (*STEPS, "wandb.mode=offline", "log_interval=4")
+OTHER_RATE = ("optim.lr=1e-4", "run.allow_changes=[optim.lr]")
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    found = WandbServer()
+    server = WandbServer()
     home = tmp_path / "home"
     home.mkdir()
     variables = {
-        "WANDB_BASE_URL": found.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
+        "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
         "WANDB_ERROR_REPORTING": "false", "OMP_NUM_THREADS": "1",
+        # In seconds; the default delays the test of uploaded lines.
+        "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
     }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    yield found
-    found.close()
+    yield server
+    server.close()
 
 
-def sync(run: Path) -> None:
-    """Run the command that the first lines of the run print."""
-    paths = glob.glob(f"{run}/wandb/offline-run-*")
-    assert len(paths) == 1
-    subprocess.run([sys.executable, "-m", "wandb", "sync", *paths], check=True, capture_output=True)
+def sync(output: str) -> None:
+    """Run the `wandb sync` command that a run has printed."""
+    (command,) = set(re.findall("`wandb (sync .*?)`", output))
+    line = f"{shlex.quote(sys.executable)} -m wandb {command}"
+    subprocess.run(line, shell=True, check=True, capture_output=True)
 
 
 def as_logged(run: StoredRun) -> list[dict[str, Any]]:
-    """Return the lines on the server without the keys that wandb adds."""
+    """Return the lines on the server, without wandb's keys and measured times."""
     for line in run.history:
         assert line["_step"] == line["step"]
-    return [{k: v for k, v in line.items() if not k.startswith("_")} for line in run.history]
+    return [without_times(line) for line in run.history]
 
 
 def recorded(run: Path) -> list[dict[str, Any]]:
-    """Return the values of each step in steps.npy and metrics.jsonl."""
+    """Return the values of each step in steps.npy and metrics.jsonl, without measured times."""
     rows = np.load(run / "steps.npy")
     lines = {line["step"]: line for line in metrics(run)}
     steps = [dict(zip(rows.dtype.names, row.tolist(), strict=True)) for row in rows]
-    return [{**step, **lines.pop(step["step"], {})} for step in steps]
+    return [without_times({**step, **lines.get(step["step"], {})}) for step in steps]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["online", "offline", "synced between", "then online"])
-def test_history_has_each_step_once_after_three_kills(
-    server: WandbServer, corpus: Path, tmp_path: Path, mode: str
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith(("_", *PERF))}
+
+
+def steps_of(run: StoredRun) -> list[int]:
+    return [line["step"] for line in run.history]
+
+
+def assert_unfinished(stored: StoredRun, step: int) -> None:
+    """Check that a run which was killed before `step` has the uploaded steps once."""
+    steps = steps_of(stored)
+    assert steps in ([*range(1, step - 1)], [*range(1, step)])
+
+
+def wandb_id(run: Path) -> str:
+    return json.loads((run / "run.json").read_text(encoding="utf-8"))["wandb_id"]
+
+
+def assert_complete(server: WandbServer, run: Path, first: int = 1) -> None:
+    """Check that the wandb run of `run` has the steps from `first` to 30, each once."""
+    lines = recorded(run)
+    assert [line["step"] for line in lines] == list(range(first, 31))
+    assert as_logged(server.runs[wandb_id(run)]) == lines
+
+
+def run_until(
+    server: WandbServer, corpus: Path, run: Path, step: int, *words: str, number: int | None = None
+) -> str:
+    """Start a run and stop it before `step` with a signal (default: SIGKILL); return its output.
+
+    A killed run has saved its last checkpoint, and has uploaded the steps before `step` - 1 if
+    online: wandb keeps the last line until the next step.
+    """
+    gate = Gate(run, step)
+    process = start(corpus, run, *words)
+    if number:
+        return process.stop_at(gate, number)
+    process.wait_for(gate.reached, "gate")
+    if "wandb.mode=online" in words and not server.away:
+        stored = server.runs[wandb_id(run)]
+        process.wait_for(lambda: len(stored.history) >= step - 2, "upload")
+    saved = (step - 1) // 5 * 5
+    process.kill_at(gate, run / f"checkpoints/step-{saved:08}" if saved else None)
+    return process.text()
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [
+        ("online", None),
+        ("online", signal.SIGUSR1),
+        ("offline", None),
+        ("offline", signal.SIGUSR1),
+        ("synced between", None),
+        ("then online", None),
+    ],
+)
+def test_history_has_each_step_once_after_three_stops(
+    server: WandbServer, corpus: Path, tmp_path: Path, mode: str, number: int | None
+) -> None:
+    """The first kill precedes the first checkpoint; SIGUSR1 lets a scheduler requeue the run."""
+    run = tmp_path / "run"
+    words = ONLINE if mode == "online" else OFFLINE
+    for step in (3, 17, 24):
+        output = run_until(server, corpus, run, step, *words, number=number)
+        if mode == "synced between" and step == 17:
+            sync(output)
+    if words == OFFLINE and not number:
+        # wandb writes the first record after a second; `wandb sync` refuses an earlier file.
+        (file,) = run.glob("wandb/offline-run-*/*.wandb")
+        file.write_bytes(file.read_bytes()[:7])
+    output = start(corpus, run, *(ONLINE if mode == "then online" else words)).finish()
+    if mode in ("offline", "synced between"):
+        sync(output)
+    assert len(server.runs) == 1
+    assert_complete(server, run)
+
+
+@pytest.mark.parametrize("earlier_steps", [0, 16])
+def test_offline_run_has_all_steps_if_server_is_away_at_start(
+    server: WandbServer,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    earlier_steps: int,
+) -> None:
+    """A resumed start gets a new wandb run, because the server cannot tell its last step."""
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    run = tmp_path / "run"
+    if earlier_steps:
+        run_until(server, corpus, run, earlier_steps + 1, *ONLINE)
+    server.away = True
+    run_until(server, corpus, run, 18, *ONLINE)
+    offline_id = wandb_id(run)
+    output = start(corpus, run, *ONLINE).finish()
+    assert wandb_id(run) == offline_id
+    assert "wandb cannot go online, the run is recorded offline: " in output
+    server.away = False
+    sync(output)
+    assert_complete(server, run)
+    others = [stored for name, stored in server.runs.items() if name != wandb_id(run)]
+    assert len(others) == bool(earlier_steps)
+    for stored in others:
+        assert_unfinished(stored, earlier_steps + 1)
+
+
+def test_offline_start_of_online_run_begins_new_wandb_run(
+    server: WandbServer, corpus: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = (*STEPS, f"wandb.mode={'online' if mode == 'online' else 'offline'}")
-    for place in (8, 17, 24):
-        gate = Gate(run, place)
-        process = start(corpus, run, *words)
-        process.kill_at(gate, run / "checkpoints" / f"step-{place // 5 * 5:08}")
-        if mode == "synced between":
-            sync(run)
-    last = "online" if mode == "then online" else mode
-    start(corpus, run, *words, *["wandb.mode=online"] * (last == "online")).finish()
-    if last != "online":
-        sync(run)
-    (stored,) = server.runs.values()
-    lines = recorded(run)
-    assert [line["step"] for line in lines] == list(range(1, 31))
-    assert sum("perf/step_ms" in line for line in lines) == 11
-    assert as_logged(stored) == lines
+    run_until(server, corpus, run, 17, *ONLINE)
+    first = wandb_id(run)
+    run_until(server, corpus, run, 24, *OFFLINE)
+    output = start(corpus, run, *OFFLINE).finish()
+    sync(output)
+    assert_complete(server, run)
+    assert set(server.runs) == {first, wandb_id(run)}
+    assert_unfinished(server.runs[first], 17)
+
+
+def test_run_uploads_steps_of_time_without_server(
+    server: WandbServer, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    gates = [Gate(run, step) for step in (8, 24)]
+    process = start(corpus, run, *ONLINE)
+    process.wait_for(gates[0].reached, "gate")
+    server.away = True
+    gates[0].open()
+    process.wait_for(gates[1].reached, "gate")
+    process.wait_for(lambda: server.refused, "refused request")
+    server.away = False
+    gates[1].open()
+    process.finish()
+    assert_complete(server, run)
+
+
+@pytest.mark.parametrize("step", [4, 17])
+def test_resume_with_changed_settings_begins_new_wandb_run(
+    server: WandbServer, corpus: Path, tmp_path: Path, step: int
+) -> None:
+    """The new wandb run stays in use after a kill before the next checkpoint."""
+    run = tmp_path / "run"
+    run_until(server, corpus, run, step, *ONLINE)
+    first = wandb_id(run)
+    output = run_until(server, corpus, run, step + 1, *ONLINE, *OTHER_RATE)
+    saved = (step - 1) // 5 * 5
+    assert f"because wandb cannot replace the steps after {saved} of run {first}" in output
+    second = wandb_id(run)
+    output = start(corpus, run, *ONLINE, *OTHER_RATE).finish()
+    assert "cannot replace" not in output
+    assert set(server.runs) == {first, second}
+    assert wandb_id(run) == second != first
+    assert_unfinished(server.runs[first], step)
+    assert_complete(server, run)
+
+
+def test_resume_from_checkpoint_of_other_run_has_own_history(
+    server: WandbServer, corpus: Path, tmp_path: Path
+) -> None:
+    """The other run keeps its history, also if the new run is killed before its checkpoint."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    run_until(server, corpus, source, 17, *ONLINE)
+    words = (*ONLINE, f"resume={source}/checkpoints/step-00000010")
+    gate = Gate(run, 13)
+    process = start(corpus, run, *words)
+    process.kill_at(gate)
+    start(corpus, run, *words).finish()
+    assert_complete(server, run, first=11)
+    assert set(server.runs) == {wandb_id(source), wandb_id(run)}
+    assert_unfinished(server.runs[wandb_id(source)], 17)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs.command import Gate, descendants, finish, metrics, start, train
+from runs.command import Gate, descendants, finish, metrics, start, train, unfinish
 from wandb.proto.wandb_internal_pb2 import RunRecord
 from wandb_file import OfflineRun, covers
 
+from diffllm.compare.report.comparison import read
 from diffllm.metrics.table import AXES, METRICS
 
 SMALL = ("wandb.mode=offline", "seq_len=32", "global_batch_size=2", "data.num_workers=0")
@@ -38,7 +39,8 @@ def said_of_wandb(output: str) -> list[str]:
     return others
 
 
-def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
+def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus, monkeypatch):
+    monkeypatch.setenv("DIFFLLM_WANDB_TAGS", "out,study")
     run = directory / "whole"
     overrides = ("steps=6", "log_interval=2", "diagnostics.interval=3", "eval.interval=3")
     tags = ("run.sweep=a-sweep", "wandb.tags=[mine]")
@@ -70,7 +72,7 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus):
     assert {name: config[name] for name in saved} == saved
     assert config["run"]["choices"]["attention"] == header.run_group == "diff_v2"
     assert config["run"]["choices"]["model"] == header.job_type == "tiny"
-    assert list(header.tags) == ["mine", "a-sweep"]
+    assert list(header.tags) == ["mine", "out", "study", "a-sweep"]
     assert header.display_name == "whole"
 
     files = [path for path in run.rglob("*") if path.is_file()]
@@ -129,6 +131,59 @@ def test_resumed_run_keeps_wandb_id_of_first_start(tmp_path, corpus, monkeypatch
         "variables"
     ]
     assert recorded["WANDB_RUN_GROUP"] == second.run_group == "one-group"
+
+
+def sweep_words(tiny: list[str], variants: str, rates: str, seeds: str) -> list[str]:
+    swept = [f"attention={variants}", f"optim.lr={rates}", f"seed={seeds}"]
+    return ["-m", *tiny, "wandb.mode=offline", "run.sweep=s", *swept]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory, tiny, environment):
+    """Return the directory of a finished sweep, outputs/s in the directory of its command."""
+    place = tmp_path_factory.mktemp("swept")
+    words = sweep_words(tiny, "standard,diff_v2", "1e-3,3e-3", "0,1")
+    done = train(words, place, environment)
+    assert done.code == 0, done.err
+    return place / "outputs" / "s"
+
+
+@pytest.mark.slow
+def test_groups_of_sweep_in_wandb_are_rows_of_report(swept):
+    rows = read([swept])[0].rows
+    assert [row.label for row in rows] == [
+        "standard lr=0.001", "standard lr=0.003", "diff_v2 lr=0.001", "diff_v2 lr=0.003",
+    ]  # fmt: skip
+    for row in rows:
+        assert len(row.runs) == 2
+        for run in row.runs:
+            (header,) = headers(run.path)
+            assert (header.run_group, header.job_type) == (row.label, "tiny")
+            assert (header.display_name, [*header.tags]) == (run.path.name, ["s"])
+    (comparison,) = headers(swept)
+    assert (comparison.run_group, comparison.display_name) == ("comparison", "s")
+
+
+@pytest.mark.slow
+def test_resumed_runs_of_extended_sweep_keep_recorded_groups(swept, tmp_path, tiny, environment):
+    sweep = shutil.copytree(swept, tmp_path / "outputs" / "s")
+    recorded = {"diff_v2-lr0.001-seed0": "a group", "diff_v2-lr0.003-seed0": None}
+    for name, group in recorded.items():
+        file = sweep / name / "run.json"
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        assert facts["wandb_group"] == facts["environment"]["variables"]["DIFFLLM_WANDB_GROUP"]
+        facts["wandb_group"] = group
+        if group is None:  # as in a run of an older version
+            del facts["wandb_group"]
+        file.write_text(json.dumps(facts), encoding="utf-8")
+        shutil.rmtree(sweep / name / "wandb")
+        unfinish(sweep / name, 4)
+    words = sweep_words(tiny, "diff_v2", "1e-3,3e-3,1e-2", "0")
+    done = train(words, tmp_path, environment)
+    assert done.code == 0, done.err
+    runs = [sweep / f"diff_v2-lr{lr}-seed0" for lr in ("0.001", "0.003", "0.01")]
+    groups = [header.run_group for header in headers(*runs)]
+    assert groups == ["a group", "diff_v2", "diff_v2 lr=0.01"]
 
 
 @pytest.mark.slow

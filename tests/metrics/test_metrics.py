@@ -157,7 +157,7 @@ def test_each_metric_name_matches_exactly_one_metric_definition():
 def test_metric_name_missing_from_metrics_table_raises_config_error(tmp_path, name):
     with pytest.raises(ConfigError, match=f"metric {name} has no description.*add_metric"):
         metric_of(name)
-    sinks = Sinks(None, StepsFile(tmp_path / "steps.npy"), None)
+    sinks = Sinks(None, StepsFile(tmp_path / "steps.npy"), None, None)
     row = np.zeros(1, STEP)
     with pytest.raises(ConfigError, match="has no description"):
         sinks.write(row, {0: {name: 0.5}})

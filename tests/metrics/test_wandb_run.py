@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from diffllm.metrics.wandb_run import (
     WandbRun,
     check_wandb,
     resolve_mode,
+    with_defaults,
     with_variables,
 )
 
@@ -38,7 +39,6 @@ VARIABLES = {
     "WANDB_TAGS": "a, b, ,",
     "WANDB_JOB_TYPE": "its-type",
 }
-CHOICES = {"attention": "diff_v2", "model": "tiny"}
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +110,8 @@ def test_wandb_keys_override_variables_and_variables_override_defaults(
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    cfg = with_variables(WandbConfig(WandbMode.offline, **keys))
-    WandbRun(cfg, tmp_path, CHOICES, None, {}, None).finish()
+    cfg = with_defaults(with_variables(WandbConfig(WandbMode.offline, **keys)), "diff_v2")
+    WandbRun(cfg, tmp_path, "tiny", {}, None).finish()
     found = OfflineRun(tmp_path).header
     assert [
         found.project, found.entity, found.run_group, list(found.tags), found.job_type
@@ -152,17 +152,18 @@ def a_run(
     directory: Path,
     mode: WandbMode = WandbMode.offline,
     run_id: str | None = None,
-    sweep: str | None = None,
+    added_tags: Sequence[str] = (),
     **changes: Any,
 ) -> WandbRun:
     cfg = WandbConfig(mode=mode, project="a-project", **changes)
+    cfg = with_defaults(cfg, "diff_v2", added_tags)
     config = {"steps": 3, "model": {"dim": 8, "attention": {}}, "run": {"name": None}}
     directory.mkdir(exist_ok=True)
-    return WandbRun(cfg, directory, CHOICES, sweep, config, run_id)
+    return WandbRun(cfg, directory, "tiny", config, run_id)
 
 
 def test_wandb_run_omits_nan_and_infinite_losses(tmp_path, capfd):
-    run = a_run(tmp_path / "run", tags=["first", "second"], sweep="third")
+    run = a_run(tmp_path / "run", tags=["first", "second"], added_tags=["third"])
     for step, loss in enumerate((2.5, 1.5, math.nan, -math.inf), start=1):
         run.log({"step": step, "tokens": 100 * step, "train/loss": loss})
     run.finish()
@@ -187,6 +188,18 @@ def test_wandb_resumes_earlier_run_if_run_id_is_reused(tmp_path):
     headers = [OfflineRun(tmp_path / name).header for name in ("first", "second", "third")]
     assert [h.run_id for h in headers] == [first.id, first.id, third.id]
     assert [h.run_group for h in headers] == ["my-group", "my-group", "diff_v2"]
+
+
+def test_long_names_and_groups_in_wandb_are_shortened_and_stay_different(tmp_path):
+    names = [f"{'n' * 130}{end}" for end in "ab"]
+    for name in names:
+        a_run(tmp_path / name, group=name, added_tags=[name]).finish()
+    headers = [OfflineRun(tmp_path / name).header for name in names]
+    for header in headers:
+        assert [len(header.display_name), len(header.run_group)] == [128, 128]
+        assert [*header.tags] == ["n" * 64]
+    assert headers[0].display_name != headers[1].display_name
+    assert headers[0].run_group != headers[1].run_group
 
 
 def test_disabled_wandb_run_writes_no_file_and_starts_no_service(tmp_path, home, monkeypatch):
@@ -269,8 +282,7 @@ from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
 import wandb
 
 wandb_run.FINISH_SECONDS = 2 if sys.argv[2] == "SIGSTOP" else 200
-choices = {"attention": "gated", "model": "tiny"}
-run = WandbRun(WandbConfig(mode=WandbMode.offline), Path(sys.argv[1]), choices, None, {}, None)
+run = WandbRun(WandbConfig(mode=WandbMode.offline), Path(sys.argv[1]), "tiny", {}, None)
 run.log({"step": 1, "tokens": 10})
 os.kill(wandb.setup()._connection._proc._process.pid, getattr(signal, sys.argv[2]))
 for step in range(2, 400):
@@ -349,8 +361,7 @@ ASK = """
 import sys
 from pathlib import Path
 from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
-choices = {"attention": "gated", "model": "tiny"}
-run = WandbRun(WandbConfig(mode=WandbMode.online), Path(sys.argv[1]), choices, None, {}, None)
+run = WandbRun(WandbConfig(mode=WandbMode.online), Path(sys.argv[1]), "tiny", {}, None)
 run.finish()
 """
 

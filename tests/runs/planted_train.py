@@ -1,8 +1,9 @@
 """Run train.py with a planted fault, and record its samples.
 
 Usage: `python planted_train.py FAULT RANK STEP overrides...`. The fault happens on that rank at the
-start of that step; `none` plants no fault. Every rank appends a line per step to the file
-samples-<rank>.jsonl in the directory $SAMPLES (default: run.dir): the step, a hash of each
+start of that step; `none` plants no fault. `scramble` replaces the tokens of that step, and of
+every tenth later step, by random tokens, which gives a spike. Every rank appends a line per step to
+the file samples-<rank>.jsonl in the directory $SAMPLES (default: run.dir): the step, a hash of each
 sequence, and the loss.
 """
 
@@ -67,7 +68,12 @@ def main(fault: Fault, words: list[str]) -> int:
             STRIKES[fault.kind](t)
         wait_at_gate(Path(directory) / f"gate-{step + 1}")
         seen: list[str] = []
-        out = real_step(t, noted(batches, seen), step, *args)
+        batches = noted(batches, seen)
+        steps_since = step + 1 - fault.step
+        if fault.kind == "scramble" and steps_since >= 0 and steps_since % 10 == 0:
+            strike()
+            batches = scrambled(batches)
+        out = real_step(t, batches, step, *args)
         line = {"step": step + 1, "samples": seen, "loss": out.nll.item()}
         with (
             contextlib.suppress(FileNotFoundError),  # a test may remove the run directory
@@ -142,6 +148,11 @@ def noted(batches: Iterator[Any], seen: list[str]) -> Iterator[Any]:
         yield inputs, targets
 
 
+def scrambled(batches: Iterator[Any]) -> Iterator[Any]:
+    for inputs, targets in batches:
+        yield torch.randint_like(inputs, 300), torch.randint_like(targets, 300)
+
+
 def wait_at_gate(gate: Path) -> None:
     """Write "reached" into the gate's file, and wait until a test removes the file."""
     while gate.exists():
@@ -198,6 +209,7 @@ STRIKES: dict[str, Callable[[Any], Any]] = {
     "freeze": lambda t: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": raise_error,
     "perturb": perturb,
+    "scramble": strike,
 }
 
 if __name__ == "__main__":

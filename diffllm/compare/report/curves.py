@@ -22,6 +22,16 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 """Facts of run.json that must agree to compare times."""
 
 
+class Spike(NamedTuple):
+    """A step whose value is far above the values before and after it."""
+
+    step: int
+    x: float
+    level: float
+    """Foot of the spike, the smaller median of the values before it and after it."""
+    value: float
+
+
 @dataclass(frozen=True)
 class Band:
     """Mean and range over seeds of a metric, as curves at common x values.
@@ -38,6 +48,8 @@ class Band:
     """Curves of single seeds around each x where another seed has no value, otherwise NaN."""
     stops: list[tuple[float, float]]
     """Last finite point (x, y) of each seed whose curve ends before the last x."""
+    spikes: tuple[Spike, ...] = ()
+    """Spikes of all seeds, which the other fields may omit."""
 
     @property
     def drawn(self) -> Array:

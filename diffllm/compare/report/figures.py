@@ -230,6 +230,7 @@ def draw_curves(
     for number, start in enumerate(starts):
         how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1}
         axes.axvline(start, label="start of a stage" if number == 0 else "", **how)
+    draw_spikes(axes, drawn, np.inf if log or top is None else top)
     if log:
         logarithmic(axes)
     elif top is not None:
@@ -263,6 +264,26 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
         x, y = np.transpose(band.stops)
         how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "last finite value"}
         axes.plot(x, hide_nonpositive(y, log), "x", **how)
+
+
+def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
+    """Mark spikes by triangles, at `top` if they are higher, and write the step of the highest."""
+    for band, style in drawn:
+        if band.spikes:
+            _, x, level, value = np.transpose(band.spikes)
+            y = np.minimum(value, top)
+            axes.vlines(x, np.minimum(level, y), y, color=style.colour, lw=0.8)
+            how: dict[str, Any] = {"ls": "", "ms": 5, "clip_on": False, "label": "spike"}
+            axes.plot(x, y, "^", color=style.colour, **how)
+    spikes = [spike for band, _ in drawn for spike in band.spikes]
+    if spikes:
+        highest = max(spikes, key=lambda spike: spike.value)
+        right = highest.x > sum(axes.dataLim.intervalx) / 2
+        axes.annotate(
+            f"step {highest.step:,}", (highest.x, min(highest.value, top)),
+            xytext=(-6 if right else 6, -2), textcoords="offset points",
+            horizontalalignment="right" if right else "left", verticalalignment="top",
+        )  # fmt: skip
 
 
 def hide_nonpositive(values: np.ndarray, log: bool) -> np.ndarray:

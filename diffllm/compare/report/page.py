@@ -41,12 +41,12 @@ from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn
+from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import (
-    OFFLINE_RUNS,
     WandbRun,
     new_id,
     resolve_mode,
-    wandb_parent,
+    with_defaults,
     with_variables,
 )
 from diffllm.statistics.estimates import Estimate
@@ -249,6 +249,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     gaps = {row.label: gaps for row in rows if (gaps := sample_gaps(row))}
     first = comparison.rows[0].runs[0]
     cfg = with_variables(first.cfg.wandb, first.variables)
+    cfg = with_defaults(cfg, "comparison", [directory.name])
     if not gaps or resolve_mode(cfg) == "disabled":
         return False
     if cfg.entity is None and os.environ.get("WANDB_ENTITY"):
@@ -261,12 +262,11 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
         for tokens, half in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
             lines.setdefault(int(tokens), {})["gap/noise_floor"] = half
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
-    choices = dict.fromkeys(("attention", "model"), "comparison")
     run_id = comparison_id(directory)
     for earlier in wandb_parent(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
         shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
     run = WandbRun(
-        cfg, directory, choices, directory.name, facts, run_id, over_tokens=("gap/*",), resume=False
+        cfg, directory, "comparison", facts, run_id, over_tokens=("gap/*",), resume=False
     )
     for step, (tokens, line) in enumerate(sorted(lines.items())):
         run.log({"step": step, "tokens": tokens, **line})

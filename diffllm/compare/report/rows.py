@@ -1,7 +1,9 @@
 """Rows of a report (sets of runs that differ only in the seed), groups of rows, and labels."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from string import ascii_uppercase
 from textwrap import shorten
 from typing import Any
@@ -13,12 +15,14 @@ from diffllm.compare.report.keys import (
     CHANGED,
     Keys,
     determine,
+    distinguish,
     overrides,
     shown_value,
     value_text,
 )
 from diffllm.compare.report.numbers import finite
-from diffllm.compare.report.runs import Run, shortlist
+from diffllm.compare.report.runs import Metrics, Run, shortlist
+from diffllm.config import TrainConfig
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.arm_comparison import ArmComparison, Share
@@ -132,7 +136,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
     """
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
-        groups.setdefault(shown_value([values[key] for key in sorted(values)]), []).append(i)
+        groups.setdefault(row_identity(values), []).append(i)
     rows = []
     for members in groups.values():
         values = keys.values[members[0]]
@@ -147,6 +151,11 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         return [variant_order(row.keys["attention"]), *map(value_order, row.keys.values())]
 
     return sorted(rows, key=order)
+
+
+def row_identity(values: dict[str, Any]) -> str:
+    """Return a text that is equal for two runs of one row; `values` is an entry of Keys.values."""
+    return shown_value([values[key] for key in sorted(values)])
 
 
 def variant_order(name: str) -> tuple[int, str]:
@@ -279,6 +288,21 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
     if shown_together:
         parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")
     return " ".join([row.keys["attention"], *parts])
+
+
+def row_labels(configs: Sequence[TrainConfig]) -> list[str]:
+    """Return the row label of each run in a report of runs with these configs.
+
+    The runs need not have started. If the report divides its rows into groups, its labels may be
+    shorter, with the letter of a group. Labels differ for configs that have an equal effect, for
+    example two paths of one corpus, because only the facts of started runs show this.
+    """
+    runs = [Run(Path(), cfg, {}, None, Metrics([])) for cfg in configs]
+    keys = distinguish(runs)
+    rows = make_rows(runs, keys, [])
+    shown_together = keys_of_model_choice(runs, keys)
+    labels = {row_identity(row.differing): label(row, rows, shown_together) for row in rows}
+    return [labels[row_identity(values)] for values in keys.values]
 
 
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:

@@ -33,6 +33,15 @@ from diffllm.compare.report.results import (
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.report.stages import over_stages, stages_of
+from diffllm.compare.report.step_curves import (
+    INTERVALS,
+    NAMES,
+    RunCurves,
+    band_of_values,
+    line_without,
+    run_curves,
+    spikes_of,
+)
 from diffllm.compare.report.trends import trend_sentences
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
@@ -96,6 +105,11 @@ class Figures:
         self.runs = [run for row in self.rows for run in row.runs]
         logged = [len(run.series("train/loss").values) for run in self.runs]
         self.smoothed_over = points = curves.window(max(logged))
+        steps = max(run.last_step for run in self.runs)
+        self.interval = -(-steps // INTERVALS) or 1
+        """Steps per point of the curves of every step."""
+        self.smoothed_intervals = curves.window(steps // self.interval)
+        self.curves_by_run: dict[Run, RunCurves] = {}
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens per sequence; None if runs differ."""
@@ -128,6 +142,8 @@ class Figures:
             said = plot.caption.format(**self.fields) or f"{metric.meaning}."
             return self.layers(plot, said, metric)
         assert isinstance(plot, Curve)
+        if metric.name in NAMES:
+            return self.every_step(plot, metric)
         cards, points = [], self.smoothed_over if plot.smooth else 1
         for group, pick in self.series_of(metric):
             named = replace(plot, title=plot.title.format(group=group))
@@ -140,6 +156,50 @@ class Figures:
             ]
             cards += self.card(named, caption + said, metric.unit, bands)
         return cards
+
+    def every_step(self, plot: Curve, metric: Metric) -> list[Card]:
+        """Draw a metric that steps.npy contains."""
+        fields = {**self.fields, "smoothing": self.smoothing_text()}
+        caption = plot.caption.format(**fields) or f"{metric.meaning}."
+        bands = []
+        for row in self.rows:
+            bands.append(
+                self.step_band(plot, metric.name, [self.curves_of(run) for run in row.runs])
+            )
+        if self.interval > 1 and not plot.smooth and self.has_every_step():
+            caption += f" Line: mean over {self.interval:,} steps; area: lowest to highest."
+        return self.card(plot, caption, metric.unit, bands)
+
+    def curves_of(self, run: Run) -> RunCurves:
+        """Return the curves of a run; steps.npy is read once for all figures."""
+        if run not in self.curves_by_run:
+            self.curves_by_run[run] = run_curves(run, self.interval)
+        return self.curves_by_run[run]
+
+    def has_every_step(self) -> bool:
+        return any(self.curves_of(run).every_step for run in self.runs)
+
+    def smoothing_text(self) -> str:
+        if not self.has_every_step():
+            return self.fields["smoothing"]
+        steps = self.smoothed_intervals * self.interval
+        text = f"Running mean over {steps:,} steps" if steps > 1 else "At every step"
+        if not all(self.curves_of(run).every_step for run in self.runs):
+            text += f" (some runs: {self.smoothed_over} logged steps)"
+        return text
+
+    def step_band(self, plot: Curve, name: str, runs: list[RunCurves]) -> curves.Band | None:
+        """Return the band of a metric of steps.npy over the runs of a row."""
+        curves_of_metric = [run.curves[name] for run in runs]
+        spikes, lines = [], []
+        for run, curve in zip(runs, curves_of_metric, strict=True):
+            marks = spikes_of(curve, plot.log) if plot.spikes and run.every_step else []
+            spikes += marks
+            points = self.smoothed_intervals if run.every_step else self.smoothed_over
+            # A running mean would show a spike as a plateau as wide as its window.
+            lines.append(curves.smoothed(line_without(marks, curve), points))
+        band = curves.over_seeds(lines) if plot.smooth else band_of_values(curves_of_metric)
+        return None if band is None else replace(band, spikes=tuple(spikes))
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
 
@@ -163,18 +223,20 @@ class Figures:
         starts = {before for each in stages.values() for _, before in each if before}
         if not starts:
             return []
-        bands = [
-            curves.over_seeds(
-                curves.smoothed(over_stages(stages[run.path], "train/loss"), self.smoothed_over)
-                for run in row.runs
-            )
-            for row in self.rows
-        ]
+        plot = Curve("Loss over all stages", smooth=True, clip=True, spikes=True)
+        bands = []
+        for row in self.rows:
+            joined = [self.curves_over_stages(stages[run.path], "train/loss") for run in row.runs]
+            bands.append(self.step_band(plot, "train/loss", joined))
         caption = (
             "Training loss of each run after its earlier stages, over the tokens of all stages."
         )
-        plot = Curve("Loss over all stages", clip=True)
         return self.card(plot, caption, "nats per token", bands, starts=sorted(starts))
+
+    def curves_over_stages(self, stages: list[tuple[Run, int]], name: str) -> RunCurves:
+        curves_of_stages = [self.curves_of(run).curves[name] for run, _ in stages]
+        joined = over_stages(curves_of_stages, [start for _, start in stages])
+        return RunCurves({name: joined}, self.curves_of(stages[-1][0]).every_step)
 
     def intervals(self) -> list[Card]:
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
@@ -228,8 +290,18 @@ class Figures:
         values = finite_values(bands)
         if not values.any():
             return []
+        spikes = [spike for band in bands if band is not None for spike in band.spikes]
         low, high, top = float(values.min()), float(values.max()), top_of(bands)
-        if isinstance(plot, Curve) and plot.clip and high > top:
+        if spikes:
+            highest = max(spikes, key=lambda spike: spike.value)
+            high = max(high, highest.value)
+            caption += (
+                " Triangles mark spikes of single steps, the highest at step "
+                f"{highest.step:,} ({short(highest.value)})."
+            )
+            if isinstance(plot, Curve) and plot.smooth:
+                caption += " The running mean omits spikes."
+        if isinstance(plot, Curve) and plot.clip and high > top > low:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; the largest value is {short(high)}."
         if log := plot.log and high > 0:

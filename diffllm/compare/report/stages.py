@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.compare.report.runs import Run, Series, is_run, load_run
+from diffllm.compare.report.runs import Run, is_run, load_run
+from diffllm.compare.report.step_curves import StepCurve
 from diffllm.core.errors import CheckpointError
 
 MOST = 100
@@ -43,16 +44,16 @@ def previous_run(run: Run) -> Run | None:
     return None
 
 
-def over_stages(stages: list[tuple[Run, int]], name: str) -> Series:
-    """Return a logged metric of all stages as a function of their tokens.
+def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
+    """Return one curve over the tokens of all stages, from the curve of each stage.
 
-    `stages` is the result of `stages_of`.
+    `starts` has the number of tokens before each stage, see `stages_of`.
     """
-    ends = [*(tokens for _, tokens in stages[1:]), np.inf]
+    ends = [*starts[1:], np.inf]
     parts = []
-    for (stage, before), end in zip(stages, ends, strict=True):
-        tokens, values = stage.series(name)
-        kept = before + tokens <= end
-        parts.append((before + tokens[kept], values[kept]))
-    tokens, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return Series(tokens, values)
+    for curve, start, end in zip(curves, starts, ends, strict=True):
+        shifted = curve._replace(tokens=curve.tokens + start, peak_tokens=curve.peak_tokens + start)
+        # The next stage may start from a checkpoint before the end of this stage.
+        earlier = shifted.tokens <= end
+        parts.append([column[earlier] for column in shifted])
+    return StepCurve(*map(np.concatenate, zip(*parts, strict=True)))

@@ -10,6 +10,8 @@ from typing import Any
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (
+    RATES,
+    Planned,
     choose_all,
     config_of_planned,
     first_runs,
@@ -123,12 +125,25 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
             directory.record["runs"][planned.name] = words
             cfg = config_of_planned(planned)
             path, flops, arguments = str(out / planned.name), flops_of_step(cfg), [*added, *words]
-            job = Job(number, len(runs), planned.name, path, cfg.steps, flops, arguments, False)
+            job = Job(
+                number, len(runs), planned.name, path, cfg.steps, flops, arguments, False,
+                group=group_of(planned, study), tags=(out.name, study.path.stem),
+            )  # fmt: skip
             jobs.append(vars(job))
             advance(1)
     directory.record["keys"] = []
     directory.write()
     return jobs
+
+
+def group_of(planned: Planned, study: Study) -> str:
+    """Return the group of a run in wandb: the arm, with the learning rate if the arm has several.
+
+    In a study with `lr`, the runs of the grid have several, and the compared runs have one.
+    """
+    if planned.stage == RATES or study.lr_sweep:
+        return f"{planned.arm} lr={planned.lr:g}"
+    return planned.arm
 
 
 def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int = 0) -> None:

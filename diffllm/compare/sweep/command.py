@@ -26,7 +26,8 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, read_record, stopped_text
-from diffllm.metrics.wandb_run import OFFLINE_RUNS, RUN_ID, wandb_parent
+from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
+from diffllm.metrics.wandb_run import RUN_ID
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -61,10 +62,24 @@ class Job:
     """Arguments of `diffllm train`."""
     finished: bool
     """Whether the run had ended before this start of the sweep."""
+    group: str = ""
+    """Default group in wandb: the row of the run in the report, or its arm in a study."""
+    tags: Sequence[str] = ()
+    """Tags in wandb, in addition to run.sweep."""
 
     @property
     def log(self) -> Path:
         return Path(f"{self.path}.log")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the child process that executes the run."""
+        return {
+            "DIFFLLM_SWEEP_JOB": str(self.number),
+            "DIFFLLM_WANDB_NAME": self.name,
+            "DIFFLLM_WANDB_GROUP": self.group,
+            "DIFFLLM_WANDB_TAGS": ",".join(self.tags),
+        }
 
     @property
     def has_summary(self) -> bool:
@@ -110,7 +125,7 @@ class JobProcess:
         with self.tee.stdin as pipe:
             self.child = subprocess.Popen(
                 command,
-                env={**os.environ, "DIFFLLM_SWEEP_JOB": str(job.number)},
+                env={**os.environ, **job.variables},
                 stderr=pipe,
                 process_group=0,  # Ctrl-C reaches the child only through `stop`.
                 preexec_fn=tie_to_parent,

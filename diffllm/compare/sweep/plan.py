@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -42,6 +42,7 @@ from diffllm.config.words import (
 )
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
+from diffllm.core.names import shortened
 from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_run import check_wandb
 from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
@@ -150,10 +151,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
     labels, parts = short_labels(keys), []
     for key in keys:
         parts.append(label_value(labels[key], value_of(cfg, key)))
-    name = "-".join(parts) or "run"
-    if len(name) <= LONGEST_NAME:
-        return name
-    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return shortened("-".join(parts) or "run", LONGEST_NAME)
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
@@ -235,6 +233,8 @@ def plan_sweep(
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
     """
+    from diffllm.compare.report.rows import row_labels  # A slow import: loads SciPy.
+
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}
     by_key = [o.get_key_element() for o in overrides]
@@ -246,7 +246,7 @@ def plan_sweep(
     keys = naming_keys(directory, swept, by_key)
     begun = begun_runs(directory)
     names = {name_run(cfg, keys): name for name, cfg in begun.items()}
-    same: list[str] = []
+    same: list[str] = []  # Overrides for all runs, in addition to those of the command.
     if "eval.tokens" not in by_key and any(cfg.eval.tokens is None for cfg in begun.values()):
         # Runs of older versions measured the whole held-out split by default: so do the others.
         same.append("eval.tokens=null")
@@ -274,7 +274,10 @@ def plan_sweep(
             check_queue({n: i for n, i in directory.record["jobs"].items() if n not in begun})
             known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
             directory.record |= {"keys": keys, "runs": known}
-        check_runs(directory, configs, overrides)
+        fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
+        all_configs = {**other_configs(directory, configs, [*fixed, *same]), **configs}
+        check_runs(directory, all_configs)
+        labels = dict(zip(all_configs, row_labels([*all_configs.values()]), strict=True))
         for name, job in words.items():
             directory.record["runs"][name] = [job[by_key.index(key)] for key in keys]
         directory.write()
@@ -288,7 +291,7 @@ def plan_sweep(
         arguments = [*words[name], added, typed_override("run.name", name)]
         planned = Job(
             number, len(configs), name, str(path), cfg.steps, flops_of_step(cfg), arguments,
-            finished[name],
+            finished[name], group=labels[name],
         )  # fmt: skip
         jobs_of_runs.append(vars(planned))
     return directory, jobs_of_runs
@@ -348,17 +351,29 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
     return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
 
 
-def check_runs(
-    directory: SweepDirectory, configs: dict[str, TrainConfig], overrides: list[Override]
-) -> None:
-    keys = directory.record["keys"]
-    fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
-    there = {}
+def other_configs(
+    directory: SweepDirectory, planned: Collection[str], fixed: list[str]
+) -> dict[str, TrainConfig]:
+    """Return the configs of the runs in sweep.json that this command does not plan, by run name.
+
+    Runs that have not begun are included, because their labels need the same keys; such a run is
+    omitted if its config is invalid. `fixed` contains the overrides that all runs share.
+    """
+    others = {}
     for name, swept in directory.record["runs"].items():
-        if name not in configs and (directory.path / name / "config.yaml").is_file():
+        if name in planned:
+            continue
+        try:
             check_shared(swept, f"{directory.file}: runs.{name}")
-            there[name] = without_imports([*fixed, *swept])
-    for name, cfg in {**there, **configs}.items():
+            others[name] = without_imports([*fixed, *swept])
+        except ConfigError:
+            if (directory.path / name / "config.yaml").is_file():
+                raise
+    return others
+
+
+def check_runs(directory: SweepDirectory, configs: dict[str, TrainConfig]) -> None:
+    for name, cfg in configs.items():
         path = directory.path / name
         log = path.with_name(f"{name}.log")
         if wrong := why_no_file(log):

@@ -12,6 +12,7 @@ from runs.written import TINY, config, facts_of, loaded, metric_lines, parameter
 from tiers import slow_but
 
 from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.rows import row_labels
 from diffllm.compare.report.runs import Metrics, load_run
 from diffllm.compare.report.tables import csv_text
 from diffllm.config import load_config
@@ -229,6 +230,23 @@ def test_loss_gap_uses_baseline_run_with_same_swept_values(tmp_path, case):
     assert bool(said(found, "No gap for diff_v2 lr=0.002: no run of standard")) is alone
     if "target" in case and baseline is None:
         assert not said(found, "diff_v2", "makes runs of equal size")
+
+
+@pytest.mark.parametrize("case", SWEPT)
+def test_labels_of_planned_configs_equal_labels_in_report_of_finished_runs(tmp_path, case):
+    runs = written(tmp_path, *SWEPT[case][0])
+    reported = {run.path: row.label for row in compare(runs).rows for run in row.runs}
+    assert row_labels([run.cfg for run in runs]) == [reported[run.path] for run in runs]
+
+
+def test_row_labels_omit_seeds_keys_without_effect_and_letters_of_groups():
+    same = [("seed=0",), ("seed=1",), ("seed=1", "micro_batch_size=2")]
+    longer = ("steps=40", "seq_len=64", "optim.lr=3e-3", "optim.warmup_steps=3")
+    configs = [config(words) for words in (*same, longer)]
+    *short, whole = row_labels(configs)
+    assert short == ["diff_v2 lr=0.002 warmup_steps=2 seq_len=32 steps=20"] * 3
+    assert whole == "diff_v2 lr=0.003 warmup_steps=3 seq_len=64 steps=40"
+    assert row_labels(configs[:3]) == ["diff_v2"] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Study files: content, and errors about invalid files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
+from diffllm.compare.study.planned_runs import deciding_runs, rate_run
+from diffllm.compare.study.running import group_of
 from diffllm.core.errors import ConfigError
 
 GOOD = """\
@@ -157,3 +160,15 @@ def test_error_about_invalid_config_of_arm_mentions_the_arm(tmp_path, capsys):
     path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
     assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
     assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err
+
+
+def test_group_of_study_run_is_arm_with_learning_rate_if_arm_has_several(tmp_path):
+    study = load_study(written(tmp_path, GOOD))
+    assert group_of(rate_run(study, "v2", 100, 2e-3), study) == "v2 lr=0.002"
+    (chosen,) = deciding_runs(study, "v2", 0, 2e-3)
+    assert group_of(chosen, study) == "v2"
+    sweep = replace(study, lr=None, lr_sweep=[1e-3, 2e-3])
+    runs = deciding_runs(sweep, "v2", 0, None)
+    assert [group_of(run, sweep) for run in runs] == ["v2 lr=0.001", "v2 lr=0.002"]
+    (usual,) = deciding_runs(replace(study, lr=None), "v2", 0, None)
+    assert group_of(usual, replace(study, lr=None)) == "v2"

@@ -11,6 +11,7 @@ from diffllm.compare.sweep.command import plan_runs
 from diffllm.compare.sweep.plan import (
     combinations,
     name_run,
+    plan_sweep,
     short_labels,
     split_overrides,
 )
@@ -102,6 +103,57 @@ def test_split_overrides_returns_launcher_overrides_separately() -> None:
     overrides, launcher = split_overrides(["seed=0,1", *words])
     assert launcher == words
     assert combinations(overrides) == [["seed=0"], ["seed=1"]]
+
+
+# Groups in wandb
+
+
+def groups(*words: str) -> dict[str, str]:
+    """Plan a sweep in the current directory; return {run name: group}."""
+    overrides = split_overrides(["model=tiny", "run.sweep=mine", *words])[0]
+    directory, runs = plan_sweep(overrides, 1)
+    directory.lock.release()
+    return {run["name"]: run["group"] for run in runs}
+
+
+def test_groups_of_sweep_contain_values_of_all_swept_keys_except_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = groups("attention=standard,diff_v2", "optim.lr=1e-3,3e-3", "seed=0,1")
+    assert whole == {
+        f"{variant}-lr{lr}-seed{seed}": f"{variant} lr={lr}"
+        for variant in ("standard", "diff_v2")
+        for lr in ("0.001", "0.003")
+        for seed in (0, 1)
+    }
+    # No run has begun, for example because all jobs are in the queue of a cluster.
+    added = groups("attention=diff_v2", "optim.lr=1e-2", "seed=0")
+    assert added == {"diff_v2-lr0.01-seed0": "diff_v2 lr=0.01"}
+    assert groups("attention=diff_v2", "optim.lr=1e-3", "seed=2") == {
+        "diff_v2-lr0.001-seed2": "diff_v2 lr=0.001"
+    }
+
+
+def test_groups_of_sweep_over_seeds_or_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert {*groups("attention=gated", "seed=0,1").values()} == {"gated"}
+    assert groups("run.sweep=sizes", "model=tiny,mini") == {
+        "tiny": "diff_v2 model=tiny", "mini": "diff_v2 model=mini",
+    }  # fmt: skip
+
+
+def test_recorded_run_with_invalid_config_does_not_stop_other_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    groups("model.n_layers=1,2")
+    file = tmp_path / "outputs" / "mine" / "sweep.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    record["runs"]["n_layers2"] = ["model.n_layers=-2"]
+    file.write_text(json.dumps(record), encoding="utf-8")
+    assert groups("model.n_layers=1") == {"n_layers1": "diff_v2"}
+    run = file.parent / "n_layers2"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"model\.n_layers=-2"):
+        groups("model.n_layers=1")
 
 
 def test_truncated_run_names_are_unique():

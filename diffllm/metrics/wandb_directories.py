@@ -1,0 +1,58 @@
+"""wandb's directories of a run: find online and offline runs, and keep one run for `wandb sync`."""
+
+import contextlib
+import os
+import shlex
+from pathlib import Path
+
+from diffllm.core.files import read_json
+from diffllm.metrics.records import finite
+
+OFFLINE_RUNS = "wandb/offline-run-*"
+"""Pattern of wandb's directories of offline runs in a run directory."""
+ONLINE_RUNS = "wandb/run-*"
+"""Pattern of wandb's directories of online runs."""
+REPLACED = "wandb/replaced"
+"""Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
+
+
+def wandb_parent(directory: Path) -> Path:
+    """Return the parent of wandb's directory of a run: WANDB_DIR, else the run directory."""
+    return Path(os.environ.get("WANDB_DIR") or directory)
+
+
+def set_aside(place: Path, run_id: str) -> int:
+    """Move the offline runs of earlier starts to REPLACED, so that `wandb sync` finds one run.
+
+    Return the last training step that `wandb sync` has uploaded from them, or -1.
+
+    Args:
+        place: parent of wandb's directory.
+        run_id: id of the wandb run.
+    """
+    for earlier in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
+        move_aside(earlier)
+    uploaded = -1
+    # `wandb sync` writes files of this name, and the summary.
+    for file in place.glob(f"{REPLACED}/*-{run_id}/*.wandb.sync*"):
+        with contextlib.suppress(OSError, ValueError):
+            summary = read_json(file.parent / "files" / "wandb-summary.json")
+            uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
+    return uploaded
+
+
+def move_aside(offline_run: Path) -> None:
+    replaced = offline_run.parent.parent / REPLACED
+    replaced.mkdir(exist_ok=True)
+    offline_run.rename(replaced / offline_run.name)
+
+
+def has_online(place: Path, run_id: str) -> bool:
+    """Return whether an earlier start of a run was online; arguments as in `set_aside`."""
+    return any(place.glob(f"{ONLINE_RUNS}-{run_id}"))
+
+
+def sync_command(place: Path, run_id: str) -> str:
+    """Return the shell command that uploads an offline run; arguments as in `set_aside`."""
+    # The shell must expand the star. WANDB_DIR may contain offline runs of other run directories.
+    return f"wandb sync {shlex.quote(str(place))}/{OFFLINE_RUNS}-{run_id}"

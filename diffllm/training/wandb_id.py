@@ -1,0 +1,64 @@
+"""The id of a run in wandb: a start keeps the id, or begins a new wandb run with all steps.
+
+wandb cannot replace steps. A resumed run keeps its id if it repeats the steps that wandb has with
+the same settings: their values are equal, except for measured times and for rounding on GPUs.
+"""
+
+import os
+import sys
+
+from diffllm.config.changes import FREE, Changes
+from diffllm.config.saved import differences
+from diffllm.metrics.history import history
+from diffllm.metrics.records import read_record
+from diffllm.metrics.wandb_directories import has_online, wandb_parent
+from diffllm.metrics.wandb_run import RUN_ID, new_id, resolve_mode
+from diffllm.training.directory import RunDirectory
+from diffllm.training.process import in_sweep
+
+NOT_RESUME = tuple(key for key in FREE if key != "resume")
+"""Config keys that do not change the steps of a run without checkpoint."""
+
+
+def choose_wandb_id(
+    directory: RunDirectory, saved_id: str | None, step: int, changes: Changes
+) -> tuple[str, str | None]:
+    """Return the id of the wandb run, and the reason why a resumed run gets a new id, or None.
+
+    A new id replaces the former id in run.json. Call this before `RunDirectory.begin`, which
+    replaces the saved config.
+
+    Args:
+        directory: directory of the run.
+        saved_id: id in the checkpoint; None without a checkpoint of this run.
+        step: step to resume from; 0 without a checkpoint.
+        changes: changes of the data order since the checkpoint.
+    """
+    record = read_record(directory.path / "run.json") or {}
+    # run.json has precedence: a checkpoint may be older than a new id.
+    former_id = record.get("wandb_id")
+    if former_id is None or not RUN_ID.fullmatch(former_id):
+        former_id = saved_id
+    if former_id is None:
+        # The runs of a sweep or study share the environment, but need different ids.
+        variable = None if in_sweep() else os.environ.get("WANDB_RUN_ID")
+        return variable or new_id(), None
+    mode = resolve_mode(directory.cfg.wandb)
+    if logs_other_values(directory, step, changes):
+        reason = f"wandb cannot replace the steps after {step} of run {former_id}"
+    elif mode == "offline" and has_online(wandb_parent(directory.path), former_id):
+        reason = f"an offline start does not know the last step of run {former_id} on the server"
+    else:
+        return former_id, None
+    wandb_id = new_id()
+    # Written here, because a start that is killed after `begin` leaves no changes to detect.
+    directory.describe({**record, "wandb_id": wandb_id})
+    return wandb_id, None if mode == "disabled" else reason
+
+
+def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> bool:
+    """Return whether the run repeats logged steps after `step` with other settings."""
+    changed = bool(changes or directory.changes)
+    if not directory.checkpoints:  # The key `resume` decides where the run begins.
+        changed = changed or "resume" in differences(directory.path, directory.cfg, NOT_RESUME)
+    return changed and any(line["step"] > step for line in history(directory.path, sys.maxsize))
