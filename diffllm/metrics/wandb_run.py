@@ -17,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
@@ -196,7 +196,6 @@ class WandbRun:
         config: content of the wandb config.
         run_id: id of the wandb run to resume; None creates a new run.
         resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
-        over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
         name: name of the run in wandb; None: the name of `directory`.
         earlier: result of `history`, the steps of earlier starts of the run.
     """
@@ -208,7 +207,6 @@ class WandbRun:
         job_type: str,
         config: dict[str, Any],
         run_id: str | None,
-        over_tokens: Sequence[str] = (),
         resume: bool = True,
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
@@ -216,7 +214,6 @@ class WandbRun:
         self.id = run_id or new_id()
         """Id of the wandb run; differs from `run_id` if wandb cannot go online again."""
         self.earlier = earlier
-        self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
         self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -284,8 +281,6 @@ class WandbRun:
             offline_id = new_id() if is_new_run else self.id
             run = start(self.mode, options, offline_id)
             self.id = offline_id if run.offline else self.id
-            for name in self.over_tokens:
-                run.define_metric(name, step_metric="tokens")
             self.started.set()
             sent = uploaded
             if not run.offline:

@@ -265,9 +265,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     run_id = comparison_id(directory)
     for earlier in wandb_parent(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
         shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
-    run = WandbRun(
-        cfg, directory, "comparison", facts, run_id, over_tokens=("gap/*",), resume=False
-    )
+    run = WandbRun(cfg, directory, "comparison", facts, run_id, resume=False)
     for step, (tokens, line) in enumerate(sorted(lines.items())):
         run.log({"step": step, "tokens": tokens, **line})
     summary = {}
