@@ -97,6 +97,7 @@ def comparison_dashboard(
                 run_colours[run_id] = style.colour
                 group_colours.setdefault(wandb_group(run), style.colour)
     comparison_run = stored_comparison_id(directory)
+    baseline_runs = [run for row in comparison.rows if row.is_baseline for run in row.runs]
     return Dashboard(
         f"diffllm {title}",
         projects[0],
@@ -105,7 +106,7 @@ def comparison_dashboard(
         sweep_tags(runs, directory),
         run_colours,
         group_colours,
-        [wandb_id(run) for row in comparison.rows if row.is_baseline for run in row.runs],
+        [wandb_id(run) for run in baseline_runs if wandb_id(run)],
         comparison_run,
         gap_colours,
     )

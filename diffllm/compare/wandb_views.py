@@ -110,7 +110,7 @@ def send(views: Views, file: Path) -> tuple[str, str]:
         )
     import wandb
 
-    # By default, wandb retries for minutes and prints lines of its own.
+    # By default, wandb retries for minutes and prints additional lines.
     settings = wandb.Settings(
         silent=True, x_graphql_retry_max=RETRIES, x_graphql_retry_wait_max_seconds=2
     )
