@@ -10,6 +10,7 @@ import json
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 ENTITY = {"id": "1", "name": "team"}
@@ -62,12 +63,21 @@ class WandbServer:
         self.views: dict[str, dict[str, Any]] = {}
         self.away = False
         """Whether the server answers every request with status 503."""
+        self.refusals: dict[str, tuple[int, str]] = {}
+        """Status and message of refused requests, by GraphQL operation; or "file_stream"."""
         self.refused = 0
         """Number of requests that were answered with status 503."""
         handler = type("OwnRequests", (Requests,), {"owner": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.address = f"http://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def variables(self, home: Path) -> dict[str, str]:
+        """Return the environment variables of clients; `home` is an empty home directory."""
+        return {
+            "WANDB_BASE_URL": self.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
+            "WANDB_ERROR_REPORTING": "false",
+        }  # fmt: skip
 
     def close(self) -> None:
         self._http.shutdown()
@@ -133,15 +143,20 @@ class Requests(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         sent = json.loads(self.body())
+        operation = "file_stream"
+        if self.path.endswith("/graphql"):
+            operation = sent["query"].split("(")[0].split("{")[0].split()[-1]
+        status, message = self.owner.refusals.get(operation, (200, ""))
         with self.lock:
-            if self.path.endswith("/graphql"):
-                operation = sent["query"].split("(")[0].split("{")[0].split()[-1]
+            if message:
+                found = {"errors": [{"message": message, "path": [operation]}], "data": None}
+            elif operation != "file_stream":
                 found = {"data": self.owner.answer(operation, sent.get("variables") or {})}
             else:
                 if not self.owner.away:
                     self.owner.store(self.path.split("/")[-2], sent)
                 found = {"exitcode": None, "limits": {}}
-        self.reply(found)
+        self.reply(found, status)
 
     def do_PUT(self) -> None:
         self.body()
@@ -150,10 +165,10 @@ class Requests(BaseHTTPRequestHandler):
     def body(self) -> bytes:
         return self.rfile.read(int(self.headers["Content-Length"] or 0))
 
-    def reply(self, content: dict[str, Any]) -> None:
+    def reply(self, content: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(content).encode()
         self.owner.refused += self.owner.away
-        self.send_response(503 if self.owner.away else 200)
+        self.send_response(503 if self.owner.away else status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate": "run retrieval and in-context tasks on checkpoints",
     "report": "compare runs: losses with intervals, gaps and curves, as a page and a table",
     "dashboard": "make a wandb workspace and a report of a sweep, a study or a project",
+    "wandb": "write runs to wandb from their directories: disabled runs, moved servers, repair",
     "power": "estimate the seeds, tokens and hours to find a gap, from pilot runs",
     "study": "test a claim with a rule stated in advance: study run, study verdict",
     "attention-map": "draw the attention of the heads of a trained run",

@@ -84,6 +84,7 @@ def read_dashboard(args: DashboardArguments) -> "tuple[Dashboard, Path, str]":
     from diffllm.compare.report.page import required
     from diffllm.metrics.wandb_run import WandbConfig, WandbMode, check_project, resolve_mode
 
+    mode = None if args.mode == "auto" else WandbMode(args.mode)
     wandb = WandbConfig()
     if args.project:
         check_project("project", args.project)
@@ -99,9 +100,9 @@ def read_dashboard(args: DashboardArguments) -> "tuple[Dashboard, Path, str]":
         comparison, home = read(paths, args.baseline or None)
         directory = required(Path(args.out) if args.out else home)
         dashboard = comparison_dashboard(
-            comparison, home or directory, title or comparison.title, args.entity
+            comparison, home or directory, title or comparison.title, args.entity, mode
         )
         wandb = comparison.rows[0].runs[0].cfg.wandb
-    if args.mode != "auto":
-        wandb = WandbConfig(mode=WandbMode(args.mode))
+    if mode:
+        wandb = WandbConfig(mode=mode)
     return dashboard, directory, resolve_mode(wandb)

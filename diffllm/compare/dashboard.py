@@ -17,7 +17,7 @@ from diffllm.compare.report.runs import Run
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
 from diffllm.metrics.table import GAPS
-from diffllm.metrics.wandb_run import LONGEST_TAG, WandbConfig, with_variables
+from diffllm.metrics.wandb_run import LONGEST_TAG, WandbMode, resolve_mode, with_recorded
 
 NOISE_FLOOR = "gap/noise_floor"
 LEAST_RUNS, PROJECT_RUNS = 10, 100
@@ -61,7 +61,11 @@ def project_dashboard(project: str, entity: str) -> Dashboard:
 
 
 def comparison_dashboard(
-    comparison: Comparison, directory: Path, title: str, entity: str = ""
+    comparison: Comparison,
+    directory: Path,
+    title: str,
+    entity: str = "",
+    mode: WandbMode | None = None,
 ) -> Dashboard:
     """Return the dashboard of compared runs.
 
@@ -71,13 +75,18 @@ def comparison_dashboard(
     Args:
         directory: directory of the report, which can contain the id of the wandb run with the gaps.
         entity: user or team; empty: the entity of the runs.
+        mode: replaces the mode of the runs, because `diffllm wandb` also writes disabled runs.
     """
     runs = [run for row in comparison.rows for run in row.runs]
-    configs = {wandb_id(run): wandb_config(run) for run in runs if wandb_id(run)}
+    configs = {}
+    for run in runs:
+        cfg = with_recorded(run.cfg.wandb, run.variables, mode)
+        if resolve_mode(cfg) != "disabled" and wandb_id(run):
+            configs[wandb_id(run)] = cfg
     if not configs:
         raise ConfigError(
-            f"no run of {title} was logged to wandb (wandb.mode=disabled); train with "
-            "wandb.mode=online or offline, or name a wandb project with project=NAME"
+            f"no run of {title} was logged to wandb (wandb.mode=disabled); write the runs with "
+            "diffllm wandb sweep=DIR mode=online, then add mode=online"
         )
     projects = sorted({cfg.project or "" for cfg in configs.values()})
     if len(projects) > 1:
@@ -93,9 +102,10 @@ def comparison_dashboard(
     for row, style in zip(comparison.rows, styles, strict=True):
         gap_colours |= dict.fromkeys(gap_metrics(row), style.colour)
         for run in row.runs:
-            if run_id := wandb_id(run):
-                run_colours[run_id] = style.colour
-                group_colours.setdefault(wandb_group(run), style.colour)
+            if recorded := configs.get(wandb_id(run)):
+                group = run.facts.get("wandb_group") or recorded.group or run.variant
+                run_colours[wandb_id(run)] = style.colour
+                group_colours.setdefault(group, style.colour)
     comparison_run = stored_comparison_id(directory)
     baseline_runs = [run for row in comparison.rows if row.is_baseline for run in row.runs]
     return Dashboard(
@@ -106,7 +116,7 @@ def comparison_dashboard(
         sweep_tags(runs, directory),
         run_colours,
         group_colours,
-        [wandb_id(run) for run in baseline_runs if wandb_id(run)],
+        [wandb_id(run) for run in baseline_runs if wandb_id(run) in configs],
         comparison_run,
         gap_colours,
     )
@@ -142,18 +152,8 @@ def gap_metrics(row: Row) -> list[str]:
 
 
 def wandb_id(run: Run) -> str:
-    """Return the id of a run in wandb; empty if the run was not logged to wandb."""
-    disabled = run.cfg.wandb.mode.value == "disabled"
-    return "" if disabled else run.facts.get("wandb_id") or ""
-
-
-def wandb_config(run: Run) -> WandbConfig:
-    return with_variables(run.cfg.wandb, run.variables)
-
-
-def wandb_group(run: Run) -> str:
-    recorded = run.facts.get("wandb_group")
-    return recorded or wandb_config(run).group or run.variant
+    """Return the id of a run in wandb; empty if run.json is missing or damaged."""
+    return run.facts.get("wandb_id") or ""
 
 
 def sweep_tags(runs: list[Run], directory: Path) -> list[str]:

@@ -15,7 +15,8 @@ from diffllm.compare.dashboard import Dashboard
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json, replace_file
 from diffllm.metrics.panels import Panel, PanelSection
-from diffllm.metrics.wandb_run import abandon_service, has_api_key
+from diffllm.metrics.wandb_run import has_api_key
+from diffllm.metrics.wandb_start import abandon_service
 
 FILE = "dashboard.json"
 GROUP = "Group"

@@ -1,5 +1,6 @@
 """The history of a run, as its directory contains it."""
 
+import os
 from collections.abc import Iterator
 from heapq import merge
 from itertools import groupby
@@ -7,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from diffllm.core.files import readable
 from diffllm.metrics.records import logged_lines
 from diffllm.metrics.steps import read_steps, step_values
 
@@ -15,12 +17,15 @@ def history(run: Path, last_step: int) -> Iterator[dict[str, Any]]:
     """Yield the metrics of each step up to `last_step` as wandb receives them, oldest first.
 
     A line contains the step's row of steps.npy and its line of metrics.jsonl. In runs of older
-    versions, only logged steps have a line. Raises CheckpointError if a file cannot be read.
+    versions, only logged steps have a line. A missing file has no lines. Raises CheckpointError if
+    a file cannot be read.
     """
+    file = run / "metrics.jsonl"
     rows = step_values(read_steps(run / "steps.npy", last_step))
-    lines = logged_lines(run / "metrics.jsonl", last_step)
-    for _, parts in groupby(merge(rows, lines, key=itemgetter("step")), itemgetter("step")):
-        line: dict[str, Any] = {}
-        for part in parts:
-            line |= part
-        yield line
+    with readable(file):
+        lines = logged_lines(file, last_step) if os.path.lexists(file) else iter(())
+        for _, parts in groupby(merge(rows, lines, key=itemgetter("step")), itemgetter("step")):
+            line: dict[str, Any] = {}
+            for part in parts:
+                line |= part
+            yield line

@@ -69,6 +69,14 @@ def read_record(file: Path) -> dict[str, Any] | None:
     return None
 
 
+def recorded_variables(facts: dict[str, Any]) -> dict[str, str]:
+    """Return the environment variables that `facts`, the content of run.json, records."""
+    variables = (facts.get("environment") or {}).get("variables")
+    if not isinstance(variables, dict):
+        return {}
+    return {name: str(value) for name, value in variables.items()}
+
+
 def finite(value: Any) -> float | None:
     """Return `value` as float if it is a number of magnitude at most LARGEST; otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:

@@ -13,8 +13,6 @@ import netrc
 import os
 import queue
 import re
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -28,18 +26,22 @@ from urllib.parse import urlsplit
 from diffllm.core.errors import ConfigError
 from diffllm.core.names import shortened
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.records import finite
-from diffllm.metrics.table import AXES, METRICS
 from diffllm.metrics.wandb_directories import (
-    ONLINE_RUNS,
     has_online,
     set_aside,
     sync_command,
     wandb_parent,
 )
+from diffllm.metrics.wandb_start import (
+    abandon_service,
+    create_run,
+    log_step,
+    new_id,
+    open_run,
+    refusal_text,
+    tear_down,
+)
 
-ONLINE_SECONDS = 20
-"""Longest wait for the server's answer; after a longer wait the run is recorded offline."""
 START_SECONDS = 60
 FINISH_SECONDS = 60
 BACKLOG = 4096
@@ -124,6 +126,28 @@ def with_variables(cfg: WandbConfig, variables: Mapping[str, str] = os.environ) 
     return replace(cfg, project=project, entity=entity, group=group, tags=tags)
 
 
+def with_recorded(
+    cfg: WandbConfig,
+    variables: Mapping[str, str],
+    mode: WandbMode | None = None,
+    project: str | None = None,
+    entity: str | None = None,
+) -> WandbConfig:
+    """Return the config of a run of an earlier process, whose run.json records `variables`.
+
+    `mode`, `project` and `entity` replace the values of the run. Raises ConfigError as
+    `with_variables`.
+    """
+    if mode is not None:
+        cfg = replace(cfg, mode=mode)
+    cfg = with_variables(cfg, variables)
+    check_project("project", project)
+    cfg = replace(cfg, project=project or cfg.project, entity=entity or cfg.entity)
+    if cfg.entity is None and os.environ.get("WANDB_ENTITY"):
+        cfg = replace(cfg, entity="")  # For None, wandb itself would use the present variable.
+    return cfg
+
+
 def split_tags(text: str | None) -> list[str]:
     """Return the tags in the value of a variable, as in a,b; ignore empty tags."""
     tags = (text or "").split(",")
@@ -155,10 +179,6 @@ def check_wandb(cfg: WandbConfig) -> None:
         )
 
 
-def new_id() -> str:
-    return secrets.token_hex(4)
-
-
 def resolve_mode(cfg: WandbConfig) -> str:
     """Return the mode that is passed to wandb: `cfg.mode`, or the replacement for `auto`.
 
@@ -186,6 +206,33 @@ def has_api_key() -> bool:
     return False
 
 
+def init_options(
+    cfg: WandbConfig,
+    directory: Path,
+    job_type: str,
+    config: dict[str, Any],
+    run_id: str | None,
+    name: str | None = None,
+    variables: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """Return the options of `wandb.init`; arguments as in WandbRun.
+
+    WANDB_JOB_TYPE in `variables` replaces `job_type`.
+    """
+    # wandb prefers these options to its variables, so each variable is read here.
+    return {
+        "project": cfg.project,
+        "entity": cfg.entity,
+        "name": shortened(name or directory.name, LONGEST_NAME),
+        "group": shortened(cfg.group, LONGEST_NAME) if cfg.group else None,
+        "job_type": variables.get("WANDB_JOB_TYPE") or job_type,
+        "tags": list(dict.fromkeys(cfg.tags or [])),
+        "id": run_id or new_id(),
+        "dir": str(wandb_parent(directory)),
+        "config": config,
+    }
+
+
 class WandbRun:
     """A run in Weights & Biases whose failures do not stop training.
 
@@ -195,7 +242,7 @@ class WandbRun:
         job_type: job type, unless WANDB_JOB_TYPE is set.
         config: content of the wandb config.
         run_id: id of the wandb run to resume; None creates a new run.
-        resume: False replaces the content of the wandb run `run_id` instead of resuming the run.
+        resume: False creates a wandb run instead of resuming `run_id`, see `create_run`.
         name: name of the run in wandb; None: the name of `directory`.
         earlier: result of `history`, the steps of earlier starts of the run.
     """
@@ -211,8 +258,10 @@ class WandbRun:
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
     ):
-        self.id = run_id or new_id()
-        """Id of the wandb run; differs from `run_id` if wandb cannot go online again."""
+        options = init_options(cfg, directory, job_type, config, run_id, name)
+        options["resume"] = "allow" if resume else None
+        self.id: str = options["id"]
+        """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
         self.earlier = earlier
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
@@ -223,19 +272,6 @@ class WandbRun:
         self.started = threading.Event()
         if not self.working:
             return
-        # wandb prefers these options to its variables, so each variable is read here.
-        options = {
-            "project": cfg.project,
-            "entity": cfg.entity,
-            "name": shortened(name or directory.name, LONGEST_NAME),
-            "group": shortened(cfg.group, LONGEST_NAME) if cfg.group else None,
-            "job_type": os.environ.get("WANDB_JOB_TYPE") or job_type,
-            "tags": list(dict.fromkeys(cfg.tags or [])),
-            "id": self.id,
-            "resume": "allow" if resume else None,
-            "dir": str(wandb_parent(directory)),
-            "config": config,
-        }
         self.thread = threading.Thread(target=self._work, args=(options,), daemon=True)
         self.thread.start()
         self.started.wait(START_SECONDS)
@@ -277,21 +313,18 @@ class WandbRun:
             place = Path(options["dir"])
             uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
             # Offline, the last step on the server is unknown: a new wandb run gets all lines.
-            is_new_run = was_online and options["resume"] is not None
-            offline_id = new_id() if is_new_run else self.id
+            offline_id = new_id() if was_online else self.id
             run = start(self.mode, options, offline_id)
-            self.id = offline_id if run.offline else self.id
+            self.id = offline_id if run.offline else run.id
             self.started.set()
             sent = uploaded
             if not run.offline:
                 sent = run.step - 1
-            elif is_new_run:
+            elif was_online:
                 sent = -1
             for values in chain(self.earlier, iter(self.lines.get, None)):
                 if values["step"] > sent:
-                    # wandb would store a NaN as the minimum of the metric in the run summary.
-                    shown = {name: v for name, v in values.items() if finite(v) is not None}
-                    run.log(shown, step=values["step"])
+                    log_step(run, values)
                     self.taken_at = time.monotonic()
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
@@ -308,73 +341,23 @@ class WandbRun:
 
 
 def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
-    """Start a wandb run with `wandb.init(**options)`, and set the x-axis of each metric.
+    """Start a wandb run with `open_run`, or with `create_run` if options["resume"] is None.
 
-    If `mode` is "online" and the server cannot be reached, record the run offline. An offline run
-    has the id `offline_id`.
+    If `mode` is "online" and the server refuses the run, record the run offline. An offline run has
+    the id `offline_id`.
     """
-    import wandb
-
-    wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
     # `wandb sync` shifts the steps of an offline run that may be resumed.
     offline_options = {**options, "resume": None, "id": offline_id}
     if mode == "offline":
-        options = offline_options
-    place = Path(options["dir"])
-    online_runs = set(place.glob(ONLINE_RUNS))
+        return open_run(mode, offline_options)
     try:
-        run = wandb.init(mode=mode, settings=init_settings(), **options)  # type: ignore[arg-type]
+        return create_run(mode, options) if options["resume"] is None else open_run(mode, options)
     except Exception as error:
         if mode != "online":
             raise
-        command = sync_command(place, offline_id)
+        command = sync_command(Path(options["dir"]), offline_id)
         to_stderr(
-            f"wandb cannot go online, the run is recorded offline: {error!r}; "
+            f"wandb cannot go online, the run is recorded offline: {refusal_text(error)}; "
             f"`{command}` uploads the run"
         )
-        # The service would reject the id as in use; some versions retry for a minute at a teardown.
-        abandon_service()
-        # The failed start leaves a directory, which `has_online` would take for an online run.
-        for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - online_runs:
-            shutil.rmtree(failed, ignore_errors=True)
-        run = wandb.init(mode="offline", settings=init_settings(), **offline_options)
-    for axis in AXES:
-        run.define_metric(axis, hidden=True)
-    for metric in METRICS:
-        if metric.name in AXES:
-            continue
-        # wandb always keeps the last value; summary="last" would store it as <name>.last.
-        asked = None if metric.summary == "last" else metric.summary
-        run.define_metric(metric.name, step_metric="tokens", summary=asked)
-    return run
-
-
-def init_settings() -> Any:
-    """Return the settings of one start: `wandb.init` may write its options into them."""
-    import wandb
-
-    # run.log contains the output, and wandb would print next to the progress bar.
-    settings = wandb.Settings(silent=True, console="off")
-    if "WANDB_INIT_TIMEOUT" not in os.environ:
-        settings.init_timeout = ONLINE_SECONDS
-    return settings
-
-
-def tear_down() -> None:
-    """Stop wandb's service process, and ignore any error.
-
-    Without this call, wandb prints a traceback at exit if its service process has died.
-    """
-    with contextlib.suppress(Exception, SystemExit):
-        import wandb
-
-        wandb.teardown()
-
-
-def abandon_service() -> None:
-    """Kill wandb's service process, because wandb waits at exit for a service that hangs."""
-    with contextlib.suppress(Exception):
-        import wandb
-
-        wandb.setup()._connection._proc._process.kill()  # type: ignore[union-attr]
-    tear_down()
+        return open_run("offline", offline_options)

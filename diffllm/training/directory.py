@@ -1,11 +1,13 @@
 """The run directory: its name, its lock and its files."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from diffllm.config.words import former_text
 from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import (
+    NO_FLOCK,
     check_length,
     hold,
     missing,
+    open_regular,
     take_back,
     user_path,
     why_no_file,
@@ -40,6 +44,7 @@ DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wa
 FOR_GOOD = ("init_match", "weights", "previous")
 """Facts in run.json that the first start of a run decides."""
 
+LARGEST_LOCK = 1000
 LONGEST_NAME = 230
 """Maximum bytes of a name: file systems allow 255, and log files append suffixes."""
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
@@ -167,6 +172,30 @@ class RunDirectory:
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+@contextmanager
+def unlocked(path: Path) -> Iterator[bool]:
+    """Keep runs from starting in the run directory `path` in this context, without writing to it.
+
+    Yield False if a process holds the lock of the directory, as in training. Yield True if there is
+    no lock file or its file system has no locks, although a run can then start.
+    """
+    try:
+        stream = open_regular(path / ".lock", LARGEST_LOCK)
+    except (OSError, ValueError):
+        yield True
+        return
+    with stream:
+        free = True
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+        yield free
 
 
 def kind_of(path: Path) -> str | None:

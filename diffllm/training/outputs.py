@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,19 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
-from diffllm.metrics.wandb_run import WandbRun, split_tags, with_defaults, with_variables
+from diffllm.metrics.wandb_run import (
+    WandbConfig,
+    WandbRun,
+    split_tags,
+    with_defaults,
+    with_variables,
+)
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
-from diffllm.training.process import Process, in_sweep, provenance
+from diffllm.training.process import Process, provenance
 from diffllm.training.start import Claimed
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
@@ -68,25 +74,19 @@ def open_sinks(
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
     resumes = claimed.checkpoint is not None
-    group = default_group(cfg, directory.facts if resumes else None)
-    tags = split_tags(os.environ.get("DIFFLLM_WANDB_TAGS"))
-    if cfg.run.sweep:
-        tags = [*tags, cfg.run.sweep]
-    wandb_config = with_defaults(with_variables(cfg.wandb), group, tags)
+    wandb_config = with_labels(
+        with_variables(cfg.wandb), cfg, directory.facts if resumes else None, os.environ
+    )
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe(facts, resumes)
-    config = {**yaml_dict(cfg), **facts}
     restarted = directory.has_run  # before the files of this start exist
     events = EventsFile(path / EVENTS, state.step)
     if restarted:
         events.write(restart(cfg, directory, state.step))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
-    # The runs of a sweep or study share WANDB_NAME, but need different names.
-    variable = "DIFFLLM_WANDB_NAME" if in_sweep() else "WANDB_NAME"
     wandb = WandbRun(
-        wandb_config, path, cfg.run.choices["model"], config, state.wandb_id,
-        name=cfg.run.name or os.environ.get(variable),
+        wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
         earlier=history(path, state.step),
     )  # fmt: skip
     if wandb.id != state.wandb_id:
@@ -106,17 +106,65 @@ def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
     return Event("restart", step, step * cfg.global_batch_size * cfg.seq_len, detail=detail)
 
 
-def default_group(cfg: TrainConfig, earlier: dict[str, Any] | None) -> str:
-    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
+def with_labels(
+    wandb_config: WandbConfig,
+    cfg: TrainConfig,
+    earlier: dict[str, Any] | None,
+    variables: Mapping[str, str],
+) -> WandbConfig:
+    """Return `wandb_config` with the group and the tags of a run.
 
     Args:
-        earlier: content of run.json if the run resumes; None for a new run.
+        wandb_config: result of `with_variables` or `with_recorded`.
+        earlier: content of run.json if the run has begun before; None for a new run.
+        variables: environment variables of the run.
+    """
+    tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
+    if cfg.run.sweep:
+        tags = [*tags, cfg.run.sweep]
+    return with_defaults(wandb_config, default_group(cfg, earlier, variables), tags)
+
+
+def default_group(
+    cfg: TrainConfig, earlier: dict[str, Any] | None, variables: Mapping[str, str]
+) -> str:
+    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
+
+    Arguments as in `with_labels`.
     """
     variant = cfg.run.choices["attention"]
     if earlier is not None:
         # Older versions recorded no group: the group of their runs is the attention variant.
         return earlier.get("wandb_group") or variant
-    return os.environ.get("DIFFLLM_WANDB_GROUP") or variant
+    return variables.get("DIFFLLM_WANDB_GROUP") or variant
+
+
+def wandb_arguments(
+    cfg: TrainConfig, path: Path, facts: dict[str, Any], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the arguments of `init_options` that the run in `path` has at every start.
+
+    Args:
+        facts: content of run.json.
+        variables: environment variables of the run.
+    """
+    # The runs of a sweep or study share WANDB_NAME, but need different names.
+    variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
+    return {
+        "directory": path,
+        "job_type": cfg.run.choices["model"],
+        "config": {**yaml_dict(cfg), **facts},
+        "name": cfg.run.name or variables.get(variable),
+    }
+
+
+def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the wandb summary and the exit code of a run; wandb shows diverged runs as failed.
+
+    `summary` is the content of summary.json.
+    """
+    values = {name: value for name, value in summary.items() if name != "sample"}
+    return values, int(bool(summary.get("diverged") or summary.get("stopped")))
 
 
 def give_up(out: Outputs, error: UserError) -> None:
@@ -177,7 +225,7 @@ def finish(
     claimed.directory.finish(summary)
     reported = report(claimed.path) if report else "off (run.report)"
     here.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, reported))
-    out.sinks.wandb.finish({name: v for name, v in summary.items() if name != "sample"})
+    out.sinks.wandb.finish(*wandb_ending(summary))
 
 
 def sample(t: Training, data: Prepared) -> str:

@@ -354,6 +354,8 @@ def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch,
     line = only_line(capfd)
     assert line.startswith("wandb cannot go online, the run is recorded offline: ")
     assert "401" in line
+    assert "; run `wandb login`, or set WANDB_API_KEY; `wandb sync " in line
+    assert f"/wandb/offline-run-*-{run.id}` uploads the run" in line
     assert KEY not in line
 
 

@@ -4,10 +4,9 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffllm.compare.report import tables
 from diffllm.compare.report.comparison import Comparison
@@ -44,14 +43,16 @@ from diffllm.core.printing import KEPT, Cell, Table, TableColumn
 from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import (
     WandbRun,
-    new_id,
     resolve_mode,
     with_defaults,
-    with_variables,
+    with_recorded,
 )
+from diffllm.metrics.wandb_start import new_id
 from diffllm.statistics.estimates import Estimate
 
 MOST = 12
+COMPARISON = "comparison"
+"""Job type and default group of the wandb run of a comparison."""
 COMPARISON_ID = ".wandb-id"
 """File in a directory of runs: the id of the wandb run of their comparison."""
 
@@ -235,25 +236,28 @@ def row_cells(row: Row) -> list[str]:
     return [row.label, loss, gap, seeds, compact(row.values.get("parameters"))]
 
 
-def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Log the loss gap of each row to its baseline, over training tokens, to a wandb run.
+class GapRun(NamedTuple):
+    """Content of the wandb run of a comparison."""
+
+    arguments: dict[str, Any]
+    """Arguments of `init_options`."""
+    lines: list[dict[str, Any]]
+    """Loss gaps by training tokens; the key "step" counts the lines."""
+    summary: dict[str, float]
+
+
+def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
+    """Return the loss gap of each row to its baseline, over training tokens, as a wandb run.
 
     `gap/<row>` is the gap in held-out sample loss, and `gap/<row>/low` and `gap/<row>/high` are the
     ends of its 95% interval, which a single seed does not have. The summary contains the gaps of
-    the report. `gap/noise_floor` is half the width of the noise floor. The wandb mode and project
-    come from the config of the first run and from the variables in its run.json. Another call for
-    the same directory replaces the content of the wandb run. If no row has a gap, or if wandb is
-    disabled, log nothing and return False; otherwise return True.
+    the report. `gap/noise_floor` is half the width of the noise floor. Return None if no row has a
+    gap.
     """
     rows = [row for row in comparison.rows if row.gap]
     gaps = {row.label: gaps for row in rows if (gaps := sample_gaps(row))}
-    first = comparison.rows[0].runs[0]
-    cfg = with_variables(first.cfg.wandb, first.variables)
-    cfg = with_defaults(cfg, "comparison", [directory.name])
-    if not gaps or resolve_mode(cfg) == "disabled":
-        return False
-    if cfg.entity is None and os.environ.get("WANDB_ENTITY"):
-        cfg = replace(cfg, entity="")  # For None, wandb itself would use the present variable.
+    if not gaps:
+        return None
     lines: dict[int, dict[str, float]] = {}
     for label, by_tokens in gaps.items():
         for tokens, gap in by_tokens.items():
@@ -261,19 +265,48 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     if floor := seed_noise(rows_of_gaps(comparison.rows)):
         for tokens, half in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
             lines.setdefault(int(tokens), {})["gap/noise_floor"] = half
-    facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
-    run_id = comparison_id(directory)
-    for earlier in wandb_parent(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
-        shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
-    run = WandbRun(cfg, directory, "comparison", facts, run_id, resume=False)
-    for step, (tokens, line) in enumerate(sorted(lines.items())):
-        run.log({"step": step, "tokens": tokens, **line})
     summary = {}
     for row in rows:
         assert row.gap
         summary.update(gap_values(row.label, row.gap))
-    run.finish(summary)
+    arguments = {
+        "directory": directory,
+        "job_type": COMPARISON,
+        "config": {"baseline": comparison.baseline, "rows": [row.label for row in rows]},
+    }
+    steps = []
+    for step, (tokens, line) in enumerate(sorted(lines.items())):
+        steps.append({"step": step, "tokens": tokens, **line})
+    return GapRun(arguments, steps, summary)
+
+
+def record_gaps(comparison: Comparison, directory: Path) -> bool:
+    """Log the result of `gap_run` to wandb; another call replaces the wandb run.
+
+    The wandb mode and project come from the config of the first run and from the variables in its
+    run.json. If no row has a gap, or if wandb is disabled, log nothing and return False; otherwise
+    return True.
+    """
+    first = comparison.rows[0].runs[0]
+    cfg = with_recorded(first.cfg.wandb, first.variables)
+    cfg = with_defaults(cfg, COMPARISON, [directory.name])
+    gaps = gap_run(comparison, directory)
+    if gaps is None or resolve_mode(cfg) == "disabled":
+        return False
+    run_id = comparison_id(directory)
+    remove_offline_gaps(directory, run_id)
+    run = WandbRun(cfg, **gaps.arguments, run_id=run_id, resume=False)
+    for line in gaps.lines:
+        run.log(line)
+    run.finish(gaps.summary)
+    store_comparison_id(directory, run.id)
     return True
+
+
+def remove_offline_gaps(directory: Path, run_id: str) -> None:
+    """Delete the offline wandb runs `run_id` of the comparison in `directory`."""
+    for earlier in wandb_parent(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
+        shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
 
 
 def gap_values(label: str, gap: Estimate) -> dict[str, float]:
@@ -291,8 +324,13 @@ def comparison_id(directory: Path) -> str:
     if stored := stored_comparison_id(directory):
         return stored
     run_id = new_id()
-    replace_file(directory / COMPARISON_ID, f"{run_id}\n")
+    store_comparison_id(directory, run_id)
     return run_id
+
+
+def store_comparison_id(directory: Path, run_id: str) -> None:
+    if run_id != stored_comparison_id(directory):
+        replace_file(directory / COMPARISON_ID, f"{run_id}\n")
 
 
 def stored_comparison_id(directory: Path) -> str | None:

@@ -25,6 +25,7 @@ from diffllm.metrics.records import (
     read_metrics_line,
     read_record,
     read_summary,
+    recorded_variables,
 )
 
 DEPTH = 4
@@ -111,10 +112,7 @@ class Run:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that run.json records, such as WANDB_PROJECT."""
-        variables = (self.facts.get("environment") or {}).get("variables")
-        if not isinstance(variables, dict):
-            return {}
-        return {name: str(value) for name, value in variables.items()}
+        return recorded_variables(self.facts)
 
     @property
     def seeds(self) -> tuple[int, int]:

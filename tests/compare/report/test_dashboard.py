@@ -20,7 +20,7 @@ from diffllm.compare.report.figures import row_styles
 from diffllm.compare.report.page import COMPARISON_ID
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import AXES, METRICS, metric_of
-from diffllm.metrics.wandb_run import abandon_service
+from diffllm.metrics.wandb_start import abandon_service
 
 DIGEST = Path(__file__).parents[2] / "data_files" / "dashboard.txt"
 LOSSES = {"standard": [4.0, 4.2, 4.1], "diff_v2": [3.8, 4.0, 3.7]}
@@ -290,16 +290,16 @@ def test_wrong_argument_causes_one_line_with_fix(swept, words, message, capsys):
     assert line.startswith(f"error: {message.format(swept)}")
 
 
-def test_runs_without_wandb_or_in_several_projects_are_refused(swept, capsys):
-    first, *others = sorted(swept.iterdir())
+def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatch, capsys):
     variables = {"environment": {"variables": {"WANDB_PROJECT": "other"}}}
-    change_facts(first, **variables)
+    change_facts(swept / "standard-seed0", **variables)
     assert main(["dashboard", str(swept)]) == 2
     assert "in several wandb projects (diffllm, other); name runs" in capsys.readouterr().err
-    for run in (first, *others):
-        change_facts(run, wandb_id=None)
+    change_facts(swept / "standard-seed0", environment={})
+    monkeypatch.setenv("WANDB_MODE", "disabled")
     assert main(["dashboard", str(swept)]) == 2
     assert "no run of swept was logged to wandb (wandb.mode=disabled)" in capsys.readouterr().err
+    assert main(["dashboard", str(swept), "mode=offline"]) == 0
 
 
 def test_missing_package_causes_one_line_with_command(swept, monkeypatch, capsys):

@@ -108,6 +108,27 @@ def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
     assert gap_of(second.summary) != gap_of(first.summary)
 
 
+def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
+    for file in swept.glob("*/run.json"):
+        facts = json.loads(file.read_text(encoding="utf-8")) | {"wandb_id": file.parent.name}
+        file.write_text(json.dumps(facts), encoding="utf-8")
+    assert record_gaps(read([swept])[0], swept)
+    first = OfflineRun(swept)
+    assert main(["wandb", f"sweep={swept}", "project=moved", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert [written["id"] for written in content["runs"]] == [
+        "gated0", "gated1", "standard0", "standard1",
+    ]  # fmt: skip
+    second = OfflineRun(swept)
+    assert second.path != first.path
+    assert second.header.project == OfflineRun(swept / "gated1").header.project == "moved"
+    assert second.header.run_id == first.header.run_id
+    assert second.header.run_group == first.header.run_group == "comparison"
+    assert second.history == first.history
+    assert gap_of(second.summary) == gap_of(first.summary)
+    assert second.config["rows"] == first.config["rows"]
+
+
 def test_record_gaps_of_single_seed_has_no_interval(swept):
     for variant in ("standard", "gated"):
         shutil.rmtree(swept / f"{variant}1")

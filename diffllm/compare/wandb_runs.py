@@ -1,0 +1,184 @@
+"""Write runs and the loss gaps of sweeps to wandb, from their directories."""
+
+import hashlib
+import os
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diffllm.checkpoint.directory import list_checkpoints
+from diffllm.checkpoint.manifest import read_state
+from diffllm.compare.report.comparison import read
+from diffllm.compare.report.page import (
+    COMPARISON,
+    comparison_id,
+    gap_run,
+    remove_offline_gaps,
+    store_comparison_id,
+)
+from diffllm.config import TrainConfig
+from diffllm.config.saved import load_run_config
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import read_bytes, readable
+from diffllm.metrics.history import history
+from diffllm.metrics.records import read_ending, read_record, recorded_variables
+from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
+from diffllm.metrics.wandb_run import (
+    MODES,
+    RUN_ID,
+    WandbConfig,
+    WandbMode,
+    init_options,
+    resolve_mode,
+    with_defaults,
+    with_recorded,
+)
+from diffllm.metrics.wandb_start import Upload, new_id, upload
+from diffllm.training.directory import unlocked
+from diffllm.training.outputs import wandb_arguments, wandb_ending, with_labels
+
+LAST_STEP = 2**32 - 1
+
+
+class Destination(NamedTuple):
+    """Values that replace those of the runs."""
+
+    mode: WandbMode
+    """online or offline."""
+    project: str | None
+    """None: the project of the run."""
+    entity: str | None
+    """None: the entity of the run."""
+
+
+def choose_destination(mode: str, project: str, entity: str) -> Destination:
+    """Return the destination for the arguments of the command; empty texts keep values of the runs.
+
+    Raises ConfigError if the mode is invalid, or if WANDB_MODE=disabled applies.
+    """
+    if mode not in ("auto", "online", "offline"):
+        raise ConfigError(f"mode={mode!r} must be auto, online or offline")
+    resolved = resolve_mode(WandbConfig(WandbMode[mode]))
+    if resolved not in ("online", "offline"):
+        raise ConfigError(f"WANDB_MODE={resolved} writes no run; set mode=online or mode=offline")
+    return Destination(WandbMode[resolved], project or None, entity or None)
+
+
+def write_run(path: Path, destination: Destination) -> dict[str, Any]:
+    """Write the steps, config and summary of the run in `path` to wandb, see `upload`.
+
+    Of a run that is in training, write the present steps. The run directory changes only in wandb/.
+    Raises CheckpointError if the run has no metrics, cannot be read, or is in training with wandb
+    online; ConfigError if the server refuses the run.
+
+    Returns:
+        "run", "id", "replaces" (id of the run that the server already has, or None), "lines",
+        "seconds", "url" (None offline), "directory" (of wandb's files).
+    """
+    cfg = load_run_config(path)
+    facts = read_record(path / "run.json") or {}
+    variables = recorded_variables(facts)
+    run_id = id_of_run(path, facts)
+    place = writable_parent(path)
+    with unlocked(path) as ended:
+        lines = history(path, LAST_STEP)
+        first = next(lines, None)
+        if first is None:
+            raise CheckpointError(
+                f"{path} has no metrics: steps.npy and metrics.jsonl are missing or empty; "
+                "train the run first"
+            )
+        training_mode = None if ended else mode_in_training(cfg, variables, place, run_id)
+        if training_mode == "online":
+            raise CheckpointError(f"{path} is in training and logs online; wait until it ends")
+        options = init_options(
+            with_labels(
+                with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
+            ),
+            **wandb_arguments(cfg, path, facts, variables),
+            run_id=run_id, variables=variables,
+        )  # fmt: skip
+        if training_mode == "offline":
+            # `wandb sync` will upload the run's own files, under the id of the run.
+            options["id"] = new_id()
+        elif destination.mode is WandbMode.offline:
+            uploaded_step = set_aside(place, run_id)
+            if uploaded_step >= 0 or has_online(place, run_id):
+                # `wandb sync` would append to the run on the server.
+                options["id"] = new_id()
+        summary, exit_code = wandb_ending(read_ending(path) or {})
+        mode = destination.mode.value
+        uploaded = upload(mode, options, chain([first], lines), summary, exit_code)
+        if destination.mode is WandbMode.online and training_mode != "offline":
+            set_aside(place, run_id)  # Not earlier: the server could have refused the run.
+    return as_json(path, uploaded, run_id)
+
+
+def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
+    """Write the loss gaps of a sweep or study to wandb; return None if there are no gaps.
+
+    Raises ConfigError if no run can be read, or if the server refuses the run. The result has the
+    same keys as that of `write_run`.
+    """
+    comparison, _ = read([sweep])
+    gaps = gap_run(comparison, sweep)
+    if gaps is None:
+        return None
+    writable_parent(sweep)
+    first = comparison.rows[0].runs[0]
+    run_id = comparison_id(sweep)
+    cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
+    cfg = with_defaults(cfg, COMPARISON, [sweep.name])
+    options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
+    if destination.mode is WandbMode.offline and has_online(wandb_parent(sweep), run_id):
+        options["id"] = new_id()
+    remove_offline_gaps(sweep, run_id)
+    mode = destination.mode.value
+    uploaded = upload(mode, options, gaps.lines, gaps.summary)
+    store_comparison_id(sweep, uploaded.id)
+    return as_json(sweep, uploaded, run_id)
+
+
+def as_json(path: Path, uploaded: Upload, run_id: str) -> dict[str, Any]:
+    replaced = run_id if uploaded.id != run_id else None
+    return {"run": str(path), "replaces": replaced, **uploaded._asdict()}
+
+
+def id_of_run(path: Path, facts: dict[str, Any]) -> str:
+    """Return the id of a run in wandb, from run.json or the newest checkpoint.
+
+    A run of an older version without both has an id that depends on its config and first metrics.
+    """
+    known_id = facts.get("wandb_id")
+    if known_id is None:
+        for checkpoint in list_checkpoints(path / "checkpoints")[-1:]:
+            known_id = (read_state(checkpoint)["loop"] or {}).get("wandb_id")
+    if isinstance(known_id, str) and RUN_ID.fullmatch(known_id):
+        return known_id
+    with readable(path / "config.yaml"):
+        content = read_bytes(path / "config.yaml")
+    first = next(history(path, LAST_STEP), {})
+    return hashlib.sha256(content + repr(first).encode()).hexdigest()[:8]
+
+
+def mode_in_training(cfg: TrainConfig, variables: dict[str, str], place: Path, run_id: str) -> str:
+    """Return the wandb mode of a run that is in training, as its directory shows it.
+
+    Arguments as in `set_aside`; `variables` are those that run.json records.
+    """
+    if cfg.wandb.mode is not WandbMode.auto:
+        return cfg.wandb.mode.value
+    if mode := MODES.get(variables.get("WANDB_MODE", "")):
+        return mode
+    return "online" if has_online(place, run_id) else "offline"
+
+
+def writable_parent(path: Path) -> Path:
+    """Return the result of `wandb_parent`; raises ConfigError if wandb cannot write there."""
+    place = wandb_parent(path)
+    directory = place / "wandb" if (place / "wandb").exists() else place
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{directory} cannot be written; set WANDB_DIR to a directory for the files of wandb"
+        )
+    return place
