@@ -1,7 +1,8 @@
 """A stand-in for the server of wandb on 127.0.0.1, for the real client.
 
 It answers the GraphQL queries that wandb's service sends for a run, and stores the lines of the
-file stream as wandb's server does: a request with offset n replaces the lines from line n on.
+file stream as wandb's server does: a request with offset n replaces the lines from line n on. It
+also stores the workspaces and reports that the package wandb-workspaces sends.
 """
 
 import contextlib
@@ -59,16 +60,18 @@ class StoredRun:
 
 
 class WandbServer:
-    """The stand-in: `address` is a value for WANDB_BASE_URL, and `runs` holds runs by id."""
+    """The stand-in: `address` is a value for WANDB_BASE_URL, and `runs` holds runs by id.
+
+    `views` holds the variables of UpsertView of each workspace and report, by id.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, StoredRun] = {}
+        self.views: dict[str, dict[str, Any]] = {}
         self.away = False
         """Whether the server answers every request with status 503."""
         self.refusals: dict[str, tuple[int, str]] = {}
         """Status and message of refused requests, by GraphQL operation; or "file_stream"."""
-        self.tag_requests = 0
-        """Number of requests for the tags of a run."""
         self.refused = 0
         """Number of requests that were answered with status 503."""
         handler = type("OwnRequests", (Requests,), {"owner": self})
@@ -116,7 +119,6 @@ class WandbServer:
                 self.runs[variables["runName"]].alerts.append(variables)
                 return {"notifyScriptableRunAlert": {"success": True}}
             case "Run":
-                self.tag_requests += 1
                 run = self.runs[variables["name"]]
                 content = {**run.bucket(variables["name"]), "state": "running", "projectId": "1"}
                 content |= {"systemMetrics": "{}", "historyKeys": None}
@@ -129,6 +131,23 @@ class WandbServer:
                 sequence = {"id": "1", "latestArtifact": None}
                 artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": sequence}
                 return {"createArtifact": {"artifact": artifact}}
+            case "GetDefaultEntity":
+                return {"viewer": {"id": "1", "entity": ENTITY["name"]}}
+            case "UpsertView2" | "upsertView":
+                view_id = variables.get("id") or f"view{len(self.views)}"
+                inserted = view_id not in self.views
+                self.views[view_id] = variables
+                stored = {key: variables[key] for key in ("name", "displayName", "spec")}
+                project = {"id": "1", "name": variables["projectName"], "entityName": "team"}
+                view = {"id": view_id, "description": "", "project": project, **stored}
+                return {"upsertView": {"view": view, "inserted": inserted}}
+            case "GetProjects":
+                project = {
+                    "id": "1", "name": "diffllm", "entityName": "team", "createdAt": "2026-01-01",
+                    "isBenchmark": False, "user": None,
+                }  # fmt: skip
+                pages = {"hasNextPage": False, "endCursor": None}
+                return {"models": {"edges": [{"node": project, "cursor": "1"}], "pageInfo": pages}}
         return {}
 
     def store(self, run: str, sent: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "generate": "continue a prompt with a trained run",
     "evaluate": "run retrieval and in-context tasks on checkpoints",
     "report": "compare runs: losses with intervals, gaps and curves, as a page and a table",
+    "dashboard": "make a wandb workspace and a report of a sweep, a study or a project",
     "wandb": "write runs to wandb from their directories: disabled runs, moved servers, repair",
     "power": "estimate the seeds, tokens and hours to find a gap, from pilot runs",
     "study": "test a claim with a rule stated in advance: study run, study verdict",
@@ -39,13 +40,9 @@ COMMANDS = {
 MODULES = {
     "consolidate": "convert", "export": "convert", "import": "convert", "power": "study",
 }  # fmt: skip
-REMOVED_COMMANDS = {
-    "dashboard": "group the runs of a wandb workspace by run.choices.attention (docs/training.md)",
-}
-"""Replacement for each removed command."""
 NO_PLUGINS = ("train", "noise-floor")
 """Commands for which `with_plugins` imports no plugins."""
-COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
+COMPOSE = ("prepare", "count", "plan", "report", "dashboard", "power", "study")
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 RANK_0_S = 30.0
@@ -88,8 +85,6 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
 
 
 def run_command(name: str, words: list[str]) -> int:
-    if name in REMOVED_COMMANDS:
-        raise UserError(f"diffllm {name} was removed: {REMOVED_COMMANDS[name]}")
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{choose_from(name, list(COMMANDS))}")
     set_variables()  # before the first import of torch

@@ -11,7 +11,6 @@ from diffllm.checkpoint.manifest import read_state
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.page import (
     COMPARISON,
-    OVER_TOKENS,
     comparison_id,
     gap_run,
     remove_offline_gaps,
@@ -137,7 +136,7 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
         options["id"] = new_id()
     remove_offline_gaps(sweep, run_id)
     mode = destination.mode.value
-    uploaded = upload(mode, options, gaps.lines, gaps.summary, over_tokens=OVER_TOKENS)
+    uploaded = upload(mode, options, gaps.lines, gaps.summary)
     store_comparison_id(sweep, uploaded.id)
     return as_json(sweep, uploaded, run_id)
 

@@ -169,20 +169,27 @@ def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
 def named_in(resume: str) -> Named | None:
     """Return the parts of "weights:PATH[@STEP]" or "stage:PATH[@STEP]"; None for other values.
 
-    An existing path that ends with @STEP has precedence. Raises ConfigError if PATH is empty or
-    invalid.
+    Raises ConfigError if PATH is empty or invalid.
     """
     kind, _, text = resume.partition(":")
     if kind not in CARRIED:
         return None
     if not text:
         raise ConfigError(f"resume={resume} needs a path, such as resume={kind}:outputs/mine")
-    key = f"resume={kind}:"
+    return Named(kind, *path_and_step(text, f"resume={kind}:"))
+
+
+def path_and_step(text: str, key: str) -> tuple[Path, int]:
+    """Return the parts of "PATH[@STEP]"; the step is 0 if `text` has none.
+
+    An existing path that ends with @STEP has precedence. Raises ConfigError, which names `key`, if
+    PATH is invalid.
+    """
     path = user_path(text, key)
     parts = re.fullmatch(r"(.+)@([1-9]\d*)", text, re.DOTALL)
     if path.exists() or not parts:
-        return Named(kind, path)
-    return Named(kind, user_path(parts[1], key), int(parts[2]))
+        return path, 0
+    return user_path(parts[1], key), int(parts[2])
 
 
 def compose_with_origin(words: list[str]) -> DictConfig:

@@ -149,12 +149,13 @@ class TrainConfig:
     log_interval: int = bounded(10, least=1)
     """Steps between lines of metrics; the first and the last step always have a line."""
     resume: str = "auto"
-    """Starting point: auto, never, the path of a checkpoint, weights:PATH or stage:PATH. auto
-    resumes from the newest complete checkpoint of the run directory. never starts a new run, in a
-    directory without a run. weights:PATH loads the parameters of a run, an export or an import, and
-    by default the model and the tokenizer; everything else starts as in a new run. stage:PATH also
-    loads the optimizer state of a run, and starts the next stage of its training. PATH@STEP chooses
-    a checkpoint."""
+    """Starting point: auto, never, the path of a run or checkpoint, weights:PATH or stage:PATH.
+
+    auto resumes from the newest complete checkpoint of the run directory. never starts a new run,
+    in a directory without a run. weights:PATH loads the parameters of a run, an export or an
+    import, and by default the model and the tokenizer; everything else starts as in a new run.
+    stage:PATH also loads the optimizer state of a run, and starts the next stage of its training.
+    PATH@STEP chooses a checkpoint of the run."""
     force: bool = False
     """Start even if parameters, gradients and optimizer state exceed the memory."""
 

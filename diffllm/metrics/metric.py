@@ -14,13 +14,13 @@ class Section:
     title: str
     """Title in docs/metrics.md."""
     report: str = ""
-    """Title in the report; sections with equal titles are merged. Empty: no figures."""
+    """Title in reports and dashboards; sections with equal titles are merged. Empty: no figures."""
     intro: str = ""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the report that shows a metric."""
+    """A figure of the report, and a panel of dashboards, that shows a metric."""
 
     title: str
     caption: str = ""
@@ -44,6 +44,8 @@ class Curve(Plot):
     """Whether the plot shows a moving average."""
     clip: bool = False
     """Whether the range of the y axis ignores the first steps and spikes."""
+    axes: tuple[str, ...] = ("tokens",)
+    """Names in `AXES`: x-axes of the panels of a wandb dashboard. The report uses tokens."""
     spikes: bool = False
     """Whether marks show the spikes of single steps, for a metric of steps.npy."""
 
@@ -54,6 +56,14 @@ class Layers(Plot):
 
     uniform: bool = False
     """Whether a line shows 1/√n, the context RMS if attention is uniform over n tokens."""
+
+
+@dataclass(frozen=True)
+class Bars(Plot):
+    """A panel of a wandb dashboard with one bar per row: the last value of a metric.
+
+    The report has no such figure, because its table contains these values.
+    """
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from diffllm.core.files import read_lines, readable
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.events import Event, EventsFile
 from diffllm.metrics.growing_file import GrowingFile
+from diffllm.metrics.panels import tensorboard_layout
 from diffllm.metrics.steps import StepsFile, step_values
 from diffllm.metrics.table import AXES, metric_of
 from diffllm.metrics.wandb_run import WandbRun
@@ -43,6 +44,8 @@ def check_installed(cfg: MetricsConfig) -> None:
 class TensorBoardFiles:
     """TensorBoard event files of a run. After an error, training continues without event files.
 
+    The tab "Custom Scalars" has the sections and figures of the report.
+
     `last_step` is the step from which the run resumes, or 0 for a new run. TensorBoard hides values
     that an earlier process of the run logged for steps after `last_step`.
     """
@@ -53,6 +56,7 @@ class TensorBoardFiles:
         self.writer: SummaryWriter | None = None
         with self._guarded():
             self.writer = SummaryWriter(str(directory), purge_step=last_step + 1)
+            self.writer.add_custom_scalars(tensorboard_layout())
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         with self._guarded():

@@ -4,14 +4,14 @@ from functools import cache
 from typing import Literal
 
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.metric import Column, Curve, Layers, Metric, Section
+from diffllm.metrics.metric import Bars, Column, Curve, Layers, Metric, Plot, Section
 
-LOSS = Section("Loss", "Learning", "Losses in nats per token, over training tokens.{incomparable}")
+LOSS = Section("Loss", "Loss", "Losses in nats per token, over training tokens.{incomparable}")
 SPIKES = Section("Spikes", "Stability")
 NORMS = Section("Gradient norm", "Stability", "Gradient norms are taken before clipping.")
 CONTEXT = Section(
     "Context RMS",
-    "Context RMS",
+    "Attention",
     "The context is the vector per token and head that enters attention's output projection; its "
     "RMS is taken over channels (for DIFF V1 before the head norm).",
 )
@@ -24,31 +24,33 @@ TASKS = Section(
 OUTLIERS = Section(
     "Outliers",
     "Outliers",
-    "Outliers in the outputs of blocks. Large outliers reduce precision in bf16 and quantisation.",
+    "Outliers in the outputs of blocks and in attention logits. Large outliers reduce precision in "
+    "bf16 and quantisation.",
 )
 RESIDUAL = Section(
     "Residual stream",
-    "Residual stream",
+    "Outliers",
     "RMS over tokens and channels: of the residual stream that a block reads, and of the "
     "contributions of the block's attention and feed-forward layer to the stream.",
 )
 ATTENTION = Section(
     "Attention",
-    "Attention maps",
-    "Explicit attention maps at a few random query positions. Values are means over positions, "
-    "heads and sequences unless stated otherwise.",
+    "Attention",
+    "Entropies and weights come from explicit attention maps at a few random query positions; they "
+    "are means over positions, heads and sequences unless stated otherwise.",
 )
 LAMBDA = Section(
     "Lambda and gate",
-    "Lambda",
+    "Attention",
     "Lambda weighs the second attention map, which differential attention subtracts.",
 )
 GATE = Section(
     "Lambda and gate",
-    "Gate",
+    "Attention",
     "The gate multiplies attention's output, before its projection.",
 )
-PERFORMANCE = Section("Performance")
+GAPS = Section("Gaps", "Gaps")
+PERFORMANCE = Section("Performance", "Speed")
 DATA = Section(
     "Data", "Data", "Sources of a mixture, and visible keys per query with masked documents."
 )
@@ -60,10 +62,10 @@ EXPERTS = Section(
 )
 COST = Section("Cost")
 SECTIONS = [
-    COST, LOSS, TASKS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE,
-    PERFORMANCE, DATA, EXPERTS,
+    COST, LOSS, NORMS, SPIKES, OUTLIERS, RESIDUAL, CONTEXT, LAMBDA, GATE, ATTENTION, GAPS,
+    PERFORMANCE, TASKS, DATA, EXPERTS,
 ]  # fmt: skip
-"""Sections in the order of the report and docs/metrics.md."""
+"""Sections in the order of the report, wandb dashboards, TensorBoard and docs/metrics.md."""
 
 DEFINITIONS = {
     "spikes": "above mean + 6 sigma of the previous 128",
@@ -89,7 +91,11 @@ def spikes(definition: str, series: str, count: str) -> Metric:
         meaning = f"Events{each} {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
         meaning += "; spikes with fewer than 8 quiet steps between them are one event"
     column = None if count.startswith("rolling") else Column("last", "max", "mean")
-    return Metric(f"{definition}/{series}_{count}", SPIKES, meaning, column=column)
+    plots: tuple[Plot, ...] = ()
+    if definition == EVENTS and count == "total":
+        title = f"Spikes of the {value}"
+        plots = (Curve(title), Bars(f"{title}, total"))
+    return Metric(f"{definition}/{series}_{count}", SPIKES, meaning, plots=plots, column=column)
 
 
 ENDS: tuple[tuple[Literal["min", "max"], str], ...] = (("min", "Smallest"), ("max", "Largest"))
@@ -110,14 +116,14 @@ METRICS: list[Metric] = [
         "train/loss", LOSS, "Cross-entropy of the step's global batch", "nats per token",
         summary="min",
         plots=(Curve("Training loss", "{smoothing}, in nats per token.{incomparable}", smooth=True,
-                     clip=True, spikes=True),),
+                     clip=True, spikes=True, axes=("tokens", "training_flops")),),
     ),
     Metric(
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`",
         "nats per token", summary="min",
         plots=(Curve("Held-out sample loss", "Loss of the held-out sample during training, in nats "
                      "per token; the tables have the loss of {heldout} after the last step."
-                     "{pairing}{incomparable}", clip=True),),
+                     "{pairing}{incomparable}", clip=True, axes=("tokens", "training_flops")),),
     ),
     Metric("train/bits_per_byte", LOSS, "`train/loss` in bits per byte, from the mean number of "
            "bytes per predicted token in the training split", "bits per byte"),
@@ -154,7 +160,7 @@ METRICS: list[Metric] = [
     Metric(
         "spikes/skipped_total", SPIKES, "Updates skipped so far: with train.skip_step=nonfinite if "
         "the loss or gradient norm is not finite, with train.skip_step=spike also if either is a "
-        "spike", "steps", plots=(Curve("Skipped updates"),),
+        "spike", "steps", plots=(Curve("Skipped updates"), Bars("Skipped updates, total")),
         column=Column("last", "max", "mean", "Skipped", "updates"),
     ),
 
@@ -248,7 +254,7 @@ METRICS: list[Metric] = [
         combine="mean", probe=True, plots=(Layers("Entropy of attention, by layer"),),
     ),
     Metric(
-        "attn_logit_top1/*", ATTENTION,
+        "attn_logit_top1/*", OUTLIERS,
         "Largest q·k/√d over positions, visible keys, heads and sequences", "logit",
         combine="max", probe=True, summary="max",
         plots=(Layers("Largest attention logit, by layer"),),
@@ -287,26 +293,32 @@ METRICS: list[Metric] = [
     Metric(
         "perf/tokens_per_s", PERFORMANCE,
         "Tokens per second of all ranks, since the last logged step", "tokens/s", summary="mean",
+        plots=(Curve("Tokens per second"),),
         column=Column("all", "median", "mean", "Speed", "tokens/s"),
     ),
     Metric("perf/step_ms", PERFORMANCE, "Mean time per step since the last logged step", "ms",
-           summary="mean"),
+           summary="mean", plots=(Curve("Time per step", folded=True),)),
     Metric("perf/data_ms", PERFORMANCE, "Part of `perf/step_ms` in which the step waits for its "
-           "batch", "ms", summary="mean"),
+           "batch", "ms", summary="mean", plots=(Curve("Wait for data per step", folded=True),)),
     Metric(
         "perf/mfu", PERFORMANCE, "Model FLOPs utilisation, if the GPU's peak is known", "share",
-        summary="mean", column=Column("all", "median", "mean", "MFU", percent=True),
+        summary="mean", plots=(Curve("Model FLOPs utilisation"),),
+        column=Column("all", "median", "mean", "MFU", percent=True),
     ),
     Metric("perf/peak_memory_gib", PERFORMANCE,
            "Peak memory of rank 0: allocated on the GPU, or resident on a CPU", "GiB",
-           summary="max"),
+           summary="max", plots=(Curve("Peak memory", folded=True),)),
+
+    Metric("gap/*", GAPS, "In the wandb run of a comparison: held-out sample loss of a row minus "
+           "the baseline's; `/low` and `/high` are the ends of the 95% interval. "
+           "`gap/noise_floor` is half the width of the noise floor", "nats per token"),
 
     Metric("data/visible_keys", DATA, "Mean number of keys that a query sees with "
            "`data.mask_documents=true`, over all queries since the last logged step, padding "
            "included; FLOPs and MFU count attention over this number", "keys per query",
            plots=(Curve("Visible keys per query"),)),
     Metric("data/epochs/*", DATA, "Passes over one source of a mixture so far", "epochs",
-           plots=(Curve("Epochs of {group}", folded=True),)),
+           plots=(Curve("Epochs, {group}", folded=True),)),
     Metric("data/tokens/*", DATA, "Training tokens of one source of a mixture so far, padding "
            "included", "tokens"),
 
@@ -314,8 +326,8 @@ METRICS: list[Metric] = [
         "expert_load_max/*", EXPERTS,
         "Load of the busiest expert in the global batch, without padding", "load",
         summary="max",
-        plots=(Curve("Load of the busiest expert, maximum over layers", log=True),
-               Layers("Load of the busiest expert, by layer")),
+        plots=(Layers("Load of the busiest expert, by layer"),
+               Curve("Load of the busiest expert, maximum over layers", log=True)),
     ),
     Metric(
         "expert_load_min/*", EXPERTS,

@@ -15,7 +15,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -203,12 +203,18 @@ def resolve_mode(cfg: WandbConfig) -> str:
         if mode not in MODES:
             raise ConfigError(f"WANDB_MODE={mode[:200]} must be online, offline or disabled")
         return MODES[mode]
-    found = bool(os.environ.get("WANDB_API_KEY"))
-    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
+    return "online" if has_api_key() else "offline"
+
+
+def has_api_key() -> bool:
+    """Return whether the environment or netrc has an API key for wandb's server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
     with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
-        known = netrc.netrc(os.environ.get("NETRC"))
-        found = found or any(known.authenticators(host) for host in ([own] if own else HOSTS))
-    return "online" if found else "offline"
+        keys = netrc.netrc(os.environ.get("NETRC"))
+        return any(keys.authenticators(host) for host in ([server] if server else HOSTS))
+    return False
 
 
 def init_options(
@@ -248,7 +254,6 @@ class WandbRun:
         config: content of the wandb config.
         run_id: id of the wandb run to resume; None creates a new run.
         resume: False creates a wandb run instead of resuming `run_id`, see `create_run`.
-        over_tokens: additional metrics to plot over training tokens, as patterns such as "gap/*".
         name: name of the run in wandb; None: the name of `directory`.
         earlier: result of `history`, the steps of earlier starts of the run.
         on_cancel: called in another thread after a user has added the tag `cancel`; None ignores
@@ -262,7 +267,6 @@ class WandbRun:
         job_type: str,
         config: dict[str, Any],
         run_id: str | None,
-        over_tokens: Sequence[str] = (),
         resume: bool = True,
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
@@ -274,7 +278,6 @@ class WandbRun:
         """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
         self.directory, self.alert_kinds = directory, cfg.alerts
         self.earlier, self.on_cancel = earlier, on_cancel
-        self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
         self.lines: queue.SimpleQueue[dict[str, Any] | Event | None] = queue.SimpleQueue()
@@ -334,8 +337,6 @@ class WandbRun:
             offline_id = new_id() if was_online else self.id
             run = start(self.mode, options, offline_id)
             self.id = offline_id if run.offline else run.id
-            for name in self.over_tokens:
-                run.define_metric(name, step_metric="tokens")
             self.started.set()
             sent = uploaded
             if not run.offline:

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +149,6 @@ def upload(
     lines: Iterable[dict[str, Any]],
     summary: dict[str, Any],
     exit_code: int = 0,
-    over_tokens: Sequence[str] = (),
 ) -> Upload:
     """Write a complete wandb run, see `create_run`; return after the server has all lines.
 
@@ -159,13 +158,11 @@ def upload(
         mode: "online" or "offline".
         options: result of `init_options`.
         lines: metrics by step; a line whose step does not increase is skipped.
-        summary, exit_code, over_tokens: as in WandbRun.
+        summary, exit_code: as in WandbRun.
     """
     begin, count, last_step = time.monotonic(), 0, -1
     try:
         run = create_run(mode, options, **UPLOAD_SETTINGS)
-        for pattern in over_tokens:
-            run.define_metric(pattern, step_metric="tokens")
         for values in lines:
             if values["step"] > last_step:
                 log_step(run, values)

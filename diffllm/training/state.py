@@ -12,6 +12,7 @@ from torch import Tensor
 from diffllm.checkpoint.directory import (
     SAVED,
     check_checkpoint,
+    find_checkpoint,
     list_checkpoints,
     newest_good,
     step_of,
@@ -19,10 +20,10 @@ from diffllm.checkpoint.directory import (
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_allowed
-from diffllm.config.origin import named_in
+from diffllm.config.origin import named_in, path_and_step
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import similar_path, user_path
+from diffllm.core.files import similar_path
 from diffllm.data.mixture import Prepared
 from diffllm.data.samples import Samples, training_samples
 from diffllm.distributed.launcher import MKL_MODE
@@ -160,20 +161,22 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """Return the newest undamaged checkpoint to resume from; None if the run must begin at step 0.
 
     `own` contains the checkpoints in the run directory, oldest first. If `own` is empty and
-    `cfg.resume` is a path, use the checkpoint or run at this path. Raises CheckpointError if all
-    checkpoints are damaged, or if this path contains no checkpoint.
+    `cfg.resume` is PATH[@STEP], use the checkpoint or run at this path. Raises CheckpointError if
+    all checkpoints are damaged, or if this path contains no checkpoint.
     """
     if cfg.resume == "never":
         return None
     if own or cfg.resume == "auto" or named_in(cfg.resume):
         return newest_good(own)
-    path = user_path(cfg.resume, "resume")
+    path, step = path_and_step(cfg.resume, "resume")
     if not path.exists():
         near = similar_path(path, os.path.isdir)
         raise CheckpointError(
             f"resume={cfg.resume} does not exist"
             + (near or "; choose auto, never, weights:PATH, stage:PATH or the path of a checkpoint")
         )
+    if step:
+        return find_checkpoint(path, step)
     if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
         return newest_good(inside)
     check_checkpoint(path)

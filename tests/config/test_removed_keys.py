@@ -62,12 +62,11 @@ def test_saved_config_with_former_value_of_checkpointing_loads(before, now):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["dashboard", "entity=a"], "diffllm dashboard was removed: group the runs of a wandb "),
         (["evaluate", "run=a", "wandb=true"], "wandb= was removed; take the scores from --json"),
         (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
-def test_error_for_removed_command_or_argument_mentions_replacement(words, said, capsys):
+def test_error_for_removed_argument_mentions_replacement(words, said, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
 

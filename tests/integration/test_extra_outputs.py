@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from runs.command import overrides_of, unfinish
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from wandb_file import OfflineRun
 
 from diffllm.cli.run import run_and_report as run
@@ -20,7 +22,7 @@ from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import TensorBoardFiles
 from diffllm.metrics.steps import read_steps
-from diffllm.metrics.table import AXES
+from diffllm.metrics.table import AXES, metric_of
 from diffllm.training import loop
 from diffllm.training.build import Training
 from diffllm.training.process import command
@@ -52,10 +54,22 @@ def shown(path: Path) -> dict[str, dict[int, float]]:
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
 
 
+def charts_of(path: Path) -> dict[str, dict[str, list[str]]]:
+    """Return the regular expressions of TensorBoard's custom scalars, by section and chart."""
+    events = EventAccumulator(str(path / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    *_, last = events.Tensors("custom_scalars__config__")  # one per start of the run
+    layout = Layout.FromString(last.tensor_proto.string_val[0])
+    return {
+        section.title: {chart.title: list(chart.multiline.tag) for chart in section.chart}
+        for section in layout.category
+    }
+
+
 def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, capfd):
     path = tmp_path / "run"
     words = [*overrides_of(corpus, path), *WORDS, "data.num_workers=0"]
-    words += ["metrics.tensorboard=true", "profile.steps=[2,3]"]
+    words += ["metrics.tensorboard=true", "profile.steps=[2,3]", "diagnostics.interval=3"]
     run(load_config(words))
     said = capfd.readouterr()
     trace = path / "profile" / "rank0-steps-2-3.json.gz"
@@ -76,6 +90,12 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
     assert shown(path).keys() == expected.keys()
     for name, values in shown(path).items():
         assert values == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
+    charts = charts_of(path)
+    assert [*charts][:5] == ["Loss", "Stability", "Outliers", "Attention", "Speed"]
+    patterns = [tag for section in charts.values() for tags in section.values() for tag in tags]
+    for name in expected:
+        charts_of_name = [pattern for pattern in patterns if re.match(pattern, name)]
+        assert len(charts_of_name) == bool(metric_of(name).plots), name
 
 
 def scale(t: Training, factor: float) -> None:

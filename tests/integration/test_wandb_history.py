@@ -206,7 +206,7 @@ def test_resume_from_checkpoint_of_other_run_has_own_history(
     """The other run keeps its history, also if the new run is killed before its checkpoint."""
     source, run = tmp_path / "source", tmp_path / "run"
     run_until(server, corpus, source, 17, *ONLINE)
-    words = (*ONLINE, f"resume={source}/checkpoints/step-00000010")
+    words = (*ONLINE, f"resume={source}@10")
     gate = Gate(run, 13)
     process = start(corpus, run, *words)
     process.kill_at(gate)

@@ -53,7 +53,6 @@ from diffllm.statistics.estimates import Estimate
 MOST = 12
 COMPARISON = "comparison"
 """Job type and default group of the wandb run of a comparison."""
-OVER_TOKENS = ("gap/*",)
 COMPARISON_ID = ".wandb-id"
 """File in a directory of runs: the id of the wandb run of their comparison."""
 
@@ -63,10 +62,7 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
 
     Raises ConfigError if `directory` is None or cannot be written.
     """
-    if directory is None:
-        raise ConfigError(
-            "the runs have no common directory for the report; choose a directory with out=DIR"
-        )
+    directory = required(directory)
     html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,6 +74,14 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
             "choose another directory with out=DIR"
         ) from error
     return directory / "report.html", directory / "report.csv"
+
+
+def required(directory: Path | None) -> Path:
+    if directory is None:
+        raise ConfigError(
+            "the runs have no common directory for the report; choose a directory with out=DIR"
+        )
+    return directory
 
 
 def page(comparison: Comparison) -> str:
@@ -185,13 +189,19 @@ def whole_text(comparison: Comparison) -> str:
     return "\n".join([table_text(comparison), *[""] * bool(notes), *notes])
 
 
-def table_text(comparison: Comparison) -> str:
-    """Return an ASCII table of mean losses and gaps, at most `WIDTH` characters wide."""
-    rows, groups = comparison.rows, comparison.groups
+def loss_table(comparison: Comparison) -> Table:
+    """Return the table of mean losses and gaps, with 95% intervals."""
+    rows = comparison.rows
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
     lines = [[row_cells(row)[i] for i in shown] for row in rows]
-    text = Table.of([heads[i] for i in shown], lines, left=range(len(shown))).text(WIDTH)
+    return Table.of([heads[i] for i in shown], lines, left=range(len(shown)))
+
+
+def table_text(comparison: Comparison) -> str:
+    """Return an ASCII table of mean losses and gaps, at most `WIDTH` characters wide."""
+    rows, groups = comparison.rows, comparison.groups
+    text = loss_table(comparison).text(WIDTH)
     runs = [run for row in rows for run in row.runs]
     if not has_intervals(rows):
         text.append("Nats per token; a single seed has no interval.")
@@ -285,7 +295,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
         return False
     run_id = comparison_id(directory)
     remove_offline_gaps(directory, run_id)
-    run = WandbRun(cfg, **gaps.arguments, run_id=run_id, over_tokens=OVER_TOKENS, resume=False)
+    run = WandbRun(cfg, **gaps.arguments, run_id=run_id, resume=False)
     for line in gaps.lines:
         run.log(line)
     run.finish(gaps.summary)

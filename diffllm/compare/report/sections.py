@@ -5,7 +5,6 @@ A figure is omitted if all its values are 0 or missing. A section without figure
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,27 +43,10 @@ from diffllm.compare.report.step_curves import (
     spikes_of,
 )
 from diffllm.compare.report.trends import trend_sentences
-from diffllm.metrics.metric import Curve, Layers, Metric, Plot
-from diffllm.metrics.table import (
-    ATTENTION,
-    CONTEXT,
-    EXPERTS,
-    GATE,
-    LAMBDA,
-    LOSS,
-    METRICS,
-    NORMS,
-    OUTLIERS,
-    RESIDUAL,
-    SECTIONS,
-    SPIKES,
-    TASKS,
-    metric_of,
-)
+from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
+from diffllm.metrics.panels import sections_by_title
+from diffllm.metrics.table import GAPS, METRICS, metric_of
 
-ORDER = (
-    TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
-)  # fmt: skip
 FIRST, LATER = 0.2, 0.95
 """Scale of losses: the share of a run that counts as first steps, whose high losses would flatten
 the rest, and the quantile of later values that the scale includes. Curves of few points have no
@@ -93,19 +75,20 @@ def page_sections(
     """
     draw = Figures(comparison, styles, hidden)
     if any(row.gap for row in draw.rows):
-        first = [*draw.intervals(), *draw.cards([metric_of("eval/loss")]), *draw.gap()]
+        first = [*draw.intervals(), *draw.cards([metric_of("eval/loss")])]
     else:
         first = draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
     first = [*draw.stages(), *first]
     shown = {card.title for card in first}
     found = []
-    of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
-    for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
+    for title, group in sections_by_title().items():
         parts = [
             (section, draw.cards((m for m in METRICS if m.section is section), shown))
             for section in group
         ]
         cards = [card for _, cards in parts for card in cards]
+        if title == GAPS.report:
+            cards += draw.gap()
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
             found.append(PageSection(title, intro.format(**draw.fields), cards))
@@ -153,6 +136,8 @@ class Figures:
         ]
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
+        if isinstance(plot, Bars):
+            return []
         if isinstance(plot, Layers):
             said = plot.caption.format(**self.fields) or f"{metric.meaning}."
             return self.layers(plot, said, metric)

@@ -41,7 +41,8 @@ def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
     assert standard.endswith(", 1.90 better than word frequencies alone, the baseline, 2 seeds")
     text = " ".join(Reader(page(found)).text.split())
     assert text.index(diff_v2) < text.index("Gap to standard at the end") < text.index("Results")
-    assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
+    results, losses = text.index("Results"), text.index("Losses in nats per token, over")
+    assert results < losses < text.index("The context is the vector per token")
 
 
 def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):

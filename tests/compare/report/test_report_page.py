@@ -24,6 +24,7 @@ from diffllm.compare.report.runs import Metrics, Run, Series
 from diffllm.compare.report.tables import runs_table, table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell
+from diffllm.metrics.panels import sections_by_title
 from diffllm.statistics.estimates import Estimate
 
 CASES = {
@@ -143,6 +144,14 @@ def test_report_figures_have_legend_with_label_of_every_curve():
     assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer"]))
     for name, style in zip(labels, row_styles(comparison_of("nine rows").rows), strict=True):
         assert style.colour in figures["Held-out sample loss"], name
+
+
+def test_sections_of_page_have_order_of_dashboards():
+    """The order is that of the tests of dashboards and of TensorBoard."""
+    headings = re.findall("<h2>(.*?)</h2>", html_of("four variants"))
+    titles = [title for title in headings if title in sections_by_title()]
+    assert titles == ["Loss", "Stability", "Outliers", "Attention", "Gaps", "Speed"]
+    assert titles == [*sections_by_title()][: len(titles)]
 
 
 def test_caption_of_gradient_norm_figure_mentions_parameter_group():

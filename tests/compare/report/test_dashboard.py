@@ -1,0 +1,308 @@
+"""wandb dashboards: panels, runs and colours in the JSON, requests to a server, and errors."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_comparison as sample
+from runs.written import study_file, sweep, write_arms
+from wandb_server import WandbServer
+
+from diffllm.cli import main
+from diffllm.compare import wandb_views
+from diffllm.compare.dashboard import comparison_dashboard, project_dashboard
+from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.figures import row_styles
+from diffllm.compare.report.page import COMPARISON_ID
+from diffllm.metrics.panels import sections_by_title
+from diffllm.metrics.table import AXES, METRICS, metric_of
+from diffllm.metrics.wandb_start import abandon_service
+
+DIGEST = Path(__file__).parents[2] / "data_files" / "dashboard.txt"
+LOSSES = {"standard": [4.0, 4.2, 4.1], "diff_v2": [3.8, 4.0, 3.7]}
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
+    """Return two variants with three seeds, logged to wandb as the sweep "first"."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    compared = sample.compared(("standard", "diff_v2"), 3, 40, probes=True)
+    for row in compared.rows:
+        for run in row.runs:
+            run.facts["wandb_id"] = run.path.name
+            run.cfg.run.sweep = "first"
+    return compared
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a sweep of two variants and three seeds."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for run in sweep(tmp_path / "swept", LOSSES):
+        change_facts(run, wandb_id=run.name)
+    return tmp_path / "swept"
+
+
+@pytest.fixture
+def server(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    stand_in = WandbServer()
+    monkeypatch.setenv("WANDB_BASE_URL", stand_in.address)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    yield stand_in
+    abandon_service()  # The next test has another server.
+    stand_in.close()
+
+
+def change_facts(run: Path, **facts: Any) -> None:
+    file = run / "run.json"
+    content = json.loads(file.read_text(encoding="utf-8")) | facts
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def requests_of(comparison: Comparison, directory: Path) -> dict[str, Any]:
+    (directory / COMPARISON_ID).write_text("0a0b0c0d\n", encoding="utf-8")
+    content = comparison_dashboard(comparison, directory, "first", "team")
+    return wandb_views.make_views(content, directory / "none.json").requests()
+
+
+def project_requests() -> dict[str, Any]:
+    content = project_dashboard("diffllm", "team")
+    return wandb_views.make_views(content, Path("none.json")).requests()
+
+
+def sections_of(spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the panels in the spec of a workspace or report, by title of their section."""
+    if "section" in spec:
+        sections = spec["section"]["panelBankConfig"]["sections"]
+        return {section["name"]: section["panels"] for section in sections}
+    panels, title = {}, ""
+    for block in spec["blocks"]:
+        if block["type"] == "heading":
+            title = block["children"][0]["text"]
+        if block["type"] == "panel-grid":
+            panels[title] = block["metadata"]["panelBankSectionConfig"]["panels"]
+    return panels
+
+
+def digest(spec: dict[str, Any]) -> str:
+    """Return one line per section and panel: kind and title, x-axis, and metrics."""
+    lines = []
+    for title, panels in sections_of(spec).items():
+        lines.append(title)
+        for panel in panels:
+            config = panel["config"]
+            name = config.get("chartTitle") or config["value"].splitlines()[0]
+            metrics = config.get("metrics") or [config.get("metricRegex", "")]
+            axis = config.get("xAxis", "")
+            lines.append(f"  {panel['viewType']} | {name} | {axis} | {', '.join(metrics)}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def test_workspace_and_report_have_committed_sections_panels_axes_and_metrics(comparison, tmp_path):
+    requests = requests_of(comparison, tmp_path)
+    expected = DIGEST.read_text(encoding="utf-8")
+    assert digest(requests["workspace"]["spec"]) == expected
+    assert digest(requests["report"]["spec"]) == expected
+    assert json.dumps(requests) == json.dumps(requests_of(comparison, tmp_path)), "reproducible"
+
+
+def test_each_panel_names_metrics_of_table_and_logged_axis():
+    sections = sections_of(project_requests()["workspace"]["spec"])
+    assert [*sections] == [*sections_by_title()]
+    for panels in sections.values():
+        for config in (panel["config"] for panel in panels):
+            assert config.get("xAxis", "tokens") in AXES
+            for name in config.get("metrics", []):
+                assert metric_of(name).name == name
+            if pattern := config.get("metricRegex"):
+                assert config["useMetricRegex"]
+                assert f"{pattern[1:]}*" in [metric.name for metric in METRICS]
+
+
+def test_exactly_panels_without_logged_metric_are_omitted(comparison, tmp_path):
+    names = {name for row in comparison.rows for run in row.runs for name in run.metrics.columns}
+    shown = comparison_dashboard(comparison, tmp_path, "first").sections
+    panels = {panel for section in shown for panel in section.panels}
+    outcomes = set()
+    for section in project_dashboard("diffllm", "").sections:
+        for panel in section.panels:
+            pattern = panel.pattern or f"{re.escape(panel.metrics[0])}$"
+            logged = any(re.match(pattern, name) for name in names)
+            assert (panel in panels) == logged, panel
+            outcomes.add(logged)
+    assert outcomes == {True, False}
+
+
+def test_runs_are_grouped_by_row_with_colours_of_figures_and_pinned_baseline(comparison, tmp_path):
+    requests = requests_of(comparison, tmp_path)
+    section = requests["workspace"]["spec"]["section"]
+    (runs,) = section["runSets"]
+    assert runs["grouping"] == [{"section": "run", "name": "group"}]
+    (selection,) = runs["filters"]["filters"]
+    assert (selection["key"]["name"], selection["value"]) == ("tags", ["first", tmp_path.name])
+    baseline = [base64.b64decode(run_id).decode() for run_id in runs["pinnedRunIds"]]
+    assert baseline == [f"Run:v1:standard-{seed}:diffllm:team" for seed in range(3)]
+    assert runs["baselineRunId"] == runs["pinnedRunIds"][0]
+    settings = section["settings"]
+    assert (settings["smoothingActive"], settings["maxRuns"]) == (False, 10)
+    for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
+        variant = style.variant
+        for run in row.runs:
+            assert section["customRunColors"][run.path.name] == style.colour
+        (group,) = [key for key in section["customRunColors"] if f"%22{variant}%22" in key]
+        assert section["customRunColors"][group] == style.colour
+        for block in requests["report"]["spec"]["blocks"]:
+            if block["type"] == "panel-grid":
+                (grid,) = block["metadata"]["runSets"]
+                colours = block["metadata"]["customRunColors"]
+                assert colours[f"{grid['id']}-run:group:{variant}"] == style.colour
+                assert grid["filters"] == runs["filters"]
+    line_plots = [
+        panel["config"]
+        for panels in sections_of(requests["report"]["spec"]).values()
+        for panel in panels
+        if panel["viewType"] == "Run History Line Plot"
+    ]
+    for config in line_plots:
+        assert (config["groupAgg"], config["groupArea"]) == ("mean", "minmax")
+        assert (config["smoothingType"], config["limit"]) == ("none", 10)
+
+
+def test_wandb_groups_have_colours_of_their_rows(comparison, tmp_path):
+    for row in comparison.rows:
+        for run in row.runs:
+            run.facts["wandb_group"] = f"{row.label} lr=0.1"
+    content = comparison_dashboard(comparison, tmp_path, "first")
+    styles = row_styles(comparison.rows)
+    assert content.group_colours == {f"{style.label} lr=0.1": style.colour for style in styles}
+
+
+def test_dashboard_shows_all_runs_of_large_sweep(comparison, tmp_path):
+    many = sample.compared(("standard", "diff_v2"), 8, 20)
+    for run in [run for row in many.rows for run in row.runs]:
+        run.facts["wandb_id"] = run.path.name
+    spec = requests_of(many, tmp_path)["workspace"]["spec"]["section"]
+    assert spec["settings"]["maxRuns"] == 17, "16 runs and the comparison"
+    (selection,) = spec["runSets"][0]["filters"]["filters"]  # these runs have no tag
+    assert len(selection["value"]) == 17
+
+
+@pytest.mark.parametrize("name", ['it\'s "a" sweep', "lr=0.1, a+b", "[x] \\ ü"])
+def test_any_sweep_name_is_kept_in_filter(comparison, tmp_path, name):
+    for run in [run for row in comparison.rows for run in row.runs]:
+        run.cfg.run.sweep = name
+    requests = requests_of(comparison, tmp_path)
+    (runs,) = requests["workspace"]["spec"]["section"]["runSets"]
+    assert runs["filters"]["filters"][0]["value"] == [name, tmp_path.name]
+
+
+def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys):
+    assert main(["dashboard", str(swept)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.partition(":")[0] for line in lines if line][:-1]
+    assert titles == ["Loss", "Stability", "Outliers", "Attention", "Gaps", "Speed"]
+    file = swept / "dashboard.json"
+    assert lines[-1] == f"{file}; send it with: diffllm dashboard {swept} mode=online"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["report"]["type"] == "runs"
+    (table,) = sections_of(written["workspace"]["spec"])["Gaps"]
+    assert "| diff_v2 |" in table["config"]["value"]
+    assert main(["dashboard", str(swept), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["workspace"], content["file"]) == (None, str(file))
+    assert [section["title"] for section in content["sections"]] == titles
+
+
+def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
+    study = study_file(tmp_path / "claim.yaml", rule)
+    write_arms(study, tmp_path / "out", {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]})
+    runs = sorted(path.parent for path in (tmp_path / "out").glob("*/run.json"))
+    for run in runs:
+        change_facts(run, wandb_id=run.name[-20:], wandb_group="arm")
+        config = (run / "config.yaml").read_text(encoding="utf-8")
+        (run / "config.yaml").write_text(config.replace("mode: disabled", "mode: auto"))
+    words = [f"study={study.path}", f"out={tmp_path / 'out'}", "--json"]
+    assert main(["dashboard", *words]) == 0
+    written = json.loads((tmp_path / "out" / "dashboard.json").read_text(encoding="utf-8"))
+    assert written["workspace"]["displayName"] == "diffllm claim"
+    (runs_shown,) = written["workspace"]["spec"]["section"]["runSets"]
+    assert len(runs_shown["filters"]["filters"][0]["value"]) == len(runs)
+    capsys.readouterr()
+
+
+def test_real_client_saves_file_and_repeated_command_replaces_both_views(server, swept, capsys):
+    addresses = []
+    for _ in range(2):
+        assert main(["dashboard", f"sweep={swept}", "mode=online"]) == 0
+        addresses.append(capsys.readouterr().out.splitlines()[-2:])
+        written = json.loads((swept / "dashboard.json").read_text(encoding="utf-8"))
+        assert len(server.views) == 2
+        for content in written.values():
+            sent = server.views[content["id"]]
+            assert json.loads(sent["spec"]) == content["spec"]
+            for name in ("entityName", "projectName", "displayName", "type"):
+                assert sent[name] == content[name]
+            assert sent["entityName"] == "team", "the default entity of the API key"
+    assert addresses[0] == addresses[1]
+    workspace, report = addresses[0]
+    assert workspace.startswith(f"workspace: {server.address}/team/diffllm?nw=")
+    assert report.startswith(f"report: {server.address}/team/diffllm/reports/diffllm-swept--")
+
+
+@pytest.mark.slow
+def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkeypatch, capsys):
+    monkeypatch.setattr(wandb_views, "RETRIES", 1)
+    server.close()
+    assert main(["dashboard", f"sweep={swept}", "mode=online"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: wandb did not save the dashboard: ")
+    assert f"{swept / 'dashboard.json'} contains it. Repeat the command" in line
+    assert (swept / "dashboard.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name exactly one of sweep=DIR, study=STUDY.yaml or project=NAME"),
+        (["sweep={0}", "project=a"], "name exactly one of "),
+        (["project=a/b"], "project=a/b must have 1 to 128 characters "),
+        (["{0}", "mode=shared"], "mode=shared must be auto, online or offline"),
+        (["{0}", "mode=online"], "mode=online needs an API key; set WANDB_API_KEY or run wandb "),
+        (["{0}", "baseline=gated"], "baseline=gated is not the attention variant of any run; "),
+        (["{0}/empty"], "{0}/empty is not a run directory and contains none; "),
+        (["study=claim.yaml"], "missing out=DIR, the directory of the study's runs"),
+        (["{0}", "out={0}/standard-seed0/run.json"], "{0}/standard-seed0/run.json/dashboard.json "),
+    ],
+)
+def test_wrong_argument_causes_one_line_with_fix(swept, words, message, capsys):
+    (swept / "empty").mkdir()
+    assert main(["dashboard", *(word.format(swept) for word in words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message.format(swept)}")
+
+
+def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatch, capsys):
+    variables = {"environment": {"variables": {"WANDB_PROJECT": "other"}}}
+    change_facts(swept / "standard-seed0", **variables)
+    assert main(["dashboard", str(swept)]) == 2
+    assert "in several wandb projects (diffllm, other); name runs" in capsys.readouterr().err
+    change_facts(swept / "standard-seed0", environment={})
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert main(["dashboard", str(swept)]) == 2
+    assert "no run of swept was logged to wandb (wandb.mode=disabled)" in capsys.readouterr().err
+    assert main(["dashboard", str(swept), "mode=offline"]) == 0
+
+
+def test_missing_package_causes_one_line_with_command(swept, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["dashboard", str(swept)]) == 2
+    assert "pip install -c constraints.txt -e '.[dashboard]'" in capsys.readouterr().err
