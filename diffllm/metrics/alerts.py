@@ -1,5 +1,6 @@
 """Alerts of wandb (mail, Slack) about events of a run, at most one per kind and hour."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -56,39 +57,45 @@ class Alerts:
         self.spike_step: int | None = None
         self.skip_step, self.skips = -1, 0
         for event in earlier:
-            self._reason(event)
+            self._text(event)
 
     def select(self, event: Event) -> Alert | None:
         """Return the alert for the next event of the run, or None."""
-        reason = self._reason(event)
-        if not reason or event.kind not in self.kinds:
+        text = self._text(event)
+        if not text or event.kind not in self.kinds:
             return None
         now = self.clock()
         sent_at = self.sent_at.get(event.kind)
         if sent_at is not None and now - sent_at < INTERVAL_S:
             return None
         self.sent_at[event.kind] = now
-        return Alert(TITLES[event.kind], f"step {event.step}: {reason}", LEVELS[event.kind])
+        return Alert(TITLES[event.kind], text, LEVELS[event.kind])
 
-    def _reason(self, event: Event) -> str:
+    def _text(self, event: Event) -> str:
         """Update the counts with `event`; return the text of its alert, or "" for no alert."""
         if event.kind in ("diverged", "stall"):
-            return event.detail
+            return f"after step {event.step}: {event.detail}"
         if event.kind == "skipped":
             consecutive = event.step == self.skip_step + 1
             self.skip_step = event.step
             self.skips = self.skips + 1 if consecutive else 1
             if self.skips >= SKIPS:
-                return f"{self.skips} updates in a row were skipped, {loss_text(event)}"
+                return (
+                    f"{self.skips} updates in a row were skipped up to step {event.step}, "
+                    f"{loss_text(event)}"
+                )
         if event.kind == "loss_spike":
             # A drop of the loss is a spike by the definition of OLMo 2.
             if event.height is not None and event.height < 0:
                 return ""
             earlier, self.spike_step = self.spike_step, event.step
             if earlier is None or event.step - earlier >= QUIET_STEPS:
-                return f"{loss_text(event)} is a spike ({event.definition})"
+                return f"step {event.step}: {loss_text(event)} is a spike ({event.definition})"
         return ""
 
 
 def loss_text(event: Event) -> str:
-    return "loss not finite" if event.value is None else f"loss {event.value:.4g}"
+    """Return the loss of an event as text; a null of events.jsonl means NaN or infinity."""
+    if event.value is None or not math.isfinite(event.value):
+        return "loss not finite"
+    return f"loss {event.value:.4g}"

@@ -1,26 +1,14 @@
 """A killed loader process stops its run with an error; a hanging loader process is named."""
 
-import contextlib
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from processes import has_ended, wait_until
-from runs.command import Gate, descendants, start, the_error
+from runs.command import Gate, loader_processes, start, the_error
 
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.metrics.events import read_events
-
-
-def loader_processes(trainer: int) -> list[int]:
-    """Return the forked descendants of a trainer, which have its command line."""
-    own, found = Path(f"/proc/{trainer}/cmdline").read_bytes(), []
-    for pid in descendants(trainer):
-        with contextlib.suppress(OSError):  # the process has ended
-            if Path(f"/proc/{pid}/cmdline").read_bytes() == own:
-                found.append(pid)
-    return found
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """Alerts, the table of events and the tag `cancel`, on a stand-in for wandb's server."""
 
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from runs import planted_train
-from runs.command import ForkedRun, Gate, overrides_of, start, tool
+from runs.command import ForkedRun, Gate, loader_processes, overrides_of, start, tool
 from runs.planted_train import Fault
 from wandb_server import StoredRun, WandbServer
 
+from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.metrics.events import Event, read_events
 
 pytestmark = pytest.mark.slow
@@ -111,7 +114,22 @@ def test_stall_of_other_rank_sends_one_alert(
     assert process.codes() == [1, 1]
     (alert,) = only_run(server).alerts
     assert (alert["title"], alert["severity"]) == ("Training stalled", "ERROR")
-    assert alert["text"].startswith("step 7: rank 1 is missing: it hangs at step 8")
+    assert alert["text"].startswith("after step 7: rank 1 is missing: it hangs at step 8")
+
+
+def test_stall_of_only_rank_sends_one_alert_before_exit(
+    server: WandbServer, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = (*ONLINE, "steps=1000000", "checkpoint.interval=2", "data.num_workers=1")
+    process = start(corpus, run, *words, "distributed.timeout=12", "wandb.alerts=[stall]")
+    process.wait_for(lambda: list_checkpoints(run / "checkpoints"), "checkpoint")
+    (loader,) = loader_processes(process.pid())
+    os.kill(loader, signal.SIGSTOP)
+    output = process.finish(1)
+    assert "warning: this process hangs" not in output, "the run ends before the warning"
+    (alert,) = only_run(server).alerts
+    assert f"waiting for a batch of the data loader (stopped: process {loader})" in alert["text"]
 
 
 def test_cancel_tag_offline_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Alerts, the table of events and the tag `cancel` in wandb, with an injected clock."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,11 +43,14 @@ def skips(first: int, count: int) -> list[Event]:
     [
         ([spike(5), spike(5), spike(6)], ["step 5: loss 6.25 is a spike (spikes_detrended)"]),
         ([spike(5, height=-8.0)], []),
-        ([Event("loss_spike", 5, 5, "spikes")], ["step 5: loss not finite is a spike (spikes)"]),
+        (
+            [Event("loss_spike", 5, 5, "spikes", math.nan, math.nan)],
+            ["step 5: loss not finite is a spike (spikes)"],
+        ),
         (skips(5, SKIPS - 1) + skips(5 + SKIPS, SKIPS - 1), []),
-        (skips(5, SKIPS + 3), ["step 14: 10 updates in a row were skipped, loss not finite"]),
-        ([Event("diverged", 20, 20, detail="no loss")], ["step 20: no loss"]),
-        ([Event("stall", 7, 7, detail="rank 1 is missing")], ["step 7: rank 1 is missing"]),
+        (skips(5, SKIPS + 3), ["10 updates in a row were skipped up to step 14, loss not finite"]),
+        ([Event("diverged", 20, 20, detail="no loss")], ["after step 20: no loss"]),
+        ([Event("stall", 7, 7, detail="rank 1 is missing")], ["after step 7: rank 1 is missing"]),
         ([Event("restart", 7, 7), Event("grad_spike", 8, 8, "spikes", 9.0, 8.0)], []),
     ],
 )

@@ -558,3 +558,13 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
     ]
+
+
+def loader_processes(trainer: int) -> list[int]:
+    """Return the forked descendants of a trainer, which have its command line."""
+    command, loaders = Path(f"/proc/{trainer}/cmdline").read_bytes(), []
+    for pid in descendants(trainer):
+        with contextlib.suppress(OSError):  # the process has ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == command:
+                loaders.append(pid)
+    return loaders
