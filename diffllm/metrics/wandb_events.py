@@ -16,7 +16,7 @@ from diffllm.metrics.alerts import INTERVAL_S, Alerts
 from diffllm.metrics.events import EVENTS, Event, parse_event, samples_text
 
 MOST_ROWS = 1000
-"""Maximum rows of the table, about 200 kB; each update uploads the whole table."""
+"""Maximum rows of the table, about 70 kB; each update uploads the whole table."""
 COLUMNS = tuple(Event.__dataclass_fields__)
 TABLE_S = 3600
 """Seconds between two updates of the table during training."""
