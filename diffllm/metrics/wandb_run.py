@@ -35,6 +35,7 @@ from diffllm.metrics.wandb_directories import (
 from diffllm.metrics.wandb_start import (
     abandon_service,
     create_run,
+    failed_upload,
     log_step,
     new_id,
     open_run,
@@ -292,7 +293,9 @@ class WandbRun:
             self.lines.put(values)
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Send all queued metrics and finish the wandb run; give up after FINISH_SECONDS.
+        """Send all queued metrics and finish the wandb run.
+
+        Give up if wandb takes no line for FINISH_SECONDS.
 
         Args:
             summary: values to add to the summary of the wandb run; None adds no values.
@@ -302,7 +305,12 @@ class WandbRun:
             return
         self.summary, self.exit_code = summary or {}, exit_code
         self.lines.put(None)
-        self.thread.join(FINISH_SECONDS)
+        begin = time.monotonic()
+        # The earlier steps of a long run may still be on their way.
+        while (
+            self.thread.is_alive() and time.monotonic() < max(begin, self.taken_at) + FINISH_SECONDS
+        ):
+            self.thread.join(1)
         if self.thread.is_alive():
             self._give_up(f"wandb did not finish within {FINISH_SECONDS} s")
             abandon_service()
@@ -328,6 +336,10 @@ class WandbRun:
                     self.taken_at = time.monotonic()
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
+            if failure := failed_upload(Path(run.dir).parent):
+                self._give_up(
+                    f"the server has not stored all steps: {refusal_text(ConnectionError(failure))}"
+                )
         except Exception as error:
             tear_down()  # before the message, after which `finish` may return and the process exit
             self._give_up(repr(error))
@@ -337,7 +349,10 @@ class WandbRun:
     def _give_up(self, why: str) -> None:
         if self.working:
             self.working = False
-            to_stderr(f"wandb stopped working, training continues: {why}")
+            to_stderr(
+                f"wandb stopped working, training continues: {why}; "
+                "later, `diffllm wandb` writes all steps"
+            )
 
 
 def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
@@ -351,7 +366,7 @@ def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
     if mode == "offline":
         return open_run(mode, offline_options)
     try:
-        return create_run(mode, options) if options["resume"] is None else open_run(mode, options)
+        return open_run(mode, options) if options["resume"] else create_run(mode, options)
     except Exception as error:
         if mode != "online":
             raise

@@ -63,6 +63,7 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     """
     import wandb
 
+    resume_variable = os.environ.pop("WANDB_RESUME", None)  # wandb prefers it to resume=None
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
     # run.log contains the output, and wandb would print next to the progress bar.
     all_settings = wandb.Settings(silent=True, console="off", **settings)
@@ -79,6 +80,9 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
         for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - earlier_runs:
             shutil.rmtree(failed, ignore_errors=True)
         raise
+    finally:
+        if resume_variable is not None:
+            os.environ["WANDB_RESUME"] = resume_variable
     for axis in AXES:
         run.define_metric(axis, hidden=True)
     for metric in METRICS:
