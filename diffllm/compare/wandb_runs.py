@@ -68,7 +68,7 @@ def choose_destination(mode: str, project: str, entity: str) -> Destination:
 def write_run(path: Path, destination: Destination) -> dict[str, Any]:
     """Write the steps, config and summary of the run in `path` to wandb, see `upload`.
 
-    Of a run that is in training, write the present steps. The run directory changes only in wandb/.
+    If the run is in training, write the steps so far. The run directory changes only in wandb/.
     Raises CheckpointError if the run has no metrics, cannot be read, or is in training with wandb
     online; ConfigError if the server refuses the run.
 

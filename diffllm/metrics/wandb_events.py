@@ -112,31 +112,42 @@ class SentEvents:
 
 
 class CancelTag:
-    """Reads whether an online run in wandb has the tag CANCEL_TAG.
+    """Calls `on_cancel` once if the run has the tag CANCEL_TAG in wandb.
 
     Args:
-        run: the wandb run.
+        run: the open wandb run; a warning is printed if it is offline, as after a refusal.
         clock: time in seconds.
     """
 
-    def __init__(self, run: Any, clock: Callable[[], float] = time.monotonic):
-        self.run, self.clock = run, clock
+    def __init__(
+        self,
+        run: Any,
+        on_cancel: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.run, self.on_cancel, self.clock = run, on_cancel, clock
+        self.active = not run.offline
+        if run.offline:
+            to_stderr("warning: wandb.cancel_tag has no effect, because the run is offline")
         self.requested_at = -math.inf
         self.api: Any = None
         self.remote: Any = None
 
-    def is_set(self) -> bool:
-        """Return whether the run has the tag; send at most one request per REQUEST_S seconds.
+    def check(self) -> None:
+        """Request the tags of the run if the last request is REQUEST_S seconds old.
 
-        Return False if no request is due, or if the request fails.
+        A failed request is ignored.
         """
         now = self.clock()
-        if now - self.requested_at < REQUEST_S:
-            return False
+        if not self.active or now - self.requested_at < REQUEST_S:
+            return
         self.requested_at = now
+        tags: list[str] = []
         with contextlib.suppress(Exception):
-            return CANCEL_TAG in self._tags()
-        return False
+            tags = self._tags()
+        if CANCEL_TAG in tags:
+            self.active = False
+            self.on_cancel()
 
     def _tags(self) -> list[str]:
         import wandb

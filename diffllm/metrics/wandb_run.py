@@ -31,8 +31,10 @@ from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_paren
 from diffllm.metrics.wandb_events import CancelTag, SentEvents
 from diffllm.metrics.wandb_start import (
     abandon_service,
+    failed_upload,
     log_step,
     new_id,
+    refusal_text,
     start,
     tear_down,
 )
@@ -313,7 +315,9 @@ class WandbRun:
             self.lines.put(event)
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Send all queued metrics and finish the wandb run; give up after FINISH_SECONDS.
+        """Send all queued metrics and finish the wandb run.
+
+        Give up if wandb takes no line for FINISH_SECONDS.
 
         Args:
             summary: values to add to the summary of the wandb run; None adds no values.
@@ -323,7 +327,12 @@ class WandbRun:
             return
         self.summary, self.exit_code = summary or {}, exit_code
         self.lines.put(None)
-        self.thread.join(FINISH_SECONDS)
+        begin = time.monotonic()
+        # The earlier steps of a long run may still be on their way.
+        while (
+            self.thread.is_alive() and time.monotonic() < max(begin, self.taken_at) + FINISH_SECONDS
+        ):
+            self.thread.join(1)
         if self.thread.is_alive():
             self._give_up(f"wandb did not finish within {FINISH_SECONDS} s")
             abandon_service()
@@ -352,6 +361,10 @@ class WandbRun:
             run.summary.update(self.summary)
             events.update_table(end=True)
             run.finish(exit_code=self.exit_code)
+            if failure := failed_upload(Path(run.dir).parent):
+                self._give_up(
+                    f"the server has not stored all steps: {refusal_text(ConnectionError(failure))}"
+                )
         except Exception as error:
             tear_down()  # before the message, after which `finish` may return and the process exit
             self._give_up(repr(error))
@@ -360,10 +373,7 @@ class WandbRun:
 
     def _send(self, run: Any, events: SentEvents, sent: int) -> None:
         """Send queued lines of steps after `sent`, and queued events, until `finish`."""
-        tag = CancelTag(run) if self.on_cancel else None
-        if tag and run.offline:
-            to_stderr("warning: wandb.cancel_tag has no effect, because the run is offline")
-            tag = None
+        tag = CancelTag(run, self.on_cancel) if self.on_cancel else None
         while True:
             item: dict[str, Any] | Event | None = {}
             with contextlib.suppress(queue.Empty):
@@ -375,12 +385,14 @@ class WandbRun:
             elif item and item["step"] > sent:  # {} if no line came
                 log_step(run, item)
             events.update_table()
-            if tag and self.on_cancel and tag.is_set():
-                self.on_cancel()
-                tag = None
+            if tag:
+                tag.check()
             self.taken_at = time.monotonic()
 
     def _give_up(self, why: str) -> None:
         if self.working:
             self.working = False
-            to_stderr(f"wandb stopped working, training continues: {why}")
+            to_stderr(
+                f"wandb stopped working, training continues: {why}; "
+                "later, `diffllm wandb` writes all steps"
+            )

@@ -64,6 +64,7 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     """
     import wandb
 
+    resume_variable = os.environ.pop("WANDB_RESUME", None)  # wandb prefers it to resume=None
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
     # run.log contains the output, and wandb would print next to the progress bar.
     all_settings = wandb.Settings(silent=True, console="off", **settings)
@@ -80,6 +81,9 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
         for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - earlier_runs:
             shutil.rmtree(failed, ignore_errors=True)
         raise
+    finally:
+        if resume_variable is not None:
+            os.environ["WANDB_RESUME"] = resume_variable
     for axis in AXES:
         run.define_metric(axis, hidden=True)
     for metric in METRICS:
@@ -102,7 +106,7 @@ def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
     if mode == "offline":
         return open_run(mode, offline_options)
     try:
-        return create_run(mode, options) if options["resume"] is None else open_run(mode, options)
+        return open_run(mode, options) if options["resume"] else create_run(mode, options)
     except Exception as error:
         if mode != "online":
             raise

@@ -202,8 +202,11 @@ def test_cancel_tag_is_requested_once_per_minute_and_failed_requests_are_ignored
     clock = Clock()
     server = Server(clock)
     monkeypatch.setattr(wandb, "Api", server.open)
-    tag = CancelTag(RecordedRun(clock), clock)
-    while not tag.is_set():
+    cancelled: list[float] = []
+    tag = CancelTag(RecordedRun(clock), lambda: cancelled.append(clock.now), clock)
+    for _ in range(1000):
+        tag.check()
         clock.now += 1.0
     assert len(server.times) == 6
+    assert cancelled == server.times[-1:]
     assert set(np.diff(server.times)) == {wandb_events.REQUEST_S}

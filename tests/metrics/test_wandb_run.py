@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import wandb
 from processes import PATIENCE_S
 from tiers import slow_but
 from wandb_file import OfflineRun
+from wandb_server import WandbServer
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
@@ -30,6 +31,7 @@ from diffllm.metrics.wandb_run import (
     with_defaults,
     with_variables,
 )
+from diffllm.metrics.wandb_start import open_run
 
 KEY = "0123456789" * 4
 VARIABLES = {
@@ -153,13 +155,14 @@ def a_run(
     mode: WandbMode = WandbMode.offline,
     run_id: str | None = None,
     added_tags: Sequence[str] = (),
+    earlier: Iterable[dict[str, Any]] = (),
     **changes: Any,
 ) -> WandbRun:
     cfg = WandbConfig(mode=mode, project="a-project", **changes)
     cfg = with_defaults(cfg, "diff_v2", added_tags)
     config = {"steps": 3, "model": {"dim": 8, "attention": {}}, "run": {"name": None}}
     directory.mkdir(exist_ok=True)
-    return WandbRun(cfg, directory, "tiny", config, run_id)
+    return WandbRun(cfg, directory, "tiny", config, run_id, earlier=earlier)
 
 
 def test_wandb_run_omits_nan_and_infinite_losses(tmp_path, capfd):
@@ -357,6 +360,53 @@ def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch,
     assert "; run `wandb login`, or set WANDB_API_KEY; `wandb sync " in line
     assert f"/wandb/offline-run-*-{run.id}` uploads the run" in line
     assert KEY not in line
+
+
+@pytest.mark.slow
+def test_refused_lines_of_online_run_are_reported_at_its_end(tmp_path, home, monkeypatch, capfd):
+    server = WandbServer()
+    server.refusals["file_stream"] = 403, "read-only project"
+    for name, value in server.variables(home).items():
+        monkeypatch.setenv(name, value)
+    wandb.teardown()  # restart the service with the changed environment
+    capfd.readouterr()
+    run = a_run(tmp_path / "run", WandbMode.online)
+    run.log({"step": 1, "tokens": 5})
+    run.finish({"x": 1})
+    server.close()
+    assert server.runs[run.id].history == []
+    line = only_line(capfd)
+    assert "the server has not stored all steps: " in line
+    assert "403" in line
+    assert line.endswith("later, `diffllm wandb` writes all steps")
+
+
+def test_wandb_resume_variable_is_ignored(tmp_path, monkeypatch):
+    """`wandb sync` would upload nothing of an offline run that must resume."""
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    run = open_run("offline", {"dir": str(tmp_path), "id": "new", "resume": None})
+    assert run.settings.resume is None
+    run.finish()
+    assert os.environ["WANDB_RESUME"] == "must"
+
+
+def test_earlier_steps_may_take_longer_than_last_call_of_wandb(tmp_path, monkeypatch, capfd):
+    """Each line counts as progress, so that the replay of a long run is not cut."""
+    fake, lines = Broken(), []
+
+    def log(values, step):
+        lines.append(step)
+        threading.Event().wait(0.1)
+
+    fake.log = log
+    fake.step, fake.offline, fake.id, fake.dir = 0, False, "id", str(tmp_path / "x" / "files")
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", 1)
+    earlier = ({"step": step} for step in range(1, 31))
+    run = a_run(tmp_path, earlier=earlier)
+    run.finish()
+    assert lines == [*range(1, 31)]
+    assert capfd.readouterr().err == ""
 
 
 ASK = """

@@ -39,7 +39,7 @@ from diffllm.compare.report.trends import trend_sentences
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
-from diffllm.core.printing import KEPT, Cell, Table, TableColumn
+from diffllm.core.printing import KEPT, Cell, Table, TableColumn, to_stderr
 from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import (
     WandbRun,
@@ -272,7 +272,7 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
     arguments = {
         "directory": directory,
         "job_type": COMPARISON,
-        "config": {"baseline": comparison.baseline, "rows": [row.label for row in rows]},
+        "config": {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]},
     }
     steps = []
     for step, (tokens, line) in enumerate(sorted(lines.items())):
@@ -281,7 +281,10 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Log the result of `gap_run` to wandb; another call replaces the wandb run.
+    """Log the result of `gap_run` to wandb.
+
+    Another call replaces an offline run, and makes a new run online, where wandb cannot replace
+    lines; it prints the id of the former run.
 
     The wandb mode and project come from the config of the first run and from the variables in its
     run.json. If no row has a gap, or if wandb is disabled, log nothing and return False; otherwise
@@ -299,6 +302,8 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     for line in gaps.lines:
         run.log(line)
     run.finish(gaps.summary)
+    if run.id != run_id:
+        to_stderr(f"wandb: run {run.id} has the gaps; delete the former run {run_id}")
     store_comparison_id(directory, run.id)
     return True
 
