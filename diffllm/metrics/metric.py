@@ -43,9 +43,7 @@ class Curve(Plot):
     smooth: bool = False
     """Whether the plot shows a moving average."""
     clip: bool = False
-    """Whether the range of the y axis ignores the first steps and spikes."""
-    spikes: bool = False
-    """Whether marks show the spikes of single steps, for a metric of steps.npy."""
+    """Whether the range of the y axis ignores the first steps and marked spikes."""
 
 
 @dataclass(frozen=True)
