@@ -43,11 +43,9 @@ class Curve(Plot):
     smooth: bool = False
     """Whether the plot shows a moving average."""
     clip: bool = False
-    """Whether the range of the y axis ignores the first steps and spikes."""
+    """Whether the range of the y axis ignores the first steps and marked spikes."""
     axes: tuple[str, ...] = ("tokens",)
     """Names in `AXES`: x-axes of the panels of a wandb dashboard. The report uses tokens."""
-    spikes: bool = False
-    """Whether marks show the spikes of single steps, for a metric of steps.npy."""
 
 
 @dataclass(frozen=True)

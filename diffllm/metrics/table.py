@@ -116,7 +116,7 @@ METRICS: list[Metric] = [
         "train/loss", LOSS, "Cross-entropy of the step's global batch", "nats per token",
         summary="min",
         plots=(Curve("Training loss", "{smoothing}, in nats per token.{incomparable}", smooth=True,
-                     clip=True, spikes=True, axes=("tokens", "training_flops")),),
+                     clip=True, axes=("tokens", "training_flops")),),
     ),
     Metric(
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`",
@@ -168,7 +168,7 @@ METRICS: list[Metric] = [
         "train/grad_norm", NORMS,
         "L2 norm of the gradient before clipping; often largest in the first steps", "L2 norm",
         summary="max",
-        plots=(Curve("Gradient norm", log=True, spikes=True),),
+        plots=(Curve("Gradient norm", log=True),),
         column=Column("all", "max", "max", "Gradient norm", "largest"),
     ),
     Metric(

@@ -17,7 +17,7 @@ from wandb_file import OfflineRun
 
 from diffllm.cli.run import run_and_report as run
 from diffllm.compare.report.runs import load_run
-from diffllm.compare.report.step_curves import run_curves, spikes_of
+from diffllm.compare.report.step_curves import run_curves
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import TensorBoardFiles
@@ -107,7 +107,7 @@ def scale(t: Training, factor: float) -> None:
 
 @pytest.mark.slow
 def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, monkeypatch):
-    path, spike, real_step = tmp_path / "run", 17, loop.train_step
+    path, spike, real_step = tmp_path / "run", 47, loop.train_step
 
     def train_step(t: Training, batches: Any, step: int, *args: Any) -> Any:
         """Train on an output layer that is 30 times as large at one step."""
@@ -119,23 +119,23 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
         return result
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    words = ["steps=40", "log_interval=10", "data.num_workers=0", "run.report=true"]
+    words = ["steps=60", "log_interval=10", "data.num_workers=0", "run.report=true"]
     words += ["wandb.mode=offline", "metrics.tensorboard=true"]
     run(load_config([*overrides_of(corpus, path), *words]))
 
     assert spike not in written(path)["train/loss"]
     rows = read_steps(path / "steps.npy")
-    assert rows["step"].tolist() == list(range(1, 41))
+    assert rows["step"].tolist() == list(range(1, 61))
     tensorboard, wandb = shown(path), OfflineRun(path)
-    curves = run_curves(load_run(path)).curves
+    marks = run_curves(load_run(path)).spikes
     for name in ("train/loss", "train/grad_norm"):
         assert rows["step"][rows[name].argmax()] == spike
-        values = dict(zip(range(1, 41), rows[name].tolist(), strict=True))
+        values = dict(zip(range(1, 61), rows[name].tolist(), strict=True))
         assert tensorboard[name] == pytest.approx(values)
         assert {line["step"]: line[name] for line in wandb.history} == pytest.approx(values)
-        marks = {mark.step: mark for mark in spikes_of(curves[name], log=name != "train/loss")}
-        assert marks[spike].value == values[spike]
-        assert marks[spike].x == spike * 8 * 64
+        (mark,) = (mark for mark in marks[name] if mark.step == spike)
+        assert mark.value == values[spike]
+        assert mark.x == spike * 8 * 64
     page = (path / "report.html").read_text(encoding="utf-8")
     assert page.count(f"the highest at step {spike} (") == 2
 

@@ -23,13 +23,15 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 
 
 class Spike(NamedTuple):
-    """A step whose value is far above the values before and after it."""
+    """The first step of a spike that a run counts as an event."""
 
     step: int
     x: float
-    level: float
-    """Foot of the spike, the smaller median of the values before it and after it."""
+    """Training tokens at the step."""
+    end: float
+    """Training tokens at the last step that can belong to the spike."""
     value: float
+    """Value of the step; infinity if it is not finite."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Band:
     stops: list[tuple[float, float]]
     """Last finite point (x, y) of each seed whose curve ends before the last x."""
     spikes: tuple[Spike, ...] = ()
-    """Spikes of all seeds, which the other fields may omit."""
+    """Marked spikes of all seeds."""
+    peak: tuple[float, int] | None = None
+    """Highest value without a mark, and its step; None if the step is unknown."""
 
     @property
     def drawn(self) -> Array:

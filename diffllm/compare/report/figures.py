@@ -230,7 +230,6 @@ def draw_curves(
     for number, start in enumerate(starts):
         how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1}
         axes.axvline(start, label="start of a stage" if number == 0 else "", **how)
-    draw_spikes(axes, drawn, np.inf if log or top is None else top)
     if log:
         logarithmic(axes)
     elif top is not None:
@@ -238,6 +237,7 @@ def draw_curves(
         for band, style in drawn:
             if band.drawn.min() > top:
                 draw_arrow(axes, (band.x[-1], top), "^", style.colour)
+    draw_spikes(axes, drawn)
     axes.set_xlabel(across, loc="right")
     axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
     axes.xaxis.set_major_formatter(lambda x, _: compact(x))
@@ -258,21 +258,28 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
     x, low, high = envelope(band)
     low = hide_nonpositive(low, log)
     known = np.isfinite(low) & np.isfinite(high)
-    if (high > low)[known].any():
-        axes.fill_between(x, low, high, where=known, color=style.colour, alpha=0.13, lw=0)
+    spread = (band.high > band.mean).any() or (band.low < band.mean).any()
+    if spread and known.any():
+        # The edge shows single steps and single seeds, whose area is too narrow to see.
+        how = {"facecolor": (style.colour, 0.13), "edgecolor": (style.colour, 0.3), "lw": 0.6}
+        axes.fill_between(x, low, high, where=known, **how)
     if band.stops:
         x, y = np.transpose(band.stops)
         how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "last finite value"}
         axes.plot(x, hide_nonpositive(y, log), "x", **how)
 
 
-def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
-    """Mark spikes by triangles, at `top` if they are higher, and write the step of the highest."""
+def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
+    """Mark spikes by triangles, and write the step of the highest.
+
+    A triangle is at the upper edge if the spike is above the scale, or not finite.
+    """
+    bottom, top = axes.get_ylim()
+    axes.set_autoscaley_on(False)  # marks do not change the scale
     for band, style in drawn:
         if band.spikes:
-            _, x, level, value = np.transpose(band.spikes)
-            y = np.minimum(value, top)
-            axes.vlines(x, np.minimum(level, y), y, color=style.colour, lw=0.8)
+            x = [spike.x for spike in band.spikes]
+            y = np.clip([spike.value for spike in band.spikes], bottom, top)
             how: dict[str, Any] = {"ls": "", "ms": 5, "clip_on": False, "label": "spike"}
             axes.plot(x, y, "^", color=style.colour, **how)
     spikes = [spike for band, _ in drawn for spike in band.spikes]

@@ -32,7 +32,7 @@ from diffllm.compare.report.results import (
 )
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
-from diffllm.compare.report.stages import over_stages, stages_of
+from diffllm.compare.report.stages import over_stages, spikes_over_stages, stages_of
 from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
@@ -40,17 +40,15 @@ from diffllm.compare.report.step_curves import (
     band_of_values,
     line_without,
     run_curves,
-    spikes_of,
 )
 from diffllm.compare.report.trends import trend_sentences
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import GAPS, METRICS, metric_of
 
-FIRST, LATER = 0.2, 0.95
-"""Scale of losses: the share of a run that counts as first steps, whose high losses would flatten
-the rest, and the quantile of later values that the scale includes. Curves of few points have no
-first steps."""
+FIRST = 0.2
+"""Share of a run that counts as first steps, whose high losses would flatten the scale of the rest.
+Curves of few points have no first steps."""
 
 
 class Card(NamedTuple):
@@ -166,12 +164,14 @@ class Figures:
             bands.append(
                 self.step_band(plot, metric.name, [self.curves_of(run) for run in row.runs])
             )
-        if self.interval > 1 and not plot.smooth and self.has_every_step():
+        if plot.smooth and self.has_every_step():
+            caption += " Area: lowest to highest step."
+        elif self.interval > 1 and self.has_every_step():
             caption += f" Line: mean over {self.interval:,} steps; area: lowest to highest."
         return self.card(plot, caption, metric.unit, bands)
 
     def curves_of(self, run: Run) -> RunCurves:
-        """Return the curves of a run; steps.npy is read once for all figures."""
+        """Return the curves of a run; steps.npy and events.jsonl are read once for all figures."""
         if run not in self.curves_by_run:
             self.curves_by_run[run] = run_curves(run, self.interval)
         return self.curves_by_run[run]
@@ -190,16 +190,19 @@ class Figures:
 
     def step_band(self, plot: Curve, name: str, runs: list[RunCurves]) -> curves.Band | None:
         """Return the band of a metric of steps.npy over the runs of a row."""
-        curves_of_metric = [run.curves[name] for run in runs]
-        spikes, lines = [], []
-        for run, curve in zip(runs, curves_of_metric, strict=True):
-            marks = spikes_of(curve, plot.log) if plot.spikes and run.every_step else []
-            spikes += marks
-            points = self.smoothed_intervals if run.every_step else self.smoothed_over
-            # A running mean would show a spike as a plateau as wide as its window.
-            lines.append(curves.smoothed(line_without(marks, curve), points))
-        band = curves.over_seeds(lines) if plot.smooth else band_of_values(curves_of_metric)
-        return None if band is None else replace(band, spikes=tuple(spikes))
+        lines = []
+        for run in runs:
+            curve = run.curves[name]
+            if plot.smooth:
+                # A running mean would show a spike as a plateau as wide as its window.
+                line = line_without(run.spikes[name], curve)
+                points = self.smoothed_intervals if run.every_step else self.smoothed_over
+                lines.append(curves.smoothed(line, points))
+            else:
+                lines.append(Series(curve.tokens, curve.mean))
+        return band_of_values(
+            lines, [run.curves[name] for run in runs], [run.spikes[name] for run in runs]
+        )
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
 
@@ -223,7 +226,7 @@ class Figures:
         starts = {before for each in stages.values() for _, before in each if before}
         if not starts:
             return []
-        plot = Curve("Loss over all stages", smooth=True, clip=True, spikes=True)
+        plot = Curve("Loss over all stages", smooth=True, clip=True)
         bands = []
         for row in self.rows:
             joined = [self.curves_over_stages(stages[run.path], "train/loss") for run in row.runs]
@@ -234,9 +237,11 @@ class Figures:
         return self.card(plot, caption, "nats per token", bands, starts=sorted(starts))
 
     def curves_over_stages(self, stages: list[tuple[Run, int]], name: str) -> RunCurves:
-        curves_of_stages = [self.curves_of(run).curves[name] for run, _ in stages]
-        joined = over_stages(curves_of_stages, [start for _, start in stages])
-        return RunCurves({name: joined}, self.curves_of(stages[-1][0]).every_step)
+        curves_of_stages = [self.curves_of(run) for run, _ in stages]
+        starts = [start for _, start in stages]
+        joined = over_stages([stage.curves[name] for stage in curves_of_stages], starts)
+        spikes = spikes_over_stages([stage.spikes[name] for stage in curves_of_stages], starts)
+        return RunCurves({name: joined}, {name: spikes}, curves_of_stages[-1].every_step)
 
     def intervals(self) -> list[Card]:
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
@@ -294,16 +299,13 @@ class Figures:
         low, high, top = float(values.min()), float(values.max()), top_of(bands)
         if spikes:
             highest = max(spikes, key=lambda spike: spike.value)
-            high = max(high, highest.value)
-            caption += (
-                " Triangles mark spikes of single steps, the highest at step "
-                f"{highest.step:,} ({short(highest.value)})."
-            )
+            value = short(highest.value) if np.isfinite(highest.value) else "not finite"
+            caption += f" Triangles mark spikes, the highest at step {highest.step:,} ({value})."
             if isinstance(plot, Curve) and plot.smooth:
-                caption += " The running mean omits spikes."
+                caption += " The running mean omits marked steps."
         if isinstance(plot, Curve) and plot.clip and high > top > low:
             how["top"] = top
-            caption += f" The scale ends at {short(top)}; the largest value is {short(high)}."
+            caption += f" The scale ends at {short(top)}; {largest_text(bands)}."
         if log := plot.log and high > 0:
             omitted = ", which omits values of 0 or below" if low <= 0 else ""
             caption += f" Logarithmic scale{omitted}."
@@ -317,11 +319,19 @@ def finite_values(bands: Bands) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(band.drawn for band in bands if band is not None)])
 
 
+def largest_text(bands: Bands) -> str:
+    """Describe the largest value of a figure, and its step if the figure shows every step."""
+    peaks = [band.peak for band in bands if band is not None and band.peak]
+    if not peaks:
+        return f"the largest value is {short(float(finite_values(bands).max()))}"
+    value, step = max(peaks)
+    return f"the largest unmarked value is {short(value)}, at step {step:,}"
+
+
 def top_of(bands: Bands) -> float:
     """Return the upper end of a linear loss axis, or infinity if there is no finite loss.
 
-    The upper end is chosen without the first 20% of training and without the highest 5% of later
-    losses, such as spikes. Small differences between the other losses are then visible.
+    The axis ignores the first 20% of training and marked spikes, and includes all other losses.
     """
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)
@@ -329,9 +339,12 @@ def top_of(bands: Bands) -> float:
     for band in found:
         values = np.fmax.reduce([band.high, *band.singles])
         start = FIRST * end if len(band.x) > FEW else 0
-        later = values[np.isfinite(values) & (band.x >= start)]
-        if len(later):
-            tops.append(max(later[0], later[-1], float(np.quantile(later, LATER))))
+        included = np.isfinite(values) & (band.x >= start)
+        for spike in band.spikes:
+            first, last = np.searchsorted(band.x, (spike.x, spike.end))
+            included[first : last + 1] = False
+        if included.any():
+            tops.append(float(values[included].max()))
     if not tops:
         return np.inf
     top, low = max(tops), float(finite_values(bands).min())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.compare.report.curves import Spike
 from diffllm.compare.report.runs import Run, is_run, load_run
 from diffllm.compare.report.step_curves import StepCurve
 from diffllm.core.errors import CheckpointError
@@ -52,8 +53,19 @@ def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
     ends = [*starts[1:], np.inf]
     parts = []
     for curve, start, end in zip(curves, starts, ends, strict=True):
-        shifted = curve._replace(tokens=curve.tokens + start, peak_tokens=curve.peak_tokens + start)
+        shifted = curve._replace(tokens=curve.tokens + start)
         # The next stage may start from a checkpoint before the end of this stage.
         earlier = shifted.tokens <= end
         parts.append([column[earlier] for column in shifted])
     return StepCurve(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def spikes_over_stages(spikes_of_stages: list[list[Spike]], starts: list[int]) -> list[Spike]:
+    """Return the spikes of all stages at the tokens of all stages; see `over_stages`."""
+    ends = [*starts[1:], np.inf]
+    shifted = []
+    for spikes, start, end in zip(spikes_of_stages, starts, ends, strict=True):
+        for spike in spikes:
+            if spike.x + start <= end:
+                shifted.append(spike._replace(x=spike.x + start, end=spike.end + start))
+    return shifted

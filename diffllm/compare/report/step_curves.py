@@ -1,10 +1,12 @@
 """Curves of the values of every optimizer step, and their spikes.
 
-The values are in steps.npy. Runs of older versions have only the logged values of metrics.jsonl.
+The values are in steps.npy, the spikes in events.jsonl. Runs of older versions have only the logged
+values of metrics.jsonl.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -13,19 +15,18 @@ from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
 from diffllm.compare.report.runs import Run, Series
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.records import LARGEST
+from diffllm.metrics import table
+from diffllm.metrics.events import EVENTS, read_events
+from diffllm.metrics.records import LARGEST, finite
+from diffllm.metrics.spikes import APART
 from diffllm.metrics.steps import STEP, read_steps
 
 NAMES = ("train/loss", "train/grad_norm", "train/lr")
 """Metrics whose figures show every step."""
 INTERVALS = 1000
 """Largest number of points of a curve."""
-SIDE = 8
-"""Number of intervals on each side with which a spike is compared."""
-FACTOR = 6
-"""A spike is this multiple of the median distance: 4 standard deviations of normal noise."""
-SMALLEST = 0.05
-"""Smallest height of a spike: in nats, or as a share of a gradient norm."""
+MARKED = {"loss_spike": "train/loss", "grad_spike": "train/grad_norm"}
+"""Metric whose figure marks an event, by kind of event."""
 
 
 class StepCurve(NamedTuple):
@@ -41,19 +42,21 @@ class StepCurve(NamedTuple):
     high: Array
     peak_steps: Array
     """Step of the highest value."""
-    peak_tokens: Array
-    """Training tokens at the step of the highest value."""
 
 
 class RunCurves(NamedTuple):
-    """Curves of a run by metric. `every_step` is False if the run has only logged values."""
+    """Curves and spikes of a run by metric.
+
+    `every_step` is False if the run has only logged values.
+    """
 
     curves: dict[str, StepCurve]
+    spikes: dict[str, list[Spike]]
     every_step: bool
 
 
 def run_curves(run: Run, size: int = 1) -> RunCurves:
-    """Return the curves of the metrics NAMES, in intervals of `size` steps.
+    """Return the curves of the metrics NAMES, in intervals of `size` steps, and their spikes.
 
     If the run has no steps.npy, or a damaged one, each logged value is an interval.
     """
@@ -65,7 +68,7 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
     if not len(rows):
         size = 1
     curves = {name: step_curve(run, rows, name, size) for name in NAMES}
-    return RunCurves(curves, len(rows) > 0)
+    return RunCurves(curves, run_spikes(run, curves), len(rows) > 0)
 
 
 def step_curve(run: Run, rows: Array, name: str, size: int) -> StepCurve:
@@ -84,7 +87,7 @@ def step_curve(run: Run, rows: Array, name: str, size: int) -> StepCurve:
 def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     """Reduce `values` (n,) at increasing `steps` (n,) to intervals of `size` steps."""
     if not len(steps):
-        return StepCurve(*np.zeros((6, 0)))
+        return StepCurve(*np.zeros((5, 0)))
     intervals = (steps - 1) // size
     starts = np.flatnonzero(np.diff(intervals, prepend=intervals[0] - 1))
     lengths = np.diff(starts, append=len(steps))
@@ -100,66 +103,76 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
         low,
         high,
         np.maximum.reduceat(np.where(peak, steps, 0), starts),
-        np.maximum.reduceat(np.where(peak, tokens, 0), starts),
     )
 
 
+def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]:
+    """Return the spikes by metric that the run counts as events, from events.jsonl.
+
+    Runs of older versions have no such file. If the file is damaged, print a warning.
+    """
+    spikes: dict[str, list[Spike]] = {name: [] for name in curves}
+    if not (run.path / EVENTS).exists():
+        return spikes
+    try:
+        events = read_events(run.path)
+    except CheckpointError as error:
+        to_stderr(f"warning: {error}; figures do not mark the spikes of this run")
+        return spikes
+    for event in events:
+        name = MARKED.get(event.kind)
+        if name is None or event.definition != table.EVENTS:
+            continue
+        tokens = curves[name].tokens
+        # A killed process may not have written the rows of its last events.
+        if len(tokens) and event.tokens <= int(tokens[-1]):
+            value = finite(event.value)
+            end = event.tokens + APART * run.tokens_per_step
+            height = np.inf if value is None else value
+            spikes[name].append(Spike(event.step, event.tokens, end, height))
+    return spikes
+
+
+def unmarked(curve: StepCurve, spikes: list[Spike]) -> Array:
+    """Return which intervals of a curve have no marked spike, as booleans (n,)."""
+    places = np.searchsorted(curve.tokens, [spike.x for spike in spikes])
+    return ~np.isin(np.arange(len(curve.tokens)), places)
+
+
 def line_without(spikes: list[Spike], curve: StepCurve) -> Series:
-    """Return the means of a curve, interpolated at intervals with one of the spikes."""
-    spiky = np.isin(curve.peak_steps, [spike.step for spike in spikes])
-    calm = ~spiky
+    """Return the means of a curve, interpolated at intervals with a marked spike."""
+    calm = unmarked(curve, spikes)
     values = curve.mean.copy()
-    if spikes:
-        values[spiky] = np.interp(curve.tokens[spiky], curve.tokens[calm], curve.mean[calm])
+    if calm.any():
+        values[~calm] = np.interp(curve.tokens[~calm], curve.tokens[calm], curve.mean[calm])
     return Series(curve.tokens, values)
 
 
-def band_of_values(curves: Sequence[StepCurve]) -> Band | None:
-    """Return the mean over seeds, and the smallest and largest value of any step and seed."""
-    band = over_seeds(Series(curve.tokens, curve.mean) for curve in curves)
+def band_of_values(
+    lines: Sequence[Series], curves: Sequence[StepCurve], spikes: Sequence[list[Spike]]
+) -> Band | None:
+    """Return the mean of `lines` over seeds, and the lowest and highest value of any step and seed.
+
+    Args:
+        lines: line of each seed, such as a running mean.
+        curves: values of each seed.
+        spikes: marked spikes of each seed.
+    """
+    band = over_seeds(lines)
     lows = over_seeds(Series(curve.tokens, curve.low) for curve in curves)
     highs = over_seeds(Series(curve.tokens, curve.high) for curve in curves)
     if band is None or lows is None or highs is None:
         return None
-    return replace(band, low=lows.low, high=highs.high)
-
-
-def spikes_of(curve: StepCurve, log: bool) -> list[Spike]:
-    """Return the highest step of each interval that is far above the intervals on both sides.
-
-    Compare the highest value of an interval with the medians of the highest values of the SIDE
-    intervals before it and after it. The descent of a loss is therefore no spike.
-
-    Args:
-        log: whether to compare logarithms, as for gradient norms; values of 0 are omitted.
-    """
-    high = np.log(np.where(curve.high > 0, curve.high, np.nan)) if log else curve.high
-    if not np.isfinite(high).any():
-        return []
-    padding = np.full(SIDE, np.nan)
-    before = medians(np.concatenate([padding, high[:-1]]))
-    after = medians(np.concatenate([high[1:], padding]))
-    height = high - np.fmax(before, after)
-    level = np.fmin(before, after)
-    # The first interval has nothing before it, and the descent begins there.
-    judged = np.isfinite(before) & np.isfinite(height)
-    if not judged.any():
-        return []
-    limit = max(FACTOR * float(np.median(np.abs(height[judged]))), SMALLEST)
-    if log:
-        level = np.exp(level)
-    return [
-        Spike(
-            int(curve.peak_steps[i]), *map(float, (curve.peak_tokens[i], level[i], curve.high[i]))
-        )
-        for i in np.flatnonzero(judged & (height > limit))
-    ]
-
-
-def medians(values: Array) -> Array:
-    """Return the medians of the finite values in each window of SIDE values; NaN without any."""
-    windows = np.lib.stride_tricks.sliding_window_view(values, SIDE)
-    filled = np.isfinite(windows).any(axis=1)
-    result = np.full(len(windows), np.nan)
-    result[filled] = np.nanmedian(windows[filled], axis=1)
-    return result
+    peaks = []
+    for curve, marks in zip(curves, spikes, strict=True):
+        high = np.where(unmarked(curve, marks), curve.high, np.nan)
+        if np.isfinite(high).any():
+            place = np.nanargmax(high)
+            peaks.append((float(high[place]), int(curve.peak_steps[place])))
+    return replace(
+        band,
+        low=np.fmin.reduce([lows.low, *lows.singles]),
+        high=np.fmax.reduce([highs.high, *highs.singles]),
+        spikes=tuple(chain(*spikes)),
+        peak=max(peaks, default=None),
+    )

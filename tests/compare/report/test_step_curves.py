@@ -1,6 +1,7 @@
 """Figures of values of every step: spikes between logged steps, without effects on numbers."""
 
 import base64
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,13 @@ import pytest
 from runs.written import config, write_run
 
 from diffllm.compare.report import write_report
-from diffllm.compare.report.curves import Spike, over_seeds
+from diffllm.compare.report.curves import Spike, over_seeds, smoothed
 from diffllm.compare.report.figures import RowStyle, draw_curves
 from diffllm.compare.report.runs import Series, load_run
-from diffllm.compare.report.step_curves import (
-    INTERVALS,
-    line_without,
-    reduced,
-    run_curves,
-    spikes_of,
-)
+from diffllm.compare.report.stages import spikes_over_stages
+from diffllm.compare.report.step_curves import band_of_values, line_without, reduced, run_curves
+from diffllm.metrics.events import EVENTS, Event, EventsFile, events_of_step
+from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.steps import STEP, StepsFile
 
 STEPS = 200
@@ -27,9 +25,10 @@ WORDS = (f"steps={STEPS}", "log_interval=10")
 SPIKE = 57
 
 
-def every_step(seed: int, steps: int = STEPS, spike: int | None = SPIKE) -> np.ndarray:
-    """Return rows of steps.npy with noisy falling curves and a spike; (steps,) of dtype STEP."""
+def every_step(seed: int, spike: int | None = SPIKE) -> np.ndarray:
+    """Return rows of steps.npy with noisy falling curves and a spike; (STEPS,) of dtype STEP."""
     rng = np.random.default_rng(seed)
+    steps = STEPS
     rows = np.zeros(steps, STEP)
     rows["step"] = np.arange(1, steps + 1)
     rows["tokens"] = rows["step"].astype(np.int64) * config(WORDS).global_batch_size * 32
@@ -43,9 +42,24 @@ def every_step(seed: int, steps: int = STEPS, spike: int | None = SPIKE) -> np.n
     return rows
 
 
-def write(path: Path, seed: int, first_row: int = 1) -> Path:
-    """Create a run whose steps.npy begins at step `first_row`, or without steps.npy if it is 0."""
-    rows = every_step(seed)
+def write_events(run: Path, rows: np.ndarray) -> None:
+    """Write events.jsonl as training does."""
+    monitor, file = SpikeMonitor(), EventsFile(run / EVENTS)
+    for row in rows:
+        loss, grad_norm = row["train/loss"].item(), row["train/grad_norm"].item()
+        spikes = monitor.update(loss, grad_norm)
+        event = Event("skipped", row["step"].item(), row["tokens"].item(), value=loss)
+        for spike in events_of_step(event, False, spikes, grad_norm):
+            file.write(spike)
+    file.close()
+
+
+def write(path: Path, seed: int, first_row: int = 1, spike: int = SPIKE) -> Path:
+    """Create a run whose steps.npy begins at step `first_row`.
+
+    If it is 0, the run has only logged values, as of older versions.
+    """
+    rows = every_step(seed, spike)
     lines = []
     for row in rows[(rows["step"] == 1) | (rows["step"] % 10 == 0)]:
         names = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr")
@@ -56,6 +70,7 @@ def write(path: Path, seed: int, first_row: int = 1) -> Path:
         file = StepsFile(path / "steps.npy")
         file.append(rows[first_row - 1 :])
         file.close()
+        write_events(path, rows)
     return path
 
 
@@ -87,30 +102,60 @@ def test_reduced_curve_keeps_mean_extremes_and_step_of_highest_value(size):
         statistics = [finite.mean(), finite.min(), finite.max()]
         assert [curve.mean[i], curve.low[i], curve.high[i]] == pytest.approx(statistics)
         assert values[steps == curve.peak_steps[i]] == finite.max()
-        assert curve.peak_tokens[i] == 10 * curve.peak_steps[i]
 
 
-@pytest.mark.parametrize("steps", [40, 200, 999, 30_000])
-@pytest.mark.parametrize(("name", "log"), [("train/loss", False), ("train/grad_norm", True)])
-def test_only_planted_spike_is_found_at_its_step(steps, name, log):
-    size = -(-steps // INTERVALS)
-    for spike in (None, size + 1, size + 17, steps // 2, steps - 1, steps):
-        rows = every_step(1, steps, spike)
-        values = rows[name].astype(float)
-        curve = reduced(rows["step"].astype(int), rows["tokens"], values, size)
-        found = spikes_of(curve, log)
-        assert [mark.step for mark in found] == [spike] * (spike is not None)
-        for mark in found:
-            assert mark.x == rows["tokens"][spike - 1]
-            assert mark.value == values[spike - 1]
-            assert mark.level < mark.value - 1
+def test_marks_are_events_of_the_detrended_definition(tmp_path):
+    run, rows = write(tmp_path / "run", 0), every_step(0)
+    rows["train/loss"][99] = np.nan
+    write_events(run, rows)
+    spikes = run_curves(load_run(run)).spikes
+    tokens = rows["tokens"].tolist()
+    expected = {
+        "train/loss": [(SPIKE, rows["train/loss"][SPIKE - 1]), (100, np.inf)],
+        "train/grad_norm": [(SPIKE, rows["train/grad_norm"][SPIKE - 1])],
+        "train/lr": [],
+    }
+    for name, marks in expected.items():
+        assert [(mark.step, mark.value) for mark in spikes[name]] == marks
+        for mark in spikes[name]:
+            assert (mark.x, mark.end) == (tokens[mark.step - 1], tokens[mark.step + 7])
 
 
-@pytest.mark.parametrize("values", [[], [np.nan] * 30, [2.0] * 30, [5.0], [3.0, np.nan, 2.0]])
-def test_constant_or_missing_values_have_no_spike(values):
-    steps = np.arange(1, len(values) + 1)
-    for log in (False, True):
-        assert spikes_of(reduced(steps, steps, np.array(values), 1), log) == []
+@pytest.mark.parametrize("spike", [13, 23, 57, 121])
+def test_unmarked_excursion_extends_scale_or_is_named_in_caption(tmp_path, spike):
+    """The scale ignores the first 40 steps; later steps are ignored only if they are marked."""
+    run = write(tmp_path / "run", 0, spike=spike)
+    (run / EVENTS).write_text("", encoding="utf-8")
+    svg, caption = figure(write_report([run])[0], "Training loss")
+    assert "riangle" not in svg + caption
+    assert ("The scale ends at" in caption) == (spike <= 40)
+    assert (f", at step {spike}." in caption) == (spike <= 40)
+
+
+def test_area_shows_unmarked_excursion_of_single_seed_after_end_of_other_seed(tmp_path):
+    curve = run_curves(load_run(write(tmp_path / "run", 0, spike=121))).curves["train/loss"]
+    short = type(curve)(*(column[:100] for column in curve))
+    lines = [smoothed(Series(seed.tokens, seed.mean), 11) for seed in (curve, short)]
+    band = band_of_values(lines, [curve, short], [[], []])
+    assert band.peak == (curve.high[120], 121)
+    style = RowStyle("row", "standard", "#000000", (), "o")
+    (area,) = draw_curves([band], [style], "nats").axes[0].collections
+    highest = max(area.get_paths()[0].vertices, key=lambda point: point[1])
+    assert highest.tolist() == [curve.tokens[120], curve.high[120]]
+
+
+def test_running_mean_of_loss_is_calm_at_spike(tmp_path):
+    curves = run_curves(load_run(write(tmp_path / "run", 0)))
+    line = line_without(curves.spikes["train/loss"], curves.curves["train/loss"])
+    assert line.values == pytest.approx(every_step(0, spike=None)["train/loss"], abs=0.5)
+    others = np.arange(1, STEPS + 1) != SPIKE
+    assert (line.values[others] == every_step(0)["train/loss"][others]).all()
+
+
+def test_spikes_over_stages_are_at_tokens_of_all_stages():
+    """The second stage starts before the end of the first stage."""
+    stages = [[Spike(3, 30, 40, 9.0), Spike(7, 70, 80, 9.0)], [Spike(1, 5, 9, np.inf)]]
+    assert spikes_over_stages(stages, [0, 50]) == [Spike(3, 30, 40, 9.0), Spike(1, 55, 59, np.inf)]
 
 
 def test_report_marks_spike_between_logged_steps_in_loss_and_gradient_norm(tmp_path):
@@ -133,26 +178,16 @@ def test_report_marks_spike_between_logged_steps_in_loss_and_gradient_norm(tmp_p
     assert table.read_bytes() == logged_table.read_bytes()
 
 
-def test_running_mean_of_loss_is_calm_at_spike():
-    rows, calm = every_step(0), every_step(0, spike=None)
-    steps = rows["step"].astype(int)
-    curve = reduced(steps, rows["tokens"], rows["train/loss"].astype(float), 1)
-    line = line_without(spikes_of(curve, log=False), curve)
-    assert line.values == pytest.approx(calm["train/loss"], abs=0.5)
-    others = steps != SPIKE
-    assert (line.values[others] == rows["train/loss"][others]).all()
-
-
 def test_spike_above_axis_is_drawn_at_its_tokens_and_upper_edge():
-    spikes = (Spike(17, 170.0, 2.0, 99.0), Spike(30, 300.0, 2.0, 3.0))
+    spikes = (Spike(17, 170, 250, 99.0), Spike(30, 300, 380, 3.0), Spike(35, 350, 390, np.inf))
     tokens = np.arange(0, 400, 10)
     band = over_seeds([Series(tokens, np.full(40, 2.0))])
     style = RowStyle("row", "standard", "#000000", (), "o")
     axes = draw_curves([replace(band, spikes=spikes)], [style], "nats", top=4.0).axes[0]
     (marks,) = (line for line in axes.lines if line.get_label() == "spike")
-    assert marks.get_xydata().tolist() == [[170, 4], [300, 3]]
+    assert marks.get_xydata().tolist() == [[170, 4], [300, 3], [350, 4]]
     assert axes.get_ylim()[1] == 4
-    assert [text.get_text() for text in axes.texts] == ["step 17"]
+    assert [text.get_text() for text in axes.texts] == ["step 35"]
 
 
 def test_resumed_run_of_older_version_shows_logged_steps_before_first_row(tmp_path):
@@ -185,6 +220,28 @@ def test_report_is_written_with_forged_values_in_steps_file(tmp_path, columns):
     np.save(run / "steps.npy", rows)
     page, _ = write_report([run])
     assert page.read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize(
+    ("changes", "damaged"),
+    [
+        ({"tokens": 2**60, "step": 2**60}, False),
+        ({"value": 1e308}, False),
+        ({"value": -1e308}, False),
+        ({"tokens": 10**400}, True),
+        ({"kind": "unknown"}, True),
+        ({"step": None}, True),
+    ],
+)
+def test_report_is_written_with_forged_or_damaged_events(tmp_path, capsys, changes, damaged):
+    run = write(tmp_path / "run", 0)
+    event = {"kind": "loss_spike", "step": 9, "tokens": 9, "definition": "spikes_detrended"}
+    lines = [json.dumps({**event, **changes}), json.dumps(event)]
+    (run / EVENTS).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    page, _ = write_report([run])
+    warning = f"warning: {run}/{EVENTS} is damaged: line 1"
+    assert (warning in capsys.readouterr().err) == damaged
+    assert ("Triangles mark spikes" in figure(page, "Training loss")[1]) != damaged
 
 
 def test_report_with_damaged_steps_file_warns_and_shows_logged_steps(tmp_path, capsys):
