@@ -82,7 +82,7 @@ def open_sinks(
     restarted = directory.has_run  # before the files of this start exist
     events = EventsFile(path / EVENTS, state.step)
     if restarted:
-        events.write(restart(cfg, directory, state.step))
+        events.write(restart(directory, state))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
     wandb = WandbRun(
@@ -97,13 +97,13 @@ def open_sinks(
     return Sinks(file, steps, events, wandb, tensorboard)
 
 
-def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
-    """Return the event of a process that resumes the run after `step`."""
+def restart(directory: RunDirectory, state: LoopState) -> Event:
+    """Return the event of a process that resumes the run from `state`."""
     ranks = dist.get_world_size()
     detail = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if directory.changes:
         detail += f"; changed: {changes_text(directory.changes)}"
-    return Event("restart", step, step * cfg.global_batch_size * cfg.seq_len, detail=detail)
+    return Event("restart", state.step, state.tokens, detail=detail)
 
 
 def with_labels(

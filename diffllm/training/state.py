@@ -17,7 +17,7 @@ from diffllm.checkpoint.directory import (
     newest_good,
     step_of,
 )
-from diffllm.checkpoint.manifest import read_state
+from diffllm.checkpoint.manifest import read_state, tokens_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.origin import named_in, path_and_step
@@ -59,6 +59,13 @@ class LoopState:
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
     """Value of the environment variable MKL_CBWR."""
     visible_keys: VisibleKeys = field(default_factory=VisibleKeys)
+    tokens: int = 0
+    """Training tokens of all steps so far. The batch may change at a resume."""
+    training_flops: float | None = 0.0
+    """Training FLOPs of the steps before the last `Record.write`.
+
+    None in the checkpoint of an older version, until `Record` estimates them.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         visible_keys = asdict(self.visible_keys)
@@ -68,12 +75,14 @@ class LoopState:
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        # Checkpoints of older versions have no visible keys, no stage and no train_seconds.
+        # Checkpoints of older versions lack these entries.
         own = {
             "spikes": spikes,
             "visible_keys": VisibleKeys.of(values.get("visible_keys", {})),
             "stage": values.get("stage", 0),
             "train_seconds": values.get("train_seconds", values["seconds"]),
+            "tokens": tokens_of(values),
+            "training_flops": values.get("training_flops"),
         }
         return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
 
@@ -211,7 +220,7 @@ def continued(
         before = {key: state.order.get(key) for key in order}
         if any(before.get(key) != order.get(key) for key in ("corpus", "tokenizer")):
             before["tokens"] = order.get("tokens")  # A new corpus always has new tokens.
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a valid checkpoint: state.json has missing or invalid entries "
             f"({error}); resume another checkpoint"
