@@ -74,9 +74,7 @@ def open_sinks(
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
     resumes = claimed.checkpoint is not None
-    wandb_config = with_labels(
-        with_variables(cfg.wandb), cfg, directory.facts if resumes else None, os.environ
-    )
+    wandb_config = with_labels(with_variables(cfg.wandb), cfg, directory.facts, os.environ)
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe(facts, resumes)
     restarted = directory.has_run  # before the files of this start exist
