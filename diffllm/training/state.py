@@ -170,14 +170,20 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """Return the newest undamaged checkpoint to resume from; None if the run must begin at step 0.
 
     `own` contains the checkpoints in the run directory, oldest first. If `own` is empty and
-    `cfg.resume` is PATH[@STEP], use the checkpoint or run at this path. Raises CheckpointError if
-    all checkpoints are damaged, or if this path contains no checkpoint.
+    `cfg.resume` is PATH[@STEP], use the checkpoint or run at this path. Raises ConfigError if this
+    path is an older checkpoint in `own`, and CheckpointError if all checkpoints are damaged or if
+    this path contains no checkpoint.
     """
     if cfg.resume == "never":
         return None
-    if own or cfg.resume == "auto" or named_in(cfg.resume):
+    if cfg.resume == "auto" or named_in(cfg.resume):
         return newest_good(own)
     path, step = path_and_step(cfg.resume, "resume")
+    if own:
+        # A requeued job repeats its first command, in which PATH may be another run.
+        newest = newest_good(own)
+        check_not_older(cfg.resume, path, step, newest)
+        return newest
     if not path.exists():
         near = similar_path(path, os.path.isdir)
         raise CheckpointError(
@@ -190,6 +196,29 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
         return newest_good(inside)
     check_checkpoint(path)
     return path
+
+
+def check_not_older(resume: str, path: Path, step: int, newest: Path | None) -> None:
+    """Raise ConfigError if `path` and `step` choose another checkpoint of this run than `newest`.
+
+    Args:
+        resume: value of the config key, for the message.
+        path: path in `resume`, a run or a checkpoint.
+        step: step in `resume`; 0 if none.
+        newest: newest undamaged checkpoint of this run; None if none is left.
+    """
+    if newest is None:
+        return
+    run, chosen = newest.parent.parent.resolve(), path.resolve()
+    if chosen.parent == run / newest.parent.name:
+        step = step_of(chosen)
+    elif chosen != run:
+        return
+    if step not in (0, step_of(newest)):
+        raise ConfigError(
+            f"resume={resume} is not the newest checkpoint of this run (step {step_of(newest)}); "
+            "delete newer checkpoints, or set another run.name"
+        )
 
 
 def corpus_of(saved: dict[str, Any]) -> str | None:
