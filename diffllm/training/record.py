@@ -65,7 +65,8 @@ class Record:
         self.keys_of_steps: list[Tensor] = []
         self.pending: list[Pending] = []
         if state.training_flops is None:
-            state.training_flops = state.tokens * self._flops_per_token_before()
+            # A float: state.json cannot contain integers beyond 64 bits.
+            state.training_flops = float(state.tokens * self._flops_per_token_before())
         self.costs = self._costs()
         self.last: StepResult | None = None
         self.latest: dict[str, float] = {}

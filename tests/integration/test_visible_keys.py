@@ -11,6 +11,7 @@ from runs.one_rank import sign
 from runs.planted_train import Fault
 
 from diffllm import load_config
+from diffllm.checkpoint.manifest import read_state
 from diffllm.compare.report.runs import load_run
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import training_samples
@@ -157,6 +158,10 @@ def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches,
     assert rows["tokens"].tolist() == tokens.tolist()
     for name in ("tokens_per_parameter", "training_flops", "train_seconds", "wall_seconds"):
         assert (np.diff(rows[name], prepend=0) > 0).all(), name
+    saved = read_state(run / "checkpoints" / f"step-{len(tokens):08d}")["loop"]
+    assert saved["tokens"] == tokens[-1]
+    assert isinstance(saved["training_flops"], float)  # An integer may exceed 64 bits.
+    assert saved["training_flops"] == rows["training_flops"][-1]
     by_step = dict(zip(rows["step"].tolist(), rows, strict=True))
     for line in metrics(run):
         row = by_step[line["step"]]
