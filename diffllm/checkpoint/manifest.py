@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -216,13 +217,16 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     if loop is None:
         return
     run_id, seconds, mode = (loop.get(name) for name in ("wandb_id", "seconds", "mkl_mode"))
-    trained = loop.get("train_seconds", seconds)  # Older checkpoints lack it.
+    # Older checkpoints lack these entries.
+    trained, flops = loop.get("train_seconds", seconds), loop.get("training_flops")
     usable = {
         "step": type(loop.get("step")) is int and loop["step"] == state["step"],
         "data": passes(check_place, loop.get("data")),
         "order": isinstance(loop.get("order"), dict),
         "spikes": passes(check_spikes, loop.get("spikes")),
         "visible_keys": passes(VisibleKeys.of, loop.get("visible_keys", {})),
+        "tokens": passes(tokens_of, loop),
+        "training_flops": flops is None or (type(flops) in (int, float) and 0 <= flops < math.inf),
         "wandb_id": "wandb_id" in loop and (run_id is None or RUN_ID.fullmatch(str(run_id))),
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
@@ -233,6 +237,24 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} is not a checkpoint: loop.{name} in state.json is missing or invalid"
         )
+
+
+def tokens_of(loop: Mapping[str, Any]) -> int:
+    """Return the training tokens up to a checkpoint; `loop` is an entry of its state.json.
+
+    Raises KeyError or ValueError for invalid entries.
+    """
+    if "tokens" in loop:
+        factors = [loop["tokens"]]
+    else:  # Older versions counted every step with the newest batch.
+        order = loop["order"]
+        factors = [loop["step"], order.get("global_batch_size", 0), order.get("seq_len", 0)]
+    if any(type(factor) is not int for factor in factors):
+        raise ValueError("has no valid number of tokens")
+    tokens = math.prod(factors)
+    if not 0 <= tokens < 2**63:
+        raise ValueError("has no valid number of tokens")
+    return tokens
 
 
 def passes(check: Callable[[Any], Any], value: Any) -> bool:

@@ -15,7 +15,7 @@ from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf.layout import ARCHITECTURE, Layout, layout_of
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.checkpoint.hf.tokenizer import fast_tokenizer
-from diffllm.checkpoint.manifest import read_state
+from diffllm.checkpoint.manifest import read_state, tokens_of
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in
 from diffllm.config.saved import load_run_config
@@ -199,7 +199,7 @@ def write_card(
     rows = {
         "architecture": layout.architecture,
         "attention": variant,
-        **origin_rows(facts, state["step"], cfg),
+        **origin_rows(facts, state, cfg),
         "hash of the data": facts.get("corpus"),
     }
     if summary is not None and summary.get("steps") == state["step"]:
@@ -219,22 +219,23 @@ def write_card(
     (directory / "README.md").write_text(card, encoding="utf-8")
 
 
-def origin_rows(facts: dict[str, Any], step: int, cfg: TrainConfig) -> dict[str, Any]:
+def origin_rows(facts: dict[str, Any], state: dict[str, Any], cfg: TrainConfig) -> dict[str, Any]:
     """Return the rows of the model card that describe the origin of the model, by row title.
 
-    `facts` is the content of run.json. The rows of a trained model contain the training step
-    `step`, the tokens of all stages, and the training data. The rows of an imported model contain
-    the original model and the conversion.
+    `facts` is the content of run.json, and `state` that of the checkpoint's state.json. The rows of
+    a trained model contain the training step, the tokens of all stages, and the training data. The
+    rows of an imported model contain the original model and the conversion.
     """
     if imported := facts.get("imported"):
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
         return {title: imported.get(key) for title, key in keys.items()}
     named, before = named_in(cfg.resume), (facts.get("previous") or {}).get("tokens") or 0
+    tokens = tokens_of(state["loop"]) if state["loop"] else 0
     of_mixture = [f"{name}: {source_text(of)}" for name, of in cfg.data.sources.items()]
     return {
         "weights from": named and str(named.path),
-        "step": f"{step:,}",
-        "tokens trained on": f"{before + step * cfg.global_batch_size * cfg.seq_len:,}",
+        "step": f"{state['step']:,}",
+        "tokens trained on": f"{before + tokens:,}",
         "data": "; ".join(of_mixture) or source_text(cfg.data),
     }
 

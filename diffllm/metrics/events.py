@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import open_regular, open_to_append, parse_json, read_lines, readable
@@ -161,15 +162,17 @@ class EventsFile:
         with readable(path), contextlib.suppress(FileNotFoundError):
             for line in read_lines(path):
                 with contextlib.suppress(ValueError):  # a kill or a full disk cut the line
-                    event = parse_event(line)
-                    if event.step <= last_step or event.kind in OF_PROCESSES:
-                        lines.append(event.line())
-                        if event.kind == "diverged":
-                            self.ends.append(event)
+                    kind, step = kind_and_step(line)
+                    if step <= last_step or kind in OF_PROCESSES:
+                        if kind == "diverged":
+                            self.ends.append(parse_event(line))
+                        lines.append(line.rstrip("\n").encode() + b"\n")
         self.file = GrowingFile(path, b"".join(lines), "events")
 
     def write(self, event: Event) -> None:
-        self.file.append(event.line())
+        # Another process may append a stall: a failed write removes an incomplete line at the end.
+        with locked(self.file.file):
+            self.file.append(event.line())
 
     def write_end(self, event: Event) -> None:
         """Write the divergence of a run, unless a process killed at the same step has done so."""
@@ -177,7 +180,37 @@ class EventsFile:
             self.write(event)
 
     def close(self) -> None:
-        self.file.close()
+        with locked(self.file.file):
+            self.file.close()
+
+
+def kind_and_step(line: str) -> tuple[str, int]:
+    """Return two fields of a line of events.jsonl; `parse_event` takes several times as long.
+
+    Raises ValueError if a field is missing or has the wrong type.
+    """
+    content = parse_json(line)
+    fields = content if isinstance(content, dict) else {}
+    kind, step = fields.get("kind"), fields.get("step")
+    if not isinstance(kind, str) or type(step) is not int:
+        raise ValueError("is not an event")
+    return kind, step
+
+
+@contextlib.contextmanager
+def locked(file: IO[bytes]) -> Iterator[None]:
+    """Lock an open file for other users of this function; on file systems with locks only.
+
+    Closing the file in this context also releases the lock.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if not file.closed:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def append_stall(run: Path, event: Event) -> None:
@@ -185,8 +218,7 @@ def append_stall(run: Path, event: Event) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    with os.fdopen(open_to_append(run / EVENTS), "ab", buffering=0) as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    with os.fdopen(open_to_append(run / EVENTS), "ab", buffering=0) as stream, locked(stream):
         last = last_event(run / EVENTS)
         if last is None or (last.kind, last.step) != (event.kind, event.step):
             stream.write(event.line())

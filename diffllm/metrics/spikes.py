@@ -32,10 +32,7 @@ class Spike(NamedTuple):
     None for NaN, infinity and the first increase of a constant series.
     """
     new: bool = True
-    """False if the spike belongs to an event that has already been counted."""
-
-
-NOT_FINITE = Spike(None)
+    """False if the spike belongs to an earlier event, such as an earlier NaN without a pause."""
 
 
 @dataclass
@@ -61,20 +58,26 @@ class SpikeCounter:
         self.values: deque[float] = deque(maxlen=self.window)
         self.recent: deque[bool] = deque(maxlen=self.window)
         self.total = self.seen = 0
+        self.finite = True
+        """Whether the newest value is finite."""
 
     def update(self, value: float) -> Spike | None:
-        """Process the next value of the series; return the spike if the value is a spike."""
+        """Process the next value of the series; return the spike if the value is a spike.
+
+        NaN and infinity after NaN or infinity are counted, but they are not new.
+        """
         spike = self._judge(value)
         self.seen += 1
         self.total += spike is not None
         self.recent.append(spike is not None)
-        if math.isfinite(value):
+        self.finite = math.isfinite(value)
+        if self.finite:
             self.values.append(value)
         return spike
 
     def _judge(self, value: float) -> Spike | None:
         if not math.isfinite(value):
-            return NOT_FINITE
+            return Spike(None, new=self.finite)
         if len(self.values) < self.least:
             return None
         window = np.fromiter(self.values, dtype=np.float64)
@@ -109,12 +112,14 @@ class SpikeCounter:
             "recent": [int(spike) for spike in self.recent],
             "total": self.total,
             "seen": self.seen,
+            "finite": int(self.finite),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values = deque(state["values"], self.window)
         self.recent = deque(map(bool, state["recent"]), self.window)
         self.total, self.seen = state["total"], state["seen"]
+        self.finite = bool(state.get("finite", True))  # Older checkpoints lack this entry.
 
 
 def window128() -> SpikeCounter:
@@ -278,7 +283,7 @@ class SpikeMonitor:
         }
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> dict[str, Spike]:
-        """Process the next optimizer step; return the spikes that begin at it, by counter.
+        """Process the next optimizer step; return the new spikes, by counter.
 
         `skipped` is True if the update of the step was skipped.
         """

@@ -72,6 +72,7 @@ def train_loop(
             result = train_step(t, loader, state.step, now)
         record.add(step, result)
         state.step = step
+        state.tokens += t.tokens
         agreed = exchange(agreement, out.checkpoints, loader, cfg.steps - step, watch)
         if now.check:
             check_tensors(t.tensors(), t.meshes.dense.size(1))
@@ -81,7 +82,7 @@ def train_loop(
                 values, failure = evaluation.measure(now)
         ends = bool(now.last or agreed.stopping or agreed.failed or failure)
         saves = ends or now.save or agreed.save
-        # `write` updates the spike counts, which a checkpoint contains.
+        # `write` updates the spike counts and the FLOPs, which a checkpoint contains.
         if values or now.log or saves:
             record.write(step, values, loader, now.log)
         if now.log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:

@@ -62,8 +62,7 @@ def open_outputs(
         "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
     )
     if sinks:
-        tokens = cfg.global_batch_size * cfg.seq_len
-        here.watch.send_alert = partial(alert_stall, sinks.wandb, state, tokens)
+        here.watch.send_alert = partial(alert_stall, sinks.wandb, state)
     path, say = claimed.path, here.display.print
     checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), say)
@@ -80,15 +79,13 @@ def open_sinks(
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
     resumes = claimed.checkpoint is not None
-    wandb_config = with_labels(
-        with_variables(cfg.wandb), cfg, directory.facts if resumes else None, os.environ
-    )
+    wandb_config = with_labels(with_variables(cfg.wandb), cfg, directory.facts, os.environ)
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe(facts, resumes)
     restarted = directory.has_run  # before the files of this start exist
     events = EventsFile(path / EVENTS, state.step)
     if restarted:
-        events.write(restart(cfg, directory, state.step))
+        events.write(restart(directory, state))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
     cancel = partial(here.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
@@ -104,17 +101,17 @@ def open_sinks(
     return Sinks(file, steps, events, wandb, tensorboard)
 
 
-def alert_stall(wandb: WandbRun, state: LoopState, tokens: int, message: str) -> None:
-    wandb.add_event(stall(state, tokens, message))
+def alert_stall(wandb: WandbRun, state: LoopState, message: str) -> None:
+    wandb.add_event(stall(state, message))
 
 
-def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
-    """Return the event of a process that resumes the run after `step`."""
+def restart(directory: RunDirectory, state: LoopState) -> Event:
+    """Return the event of a process that resumes the run from `state`."""
     ranks = dist.get_world_size()
     detail = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if directory.changes:
         detail += f"; changed: {changes_text(directory.changes)}"
-    return Event("restart", step, step * cfg.global_batch_size * cfg.seq_len, detail=detail)
+    return Event("restart", state.step, state.tokens, detail=detail)
 
 
 def with_labels(

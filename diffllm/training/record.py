@@ -59,12 +59,15 @@ class Record:
         self, t: Training, state: LoopState, clock: Clock, display: Display, sinks: Sinks | None
     ):
         self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
-        self.spikes, self.clock, self.display, self.sinks = state.spikes, clock, display, sinks
-        self.visible_keys, self.order, self.stage = state.visible_keys, state.order, state.stage
+        self.state, self.clock, self.display, self.sinks = state, clock, display, sinks
+        self.spikes, self.visible_keys = state.spikes, state.visible_keys
         self.active_parameters = t.model.active_parameters()
         self.keys_of_steps: list[Tensor] = []
         self.pending: list[Pending] = []
-        self.costs = self._costs(state.step)
+        if state.training_flops is None:
+            # A float: state.json cannot contain integers beyond 64 bits.
+            state.training_flops = float(state.tokens * self._flops_per_token_before())
+        self.costs = self._costs()
         self.last: StepResult | None = None
         self.latest: dict[str, float] = {}
         self.speeds: list[float] = []
@@ -102,7 +105,7 @@ class Record:
         line = {**values, **statistics.get(step, {})}
         if log:
             line |= self._logged(step, loader)
-        before, self.costs = self.costs, self._costs(step)
+        before, self.costs = self.costs, self._costs()
         if self.sinks:
             for event in events:
                 self.sinks.write_event(event)
@@ -117,7 +120,7 @@ class Record:
     def _process(
         self, pending: list[Pending], results: list[list[float]], loader: TrainLoader
     ) -> list[Event]:
-        """Count spikes and visible keys of the steps `pending`; copy more results to the host.
+        """Count spikes, visible keys and FLOPs of `pending`; copy more results to the host.
 
         Return the events of these steps.
         """
@@ -126,7 +129,7 @@ class Record:
             spikes = self.spikes.update(nll, norm, bool(skipped))
             if spikes or skipped:
                 batch = self._batch(loader, pending[-1].step - p.step)
-                tokens = p.step * self.t.tokens
+                tokens = self._tokens(p.step)
                 event = Event("skipped", p.step, tokens, value=nll, lr=p.learning_rate, batch=batch)
                 events += events_of_step(event, bool(skipped), spikes, norm)
             if skipped:
@@ -138,33 +141,43 @@ class Record:
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
         if self.last.target_share is not None:
             self.latest["train/target_share"] = self.last.target_share.item()
+        tokens, flops_per_token = len(pending) * self.t.tokens, self.flops_per_token
         if self.keys_of_steps:
             keys = moved(torch.stack(self.keys_of_steps).sum(), self.t.device)
             dist.all_reduce(keys)
-            self.visible_keys.add(int(keys.item()), len(self.keys_of_steps) * self.t.tokens)
+            self.visible_keys.add(int(keys.item()), tokens)
+            flops_per_token = self.t.model.flops_per_token(keys.item() / tokens)
         self.keys_of_steps.clear()
+        assert self.state.training_flops is not None
+        self.state.training_flops += tokens * flops_per_token
         return events
 
     def _batch(self, loader: TrainLoader, steps_ago: int) -> BatchPlace:
         """Return the samples of the step that ended `steps_ago` steps before the newest step."""
-        size = self.t.cfg.global_batch_size
+        size, order = self.t.cfg.global_batch_size, self.state.order
         stop = loader.sample - steps_ago * size
         places = loader.samples.places(range(stop - size, stop))
         return BatchPlace(
-            tokens_hash=short_hash(self.order["tokens"]),
-            seed=self.order["seed"],
-            stage=self.stage,
-            seq_len=self.order["seq_len"],
-            packing=self.order["data.packing"],
+            tokens_hash=short_hash(order["tokens"]),
+            seed=order["seed"],
+            stage=self.state.stage,
+            seq_len=order["seq_len"],
+            packing=order["data.packing"],
             samples={place.source: [place.first, place.stop] for place in places},
         )
 
-    def _costs(self, step: int) -> Costs:
-        flops_per_token = self.flops_per_token
-        if (keys := self.visible_keys.mean) is not None:
-            flops_per_token = self.t.model.flops_per_token(keys)
-        flops = step * self.t.tokens * flops_per_token
-        return Costs(flops, self.clock.train_seconds, self.clock.wall_seconds)
+    def _flops_per_token_before(self) -> float:
+        """Estimate the FLOPs per token up to a checkpoint of a version that did not store FLOPs."""
+        mean = self.visible_keys.mean
+        return self.t.model.flops_per_token(self.t.cfg.visible_keys if mean is None else mean)
+
+    def _tokens(self, step: int) -> int:
+        """Return the training tokens up to `step`, a step of this start."""
+        return self.state.tokens - (self.state.step - step) * self.t.tokens
+
+    def _costs(self) -> Costs:
+        assert self.state.training_flops is not None
+        return Costs(self.state.training_flops, self.clock.train_seconds, self.clock.wall_seconds)
 
     def _rows(
         self, pending: list[Pending], results: list[list[float]], before: Costs
@@ -176,7 +189,7 @@ class Record:
         """
         rows = np.zeros(len(pending), STEP)
         rows["step"] = [p.step for p in pending]
-        rows["tokens"] = rows["step"].astype(np.int64) * self.t.tokens
+        rows["tokens"] = [self._tokens(p.step) for p in pending]
         rows["tokens_per_parameter"] = rows["tokens"] / self.active_parameters
         for name, first, last in zip(Costs._fields, before, self.costs, strict=True):
             rows[name] = np.linspace(first, last, len(pending) + 1)[1:]

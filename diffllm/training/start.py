@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffllm.checkpoint.manifest import check_parameters, read_state
+from diffllm.checkpoint.manifest import check_parameters, read_state, tokens_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.compose import variant_config
@@ -233,22 +233,21 @@ def meet(
     here.world.init_process_group(device, cfg.distributed)
     here.watch.traces = path / "traces"
     here.watch.on_end = here.display.stop
-    tokens = cfg.global_batch_size * cfg.seq_len
-    here.watch.on_stall = partial(record_stall, path, state, tokens)
+    here.watch.on_stall = partial(record_stall, path, state)
 
 
-def record_stall(run: Path, state: LoopState, tokens: int, message: str) -> None:
-    """Write a stall to events.jsonl; `tokens` is the number of tokens per step.
+def record_stall(run: Path, state: LoopState, message: str) -> None:
+    """Write a stall to events.jsonl.
 
     A full or missing disk is ignored, because the message is also on stderr.
     """
     with suppress(OSError):
-        append_stall(run, stall(state, tokens, message))
+        append_stall(run, stall(state, message))
 
 
-def stall(state: LoopState, tokens: int, message: str) -> Event:
+def stall(state: LoopState, message: str) -> Event:
     """Return the event of a stall; arguments as in `record_stall`."""
-    return Event("stall", state.step, state.step * tokens, detail=message)
+    return Event("stall", state.step, state.tokens, detail=message)
 
 
 def ended_text(summary: dict[str, Any]) -> str:
@@ -357,7 +356,7 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     tokens = None
     if loop := state.get("loop"):
         before = (origin.facts.get("previous") or {}).get("tokens", 0)
-        tokens = before + step * loop["order"]["global_batch_size"] * loop["order"]["seq_len"]
+        tokens = before + tokens_of(loop)
     return {
         "path": str(path), "step": step, "tokens": tokens, "differs": differs, "corpus": corpus,
         "bos_token": " ".join(origin.text_prefix) or None,

@@ -17,7 +17,7 @@ from diffllm.checkpoint.directory import (
     newest_good,
     step_of,
 )
-from diffllm.checkpoint.manifest import read_state
+from diffllm.checkpoint.manifest import read_state, tokens_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.origin import named_in, path_and_step
@@ -59,6 +59,13 @@ class LoopState:
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
     """Value of the environment variable MKL_CBWR."""
     visible_keys: VisibleKeys = field(default_factory=VisibleKeys)
+    tokens: int = 0
+    """Training tokens of all steps so far. The batch may change at a resume."""
+    training_flops: float | None = 0.0
+    """Training FLOPs of the steps before the last `Record.write`.
+
+    None in the checkpoint of an older version, until `Record` estimates them.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         visible_keys = asdict(self.visible_keys)
@@ -68,12 +75,14 @@ class LoopState:
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        # Checkpoints of older versions have no visible keys, no stage and no train_seconds.
+        # Checkpoints of older versions lack these entries.
         own = {
             "spikes": spikes,
             "visible_keys": VisibleKeys.of(values.get("visible_keys", {})),
             "stage": values.get("stage", 0),
             "train_seconds": values.get("train_seconds", values["seconds"]),
+            "tokens": tokens_of(values),
+            "training_flops": values.get("training_flops"),
         }
         return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
 
@@ -161,14 +170,20 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """Return the newest undamaged checkpoint to resume from; None if the run must begin at step 0.
 
     `own` contains the checkpoints in the run directory, oldest first. If `own` is empty and
-    `cfg.resume` is PATH[@STEP], use the checkpoint or run at this path. Raises CheckpointError if
-    all checkpoints are damaged, or if this path contains no checkpoint.
+    `cfg.resume` is PATH[@STEP], use the checkpoint or run at this path. Raises ConfigError if this
+    path is an older checkpoint in `own`, and CheckpointError if all checkpoints are damaged or if
+    this path contains no checkpoint.
     """
     if cfg.resume == "never":
         return None
-    if own or cfg.resume == "auto" or named_in(cfg.resume):
+    if cfg.resume == "auto" or named_in(cfg.resume):
         return newest_good(own)
     path, step = path_and_step(cfg.resume, "resume")
+    if own:
+        # A requeued job repeats its first command, in which PATH may be another run.
+        newest = newest_good(own)
+        check_not_older(cfg.resume, path, step, newest)
+        return newest
     if not path.exists():
         near = similar_path(path, os.path.isdir)
         raise CheckpointError(
@@ -181,6 +196,29 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
         return newest_good(inside)
     check_checkpoint(path)
     return path
+
+
+def check_not_older(resume: str, path: Path, step: int, newest: Path | None) -> None:
+    """Raise ConfigError if `path` and `step` choose another checkpoint of this run than `newest`.
+
+    Args:
+        resume: value of the config key, for the message.
+        path: path in `resume`, a run or a checkpoint.
+        step: step in `resume`; 0 if none.
+        newest: newest undamaged checkpoint of this run; None if none is left.
+    """
+    if newest is None:
+        return
+    run, chosen = newest.parent.parent.resolve(), path.resolve()
+    if chosen.parent == run / newest.parent.name:
+        step = step_of(chosen)
+    elif chosen != run:
+        return
+    if step not in (0, step_of(newest)):
+        raise ConfigError(
+            f"resume={resume} is not the newest checkpoint of this run (step {step_of(newest)}); "
+            "delete newer checkpoints, or set another run.name"
+        )
 
 
 def corpus_of(saved: dict[str, Any]) -> str | None:
@@ -211,7 +249,7 @@ def continued(
         before = {key: state.order.get(key) for key in order}
         if any(before.get(key) != order.get(key) for key in ("corpus", "tokenizer")):
             before["tokens"] = order.get("tokens")  # A new corpus always has new tokens.
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a valid checkpoint: state.json has missing or invalid entries "
             f"({error}); resume another checkpoint"

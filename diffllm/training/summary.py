@@ -180,7 +180,7 @@ def summarise(
     cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
     visible_keys = state.visible_keys.mean if t.documents else None
     packing = packing_counts(data, cfg.data, cfg.seq_len)
-    bits = samples_of(cfg, data, state.stage).bits_per_nat(state.step * cfg.global_batch_size)
+    bits = samples_of(cfg, data, state.stage).bits_per_nat(state.tokens // cfg.seq_len)
     measured = {"": losses}
     measured |= {f"/{name}": losses and losses.of_source(i) for i, name in enumerate(data.sources)}
     if losses:
@@ -193,7 +193,7 @@ def summarise(
         "diverged": diverged,
         "stopped": trained.diverged,
         "steps": state.step,
-        "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
+        "tokens": state.tokens,
         "train_loss": train_loss,
         "train_bits_per_byte": None if bits is None else bits * train_loss,
         **{f"heldout_loss{end}": of and of.loss for end, of in measured.items()},

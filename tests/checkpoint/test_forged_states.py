@@ -1,6 +1,7 @@
 """A checkpoint with a changed and newly signed state is either usable or skipped."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -123,6 +124,8 @@ MISSING = object()
         *((name, MISSING) for name in ("step", "data", "order", "spikes", "compiled")),
         *(("compiled", 1), ("mkl_mode", 5), ("mkl_mode", "AVX2\0"), ("mkl_mode", None)),
         *(("visible_keys", value) for value in (None, {"keys": "9"}, {"keys": 2, "queries": 3})),
+        *(("tokens", value) for value in (None, -1, "9")),
+        *(("training_flops", value) for value in (-1.0, "9", math.nan)),
     ],
 )
 def test_state_json_with_missing_or_invalid_field_is_rejected(run, name, value):

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs.command import (
@@ -61,7 +62,10 @@ def steps_of(run: Path, kind: str) -> list[int]:
 def test_planted_spikes_at_unlogged_steps_are_events_once_after_kill_and_resume(spiky):
     assert steps_of(spiky, "loss_spike") == [*SPIKES]
     (restart,) = (event for event in read_events(spiky) if event.kind == "restart")
-    assert restart.step == 30
+    assert (restart.step, restart.tokens) == (30, 30 * 8 * SEQ_LEN)
+    rows = np.load(spiky / "steps.npy")
+    for name in ("tokens", "training_flops"):
+        assert (np.diff(rows[name]) > 0).all(), name
     assert restart.detail.startswith("1 rank; changed: global_batch_size: 8 in the run, 4 in")
     losses = {step: runs[-1][-1] for (_, step), runs in trained_on(spiky).items()}
     for event in read_events(spiky):
@@ -69,7 +73,8 @@ def test_planted_spikes_at_unlogged_steps_are_events_once_after_kill_and_resume(
             assert event.value == pytest.approx(losses[event.step])
             assert event.height > 4
             assert event.lr > 0
-            assert event.tokens == event.step * (8 if event.step <= 30 else 4) * SEQ_LEN
+            samples = 8 * min(event.step, 30) + 4 * max(event.step - 30, 0)
+            assert event.tokens == samples * SEQ_LEN
 
 
 def texts_of(corpus: Path) -> list[str]:

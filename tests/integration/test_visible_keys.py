@@ -1,16 +1,21 @@
-"""Counts of visible keys in runs with masked documents, and the FLOPs computed from the counts."""
+"""Counts of visible keys in runs with masked documents, and costs of runs: tokens and FLOPs."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runs import planted_train
-from runs.command import ForkedRun, Gate, metrics, overrides_of
+from runs.command import ForkedRun, Gate, finish, metrics, overrides_of
+from runs.one_rank import sign
 from runs.planted_train import Fault
 
 from diffllm import load_config
+from diffllm.checkpoint.manifest import read_state
+from diffllm.compare.report.runs import load_run
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import training_samples
+from diffllm.metrics.events import read_events
 from diffllm.model import without_storage
 from diffllm.model.attention.ops import Documents
 from diffllm.training import record
@@ -110,3 +115,68 @@ def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus
             assert line["perf/mfu"] == flops * line["perf/tokens_per_s"] / 1 / PEAK
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["visible_keys"], summary["flops_per_token"]) == (None, flops)
+
+
+def forget_costs(run: Path, step: int) -> None:
+    """Remove the entries of state.json that older versions did not write."""
+    checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    for name in ("tokens", "training_flops", "visible_keys"):
+        del state["loop"][name]
+    (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    sign(checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batches", "more", "older"),
+    [
+        ((8, 4, 16), (), False),
+        ((8, 4), MASKED, False),
+        ((8, 4), (), True),
+        ((8, 4), MASKED, True),
+    ],
+    ids=["batch", "masked", "older", "older masked"],
+)
+def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches, more, older):
+    run, seq_len = tmp_path / "run", 64
+    common = (
+        *more,
+        "log_interval=3",
+        "eval.interval=1000",
+        "compile=false",
+        "optim.warmup_steps=1",
+    )
+    tokens = np.cumsum(np.repeat(batches, 4) * seq_len)
+    for number, batch in enumerate(batches):
+        if older and number:
+            forget_costs(run, 4 * number)
+        changes = (f"steps={4 * number + 4}", f"global_batch_size={batch}")
+        allowed = "run.allow_changes=[steps,global_batch_size]"
+        said = finish(corpus, run, *common, *changes, *[allowed][:number])
+    rows = np.load(run / "steps.npy")
+    assert rows["tokens"].tolist() == tokens.tolist()
+    for name in ("tokens_per_parameter", "training_flops", "train_seconds", "wall_seconds"):
+        assert (np.diff(rows[name], prepend=0) > 0).all(), name
+    saved = read_state(run / "checkpoints" / f"step-{len(tokens):08d}")["loop"]
+    assert saved["tokens"] == tokens[-1]
+    assert isinstance(saved["training_flops"], float)  # An integer may exceed 64 bits.
+    assert saved["training_flops"] == rows["training_flops"][-1]
+    by_step = dict(zip(rows["step"].tolist(), rows, strict=True))
+    for line in metrics(run):
+        row = by_step[line["step"]]
+        assert line["tokens"] == row["tokens"]
+        assert line["training_flops"] == row["training_flops"]
+    flops_per_token = without_storage(load_config(words(corpus, run)).model).flops_per_token()
+    if more:
+        assert rows["training_flops"][-1] < flops_per_token * tokens[-1]
+    else:
+        assert rows["training_flops"] == pytest.approx(flops_per_token * tokens, rel=1e-12)
+    restarts = [event for event in read_events(run) if event.kind == "restart"]
+    assert [event.tokens for event in restarts] == tokens[3:-1:4].tolist()
+    assert f"tokens        {tokens[-1]:,} in " in said
+    assert load_run(run).summary["tokens"] == load_run(run).planned_tokens == tokens[-1]
+    finish(corpus, tmp_path / "next", *common, "steps=2", f"resume=stage:{run}")
+    facts = json.loads((tmp_path / "next" / "run.json").read_text(encoding="utf-8"))
+    assert facts["previous"]["tokens"] == tokens[-1]
+    assert np.load(tmp_path / "next" / "steps.npy")["tokens"].tolist() == [512, 1024]

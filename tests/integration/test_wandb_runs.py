@@ -167,7 +167,12 @@ def test_groups_of_sweep_in_wandb_are_rows_of_report(swept):
 @pytest.mark.slow
 def test_resumed_runs_of_extended_sweep_keep_recorded_groups(swept, tmp_path, tiny, environment):
     sweep = shutil.copytree(swept, tmp_path / "outputs" / "s")
-    recorded = {"diff_v2-lr0.001-seed0": "a group", "diff_v2-lr0.003-seed0": None}
+    first_steps = "diff_v2-lr0.001-seed1"  # killed before its first checkpoint
+    recorded = {
+        "diff_v2-lr0.001-seed0": "a group",
+        "diff_v2-lr0.003-seed0": None,
+        first_steps: "another group",
+    }
     for name, group in recorded.items():
         file = sweep / name / "run.json"
         facts = json.loads(file.read_text(encoding="utf-8"))
@@ -178,12 +183,17 @@ def test_resumed_runs_of_extended_sweep_keep_recorded_groups(swept, tmp_path, ti
         file.write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(sweep / name / "wandb")
         unfinish(sweep / name, 4)
-    words = sweep_words(tiny, "diff_v2", "1e-3,3e-3,1e-2", "0")
+    former_id = json.loads((sweep / first_steps / "run.json").read_text("utf-8"))["wandb_id"]
+    shutil.rmtree(sweep / first_steps / "checkpoints")
+    (sweep / first_steps / "saved.json").unlink()
+    words = sweep_words(tiny, "diff_v2", "1e-3,3e-3,1e-2", "0,1")
     done = train(words, tmp_path, environment)
     assert done.code == 0, done.err
     runs = [sweep / f"diff_v2-lr{lr}-seed0" for lr in ("0.001", "0.003", "0.01")]
     groups = [header.run_group for header in headers(*runs)]
     assert groups == ["a group", "diff_v2", "diff_v2 lr=0.01"]
+    (header,) = headers(sweep / first_steps)
+    assert (header.run_group, header.run_id) == ("another group", former_id)
 
 
 @pytest.mark.slow

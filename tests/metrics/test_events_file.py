@@ -1,10 +1,12 @@
 """Events of steps, and events.jsonl after kills, resumes and damage."""
 
+import json
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -48,9 +50,15 @@ def test_events_of_each_definition_equal_its_count_and_have_height_above_its_thr
         events += events_of_step(event, skipped, spikes, norm)
     totals = monitor.metrics()
     counts = Counter((event.kind, event.definition) for event in events)
-    for definition in ("spikes", "spikes_olmo2", "spikes_detrended"):
-        for name in ("loss", "grad"):
-            assert counts[f"{name}_spike", definition] == totals[f"{definition}/{name}_total"] > 0
+    for name, values in (("loss", losses), ("grad", norms)):
+        finite = np.isfinite(values)
+        continued = (~finite[1:] & ~finite[:-1]).sum()
+        assert (
+            counts[f"{name}_spike", "spikes_detrended"] == totals[f"spikes_detrended/{name}_total"]
+        )
+        for definition in ("spikes", "spikes_olmo2"):
+            expected = totals[f"{definition}/{name}_total"] - continued
+            assert counts[f"{name}_spike", definition] == expected > 0
     assert counts["skipped", None] == totals["spikes/skipped_total"] > 0
     assert len({(e.kind, e.definition, e.step) for e in events}) == len(events)
     thresholds = {"spikes": 6, "spikes_olmo2": 7, "spikes_detrended": 4}
@@ -64,6 +72,20 @@ def test_events_of_each_definition_equal_its_count_and_have_height_above_its_thr
             assert height >= thresholds[event.definition]
         else:
             assert event.height is None
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_consecutive_values_that_are_not_finite_are_one_event_of_each_definition(resumed):
+    monitor, first_steps = SpikeMonitor(), Counter()
+    values = [1.0, 1.1] * 50 + [math.nan, math.inf] * 500 + [1.0] * 20 + [math.nan] * 50
+    for step, value in enumerate(values, 1):
+        if resumed and step % 7 == 0:
+            state = json.loads(json.dumps(monitor.state_dict()))
+            monitor = SpikeMonitor()
+            monitor.load_state_dict(state)
+        first_steps.update((name, step) for name in monitor.update(value, value))
+    assert first_steps == {(name, step): 1 for name in monitor.counters for step in (101, 1121)}
+    assert monitor.metrics()["spikes/loss_total"] == 1050
 
 
 def test_heights_are_distances_in_standard_deviations_of_each_definition():
@@ -141,6 +163,31 @@ def test_full_disk_damages_no_line_and_missing_events_are_written_later(tmp_path
 def test_values_that_are_not_finite_are_null(tmp_path):
     write(tmp_path / EVENTS, [replace(SKIPPED, value=math.nan), replace(SKIPPED, value=math.inf)])
     assert [event.value for event in read_events(tmp_path)] == [None, None]
+
+
+def test_failed_write_removes_no_stall_of_another_process(tmp_path, monkeypatch):
+    """Between the size of the file and the failure, another process tries to append a stall."""
+    file, stall = EventsFile(tmp_path / EVENTS), Event("stall", 7, 448)
+    append = Thread(target=append_stall, args=(tmp_path, stall))
+    stream = file.file.file
+
+    class Full:
+        """A stream whose write fails after a part, while `append` waits."""
+
+        def write(self, record: bytes) -> int:
+            append.start()
+            append.join(0.2)
+            return stream.write(record[:10])
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(stream, name)
+
+    monkeypatch.setattr(file.file, "file", Full())
+    file.write(SKIPPED)
+    append.join()
+    monkeypatch.undo()
+    file.close()
+    assert read_events(tmp_path) == [stall, SKIPPED]
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,15 @@ def test_resume_setting_determines_starting_checkpoint(tmp_path):
     assert resume_checkpoint(tiny(f"resume={other[0]}"), []) == other[0]
     # A requeued job with `resume=PATH` must resume from its latest checkpoint, not from PATH again.
     assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
+    assert resume_checkpoint(tiny(f"resume={tmp_path / 'other'}@5"), own) == own[-1]
+    run = tmp_path / "own"
+    for path in (run, f"{run}@100", own[-1], run / "checkpoints"):
+        assert resume_checkpoint(tiny(f"resume={path}"), own) == own[-1]
+    for path in (f"{run}@20", f"{run}@30", own[0]):
+        with pytest.raises(
+            ConfigError, match=r"is not the newest checkpoint .*\(step 100\); delete"
+        ):
+            resume_checkpoint(tiny(f"resume={path}"), own)
     for path, why in ((tmp_path, "is not a checkpoint"), (tmp_path / "nowhere", "does not exist")):
         with pytest.raises(CheckpointError, match=why):
             resume_checkpoint(tiny(f"resume={path}"), [])

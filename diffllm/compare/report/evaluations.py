@@ -92,7 +92,7 @@ def gathered(
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
-            question = json.dumps([step * run.tokens_per_step, question_asked(newest)])
+            question = json.dumps([run.tokens_at(step), question_asked(newest)])
             asked, unit = asked or question, unit or newest["unit"]
             if question == asked:
                 own[run.seeds] = checkpoints(run, name, steps)
@@ -125,11 +125,14 @@ def question_asked(result: Line) -> Line:
 
 
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
-    tokens, losses = run.series("eval/loss")
-    logged = dict(zip(tokens.tolist(), losses.tolist(), strict=True))
+    places, losses = run.metrics.columns.get("eval/loss", ((), ()))
+    logged = {
+        int(run.metrics.steps[place]): float(loss)
+        for place, loss in zip(places, losses, strict=True)
+    }
     newest = question_asked(steps[max(steps)][name])
     return [
-        Checkpoint(finite(logged.get(step * run.tokens_per_step)), by_name(steps[step][name]))
+        Checkpoint(finite(logged.get(step)), by_name(steps[step][name]))
         for step in sorted(steps)
         if name in steps[step] and question_asked(steps[step][name]) == newest
     ]

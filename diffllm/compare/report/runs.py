@@ -37,7 +37,7 @@ class Series(NamedTuple):
     """Logged values of one metric of a run, and the number of training tokens at each value."""
 
     tokens: np.ndarray
-    """(n,) int64, increasing unless the batch became smaller during training."""
+    """(n,) int64, increasing, except if a run of an older version changed to a smaller batch."""
     values: np.ndarray
     """(n,), or (n, L) for a quantity of every layer; float64, NaN instead of infinity."""
 
@@ -144,7 +144,19 @@ class Run:
 
     @property
     def planned_tokens(self) -> int:
-        return self.cfg.steps * self.tokens_per_step
+        return self.tokens_at(self.cfg.steps)
+
+    def tokens_at(self, step: int) -> int:
+        """Return the training tokens up to `step`.
+
+        Steps after the last logged line up to `step` count with the batch of the config, because a
+        resume may have changed the batch before this line.
+        """
+        line = int(np.searchsorted(self.metrics.steps, step, side="right")) - 1
+        if line < 0:
+            return step * self.tokens_per_step
+        unlogged = step - int(self.metrics.steps[line])
+        return int(self.metrics.tokens[line]) + unlogged * self.tokens_per_step
 
     @property
     def last_step(self) -> int:

@@ -188,7 +188,7 @@ PAGE = {
         number_cell(compact, "flops_per_token"),
     ),
     "tokens": PageColumn(
-        "Tokens", "", "training tokens of a complete run: steps x global_batch_size x seq_len",
+        "Tokens", "", "training tokens of a complete run",
         number_cell(compact, "tokens"),
     ),
     "seeds": PageColumn(
