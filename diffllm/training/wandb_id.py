@@ -16,8 +16,8 @@ from diffllm.metrics.wandb_run import RUN_ID, new_id, resolve_mode
 from diffllm.training.directory import RunDirectory
 from diffllm.training.process import in_sweep
 
-NOT_RESUME = tuple(key for key in FREE if key != "resume")
-"""Config keys that do not change the steps of a run without checkpoint."""
+LOGGING = ("log_interval", "eval", "diagnostics")
+"""Config keys that may change at a resume, but decide which metrics a step logs."""
 
 
 def choose_wandb_id(
@@ -58,7 +58,9 @@ def choose_wandb_id(
 
 def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> bool:
     """Return whether the run repeats logged steps after `step` with other settings."""
-    changed = bool(changes or directory.changes)
+    counted = [*LOGGING]
     if not directory.checkpoints:  # The key `resume` decides where the run begins.
-        changed = changed or "resume" in differences(directory.path, directory.cfg, NOT_RESUME)
+        counted.append("resume")
+    free = tuple(key for key in FREE if key not in counted)
+    changed = bool(changes or differences(directory.path, directory.cfg, free))
     return changed and any(line["step"] > step for line in history(directory.path, sys.maxsize))
