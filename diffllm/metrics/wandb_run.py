@@ -245,6 +245,7 @@ class WandbRun:
         resume: False creates a wandb run instead of resuming `run_id`, see `create_run`.
         name: name of the run in wandb; None: the name of `directory`.
         earlier: result of `history`, the steps of earlier starts of the run.
+        was_online: whether `run_id` was online before, also if wandb's directory is missing.
     """
 
     def __init__(
@@ -257,12 +258,14 @@ class WandbRun:
         resume: bool = True,
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
+        was_online: bool = False,
     ):
         options = init_options(cfg, directory, job_type, config, run_id, name)
         options["resume"] = "allow" if resume else None
         self.id: str = options["id"]
         """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
         self.earlier = earlier
+        self.was_online = was_online
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
         self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -311,7 +314,8 @@ class WandbRun:
     def _work(self, options: dict[str, Any]) -> None:
         try:
             place = Path(options["dir"])
-            uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
+            uploaded = set_aside(place, self.id)
+            was_online = self.was_online or has_online(place, self.id)
             # Offline, the last step on the server is unknown: a new wandb run gets all lines.
             offline_id = new_id() if was_online else self.id
             run = start(self.mode, options, offline_id)

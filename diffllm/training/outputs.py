@@ -22,6 +22,7 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
+from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.metrics.wandb_run import (
     WandbConfig,
     WandbRun,
@@ -77,8 +78,9 @@ def open_sinks(
     wandb_config = with_labels(
         with_variables(cfg.wandb), cfg, directory.facts if resumes else None, os.environ
     )
+    was_online = bool((directory.facts or {}).get("wandb_online"))
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
-    directory.describe(facts, resumes)
+    directory.describe({**facts, "wandb_online": was_online}, resumes)
     restarted = directory.has_run  # before the files of this start exist
     events = EventsFile(path / EVENTS, state.step)
     if restarted:
@@ -87,14 +89,27 @@ def open_sinks(
     steps = StepsFile(path / "steps.npy", state.step)
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
-        earlier=history(path, state.step),
+        earlier=history(path, state.step), was_online=was_online,
     )  # fmt: skip
-    if wandb.id != state.wandb_id:
-        directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
+    record_wandb(directory, wandb.id)
     tensorboard = None
     if cfg.metrics.tensorboard:
         tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
     return Sinks(file, steps, events, wandb, tensorboard)
+
+
+def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
+    """Write to run.json the id of the wandb run, and whether the wandb run is online.
+
+    The id changes, and the wandb run is online, only after wandb has started. The constructor of
+    WandbRun does not wait for a slow start, so call this again at the end.
+    """
+    facts = directory.facts or {}
+    was_online = facts.get("wandb_id") == wandb_id and facts.get("wandb_online")
+    online = bool(was_online or has_online(wandb_parent(directory.path), wandb_id))
+    recorded = {**facts, "wandb_id": wandb_id, "wandb_online": online}
+    if recorded != facts:
+        directory.describe(recorded)
 
 
 def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
@@ -148,12 +163,13 @@ def wandb_arguments(
         facts: content of run.json.
         variables: environment variables of the run.
     """
+    described = {name: value for name, value in facts.items() if name != "wandb_online"}
     # The runs of a sweep or study share WANDB_NAME, but need different names.
     variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
     return {
         "directory": path,
         "job_type": cfg.run.choices["model"],
-        "config": {**yaml_dict(cfg), **facts},
+        "config": {**yaml_dict(cfg), **described},
         "name": cfg.run.name or variables.get(variable),
     }
 
@@ -167,13 +183,23 @@ def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
     return values, int(bool(summary.get("diverged") or summary.get("stopped")))
 
 
-def give_up(out: Outputs, error: UserError) -> None:
+def close_wandb(
+    claimed: Claimed, wandb: WandbRun, summary: dict[str, Any] | None = None, exit_code: int = 0
+) -> None:
+    """Finish the wandb run, see `WandbRun.finish`, and record its id."""
+    wandb.finish(summary, exit_code)
+    if claimed.directory:
+        record_wandb(claimed.directory, wandb.id)
+
+
+def give_up(claimed: Claimed, out: Outputs, error: UserError) -> None:
     if pending := out.checkpoints.pending:
         with suppress(Exception):
             pending.result(SETTLE_S)
     if out.sinks:
         out.sinks.close()
-        out.sinks.wandb.finish(exit_code=1)
+        with suppress(Exception):
+            close_wandb(claimed, out.sinks.wandb, exit_code=1)
     if isinstance(error, AgreedByAll):
         dist.barrier()  # A launcher kills rank 0 as soon as another rank exits.
 
@@ -199,7 +225,7 @@ def say_stopped(
     )
     if out.sinks:
         out.sinks.close()
-        out.sinks.wandb.finish({})
+        close_wandb(claimed, out.sinks.wandb)
 
 
 def finish(
@@ -225,7 +251,7 @@ def finish(
     claimed.directory.finish(summary)
     reported = report(claimed.path) if report else "off (run.report)"
     here.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, reported))
-    out.sinks.wandb.finish(*wandb_ending(summary))
+    close_wandb(claimed, out.sinks.wandb, *wandb_ending(summary))
 
 
 def sample(t: Training, data: Prepared) -> str:
