@@ -78,17 +78,17 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         "run", "id", "replaces" (id of the run that the server already has, or None), "lines",
         "seconds", "url" (None offline), "directory" (of wandb's files).
     """
-    cfg = load_run_config(path)
-    facts = read_record(path / "run.json") or {}
-    variables = recorded_variables(facts)
-    wandb_config = with_labels(
-        with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
-    )
-    recorded_id = id_of_run(path, facts)
-    newest_id = uploaded_id(path, recorded_id, wandb_config)
-    run_id = newest_id or recorded_id
-    place = writable_parent(path)
     with unlocked(path) as ended:
+        cfg = load_run_config(path)
+        facts = read_record(path / "run.json") or {}
+        variables = recorded_variables(facts)
+        wandb_config = with_labels(
+            with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
+        )
+        recorded_id = id_of_run(path, facts)
+        newest_id = uploaded_id(path, recorded_id, wandb_config)
+        run_id = newest_id or recorded_id
+        place = writable_parent(path)
         lines = nonempty_history(path)
         was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
         training_mode = None if ended else mode_in_training(cfg, variables, was_online)
