@@ -80,7 +80,7 @@ def open_sinks(
     )
     was_online = bool((directory.facts or {}).get("wandb_online"))
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
-    directory.describe({**facts, "wandb_online": was_online}, resumes)
+    directory.describe({**facts, **online_entry(was_online)}, resumes)
     restarted = directory.has_run  # before the files of this start exist
     events = EventsFile(path / EVENTS, state.step)
     if restarted:
@@ -106,10 +106,19 @@ def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
     """
     facts = directory.facts or {}
     was_online = facts.get("wandb_id") == wandb_id and facts.get("wandb_online")
-    online = bool(was_online or has_online(wandb_parent(directory.path), wandb_id))
-    recorded = {**facts, "wandb_id": wandb_id, "wandb_online": online}
+    online = was_online or has_online(wandb_parent(directory.path), wandb_id)
+    recorded = {**without_online(facts), "wandb_id": wandb_id, **online_entry(online)}
     if recorded != facts:
         directory.describe(recorded)
+
+
+def online_entry(online: bool | None) -> dict[str, bool]:
+    """Return the entry of run.json which states that the wandb run is online; {} if it is not."""
+    return {"wandb_online": True} if online else {}
+
+
+def without_online(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name != "wandb_online"}
 
 
 def restart(cfg: TrainConfig, directory: RunDirectory, step: int) -> Event:
@@ -163,13 +172,12 @@ def wandb_arguments(
         facts: content of run.json.
         variables: environment variables of the run.
     """
-    described = {name: value for name, value in facts.items() if name != "wandb_online"}
     # The runs of a sweep or study share WANDB_NAME, but need different names.
     variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
     return {
         "directory": path,
         "job_type": cfg.run.choices["model"],
-        "config": {**yaml_dict(cfg), **described},
+        "config": {**yaml_dict(cfg), **without_online(facts)},
         "name": cfg.run.name or variables.get(variable),
     }
 
