@@ -17,7 +17,14 @@ from diffllm.compare.report.runs import Run
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
 from diffllm.metrics.table import GAPS
-from diffllm.metrics.wandb_run import LONGEST_TAG, WandbMode, resolve_mode, with_recorded
+from diffllm.metrics.wandb_run import (
+    LONGEST_TAG,
+    WandbConfig,
+    WandbMode,
+    resolve_mode,
+    with_recorded,
+)
+from diffllm.metrics.wandb_uploads import uploaded_id
 
 NOISE_FLOOR = "gap/noise_floor"
 LEAST_RUNS, PROJECT_RUNS = 10, 100
@@ -81,8 +88,8 @@ def comparison_dashboard(
     configs = {}
     for run in runs:
         cfg = with_recorded(run.cfg.wandb, run.variables, mode)
-        if resolve_mode(cfg) != "disabled" and wandb_id(run):
-            configs[wandb_id(run)] = cfg
+        if resolve_mode(cfg) != "disabled" and wandb_id(run, cfg):
+            configs[run.path] = cfg
     if not configs:
         raise ConfigError(
             f"no run of {title} was logged to wandb (wandb.mode=disabled); write the runs with "
@@ -102,9 +109,9 @@ def comparison_dashboard(
     for row, style in zip(comparison.rows, styles, strict=True):
         gap_colours |= dict.fromkeys(gap_metrics(row), style.colour)
         for run in row.runs:
-            if recorded := configs.get(wandb_id(run)):
+            if recorded := configs.get(run.path):
                 group = run.facts.get("wandb_group") or recorded.group or run.variant
-                run_colours[wandb_id(run)] = style.colour
+                run_colours[wandb_id(run, recorded)] = style.colour
                 group_colours.setdefault(group, style.colour)
     comparison_run = stored_comparison_id(directory)
     baseline_runs = [run for row in comparison.rows if row.is_baseline for run in row.runs]
@@ -116,7 +123,7 @@ def comparison_dashboard(
         sweep_tags(runs, directory),
         run_colours,
         group_colours,
-        [wandb_id(run) for run in baseline_runs if wandb_id(run) in configs],
+        [wandb_id(run, configs[run.path]) for run in baseline_runs if run.path in configs],
         comparison_run,
         gap_colours,
     )
@@ -151,9 +158,13 @@ def gap_metrics(row: Row) -> list[str]:
     return [f"gap/{row.label}{end}" for end in ("", "/low", "/high")]
 
 
-def wandb_id(run: Run) -> str:
-    """Return the id of a run in wandb; empty if run.json is missing or damaged."""
-    return run.facts.get("wandb_id") or ""
+def wandb_id(run: Run, cfg: WandbConfig) -> str:
+    """Return the id of a run in wandb; empty if run.json is missing or damaged.
+
+    `cfg` is the result of `with_recorded`.
+    """
+    recorded_id = run.facts.get("wandb_id") or ""
+    return uploaded_id(run.path, recorded_id, cfg) or recorded_id
 
 
 def sweep_tags(runs: list[Run], directory: Path) -> list[str]:

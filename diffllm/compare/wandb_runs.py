@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable
+from diffllm.core.printing import to_stderr
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
 from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
@@ -35,6 +37,7 @@ from diffllm.metrics.wandb_run import (
     with_recorded,
 )
 from diffllm.metrics.wandb_start import Upload, new_id, upload
+from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
 from diffllm.training.directory import unlocked
 from diffllm.training.outputs import wandb_arguments, wandb_ending, with_labels
 
@@ -76,27 +79,24 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         "run", "id", "replaces" (id of the run that the server already has, or None), "lines",
         "seconds", "url" (None offline), "directory" (of wandb's files).
     """
-    cfg = load_run_config(path)
-    facts = read_record(path / "run.json") or {}
-    variables = recorded_variables(facts)
-    run_id = id_of_run(path, facts)
-    place = writable_parent(path)
     with unlocked(path) as ended:
-        lines = history(path, LAST_STEP)
-        first = next(lines, None)
-        if first is None:
-            raise CheckpointError(
-                f"{path} has no metrics: steps.npy and metrics.jsonl are missing or empty; "
-                "train the run first"
-            )
-        training_mode = None if ended else mode_in_training(cfg, variables, place, run_id)
+        cfg = load_run_config(path)
+        facts = read_record(path / "run.json") or {}
+        variables = recorded_variables(facts)
+        wandb_config = with_labels(
+            with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
+        )
+        recorded_id = id_of_run(path, facts)
+        newest_id = uploaded_id(path, recorded_id, wandb_config)
+        run_id = newest_id or recorded_id
+        place = writable_parent(path)
+        lines = nonempty_history(path)
+        was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
+        training_mode = None if ended else mode_in_training(cfg, variables, was_online)
         if training_mode == "online":
             raise CheckpointError(f"{path} is in training and logs online; wait until it ends")
         options = init_options(
-            with_labels(
-                with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
-            ),
-            **wandb_arguments(cfg, path, facts, variables),
+            wandb_config, **wandb_arguments(cfg, path, facts, variables),
             run_id=run_id, variables=variables,
         )  # fmt: skip
         if training_mode == "offline":
@@ -104,16 +104,32 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             options["id"] = new_id()
         elif destination.mode is WandbMode.offline:
             uploaded_step = set_aside(place, run_id)
-            if uploaded_step >= 0 or has_online(place, run_id):
+            if uploaded_step >= 0 or newest_id or was_online:
                 # `wandb sync` would append to the run on the server.
                 options["id"] = new_id()
         summary, exit_code = wandb_ending(read_ending(path) or {})
         mode = destination.mode.value
         summary |= events_summary(path)
-        uploaded = upload(mode, options, chain([first], lines), summary, exit_code)
+        uploaded = upload(mode, options, lines, summary, exit_code)
         if destination.mode is WandbMode.online and training_mode != "offline":
             set_aside(place, run_id)  # Not earlier: the server could have refused the run.
+            try:
+                store_uploaded_id(path, recorded_id, wandb_config, uploaded.id)
+            except CheckpointError as error:
+                to_stderr(f"warning: a resume of {path} will not continue {uploaded.id}: {error}")
     return as_json(path, uploaded, run_id)
+
+
+def nonempty_history(path: Path) -> Iterator[dict[str, Any]]:
+    """Return the result of `history`; raises CheckpointError if the run has no steps."""
+    lines = history(path, LAST_STEP)
+    first = next(lines, None)
+    if first is None:
+        raise CheckpointError(
+            f"{path} has no metrics: steps.npy and metrics.jsonl are missing or empty; "
+            "train the run first"
+        )
+    return chain([first], lines)
 
 
 def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
@@ -147,8 +163,9 @@ def as_json(path: Path, uploaded: Upload, run_id: str) -> dict[str, Any]:
 
 
 def id_of_run(path: Path, facts: dict[str, Any]) -> str:
-    """Return the id of a run in wandb, from run.json or the newest checkpoint.
+    """Return the id of a run in wandb from run.json or the newest checkpoint.
 
+    `uploaded_id` returns the id of a newer copy.
     A run of an older version without both has an id that depends on its config and first metrics.
     """
     known_id = facts.get("wandb_id")
@@ -163,16 +180,18 @@ def id_of_run(path: Path, facts: dict[str, Any]) -> str:
     return hashlib.sha256(content + repr(first).encode()).hexdigest()[:8]
 
 
-def mode_in_training(cfg: TrainConfig, variables: dict[str, str], place: Path, run_id: str) -> str:
+def mode_in_training(cfg: TrainConfig, variables: dict[str, str], was_online: bool) -> str:
     """Return the wandb mode of a run that is in training, as its directory shows it.
 
-    Arguments as in `set_aside`; `variables` are those that run.json records.
+    Args:
+        variables: environment variables that run.json records.
+        was_online: whether the wandb run with the id of the run is online.
     """
     if cfg.wandb.mode is not WandbMode.auto:
         return cfg.wandb.mode.value
     if mode := MODES.get(variables.get("WANDB_MODE", "")):
         return mode
-    return "online" if has_online(place, run_id) else "offline"
+    return "online" if was_online else "offline"
 
 
 def writable_parent(path: Path) -> Path:

@@ -23,6 +23,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
             ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
         ),
         **dict.fromkeys(("wandb_id", "wandb_group"), TEXT),
+        "wandb_online": (bool,),
         **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), OBJECT),
     },
     "saved.json": {"step": WHOLE},

@@ -260,6 +260,7 @@ class WandbRun:
         earlier: result of `history`, the steps of earlier starts of the run.
         on_cancel: called in another thread after a user has added the tag `cancel`; None ignores
             the tag.
+        was_online: whether `run_id` was online before, also if wandb's directory is missing.
     """
 
     def __init__(
@@ -273,6 +274,7 @@ class WandbRun:
         name: str | None = None,
         earlier: Iterable[dict[str, Any]] = (),
         on_cancel: Callable[[], None] | None = None,
+        was_online: bool = False,
     ):
         options = init_options(cfg, directory, job_type, config, run_id, name)
         options["resume"] = "allow" if resume else None
@@ -280,6 +282,7 @@ class WandbRun:
         """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
         self.directory, self.alert_kinds = directory, cfg.alerts
         self.earlier, self.on_cancel = earlier, on_cancel
+        self.was_online = was_online
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
         self.lines: queue.SimpleQueue[dict[str, Any] | Event | None] = queue.SimpleQueue()
@@ -327,11 +330,9 @@ class WandbRun:
             return
         self.summary, self.exit_code = summary or {}, exit_code
         self.lines.put(None)
-        begin = time.monotonic()
-        # The earlier steps of a long run may still be on their way.
-        while (
-            self.thread.is_alive() and time.monotonic() < max(begin, self.taken_at) + FINISH_SECONDS
-        ):
+        self.taken_at = time.monotonic()
+        # The thread may still send the earlier steps of a long run.
+        while self.thread.is_alive() and time.monotonic() < self.taken_at + FINISH_SECONDS:
             self.thread.join(1)
         if self.thread.is_alive():
             self._give_up(f"wandb did not finish within {FINISH_SECONDS} s")
@@ -341,7 +342,8 @@ class WandbRun:
     def _work(self, options: dict[str, Any]) -> None:
         try:
             place = Path(options["dir"])
-            uploaded, was_online = set_aside(place, self.id), has_online(place, self.id)
+            uploaded = set_aside(place, self.id)
+            was_online = self.was_online or has_online(place, self.id)
             # Offline, the last step on the server is unknown: a new wandb run gets all lines.
             offline_id = new_id() if was_online else self.id
             run = start(self.mode, options, offline_id)

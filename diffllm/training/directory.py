@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from omegaconf import OmegaConf
 
 from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
@@ -19,7 +20,7 @@ from diffllm.config.changes import NO_WAY_ON, Changes, changes_text, is_allowed,
 from diffllm.config.saved import differences
 from diffllm.config.words import former_text
 from diffllm.core.atomic_directories import reserve
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import (
     NO_FLOCK,
     check_length,
@@ -31,6 +32,7 @@ from diffllm.core.files import (
     why_no_file,
     write_atomic,
 )
+from diffllm.core.printing import to_stderr
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.metrics.events import EVENTS
 from diffllm.metrics.records import read_changes, read_ending, read_record, read_summary
@@ -45,6 +47,7 @@ FOR_GOOD = ("init_match", "weights", "previous")
 """Facts in run.json that the first start of a run decides."""
 
 LARGEST_LOCK = 1000
+POLL_SECONDS = 1
 LONGEST_NAME = 230
 """Maximum bytes of a name: file systems allow 255, and log files append suffixes."""
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
@@ -57,8 +60,8 @@ MESSAGE_WORDS = ("run directory", "run.dir=...")
 class RunDirectory:
     """The directory of a run and the files in it; only rank 0 makes this object.
 
-    The constructor locks the directory. The constructor raises ConfigError if another process has
-    the lock, or if the directory cannot be written.
+    The constructor locks the directory, see `hold_run`. The constructor raises ConfigError if
+    another process has the lock, or if the directory cannot be written.
     """
 
     def __init__(self, path: Path, cfg: TrainConfig, created: Sequence[Path] = ()):
@@ -66,9 +69,7 @@ class RunDirectory:
         self.path, self.cfg = path, cfg
         self.changes: Changes = {}
         self.made = [*missing(path), *created]
-        # Jobs of a sweep wait for the lock: the same run of a killed sweep may still save.
-        wait = "DIFFLLM_SWEEP_JOB" in os.environ
-        self.lock = hold(path, *MESSAGE_WORDS, wait=wait, created=created)
+        self.lock = hold_run(path, created)
 
     def check(self) -> None:
         """Check that a run can start or resume with this config; write no files.
@@ -174,9 +175,31 @@ class RunDirectory:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
+def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
+    """Lock the run directory `path`, see `hold`; wait while `diffllm wandb` reads the directory.
+
+    A start during the upload could write to the same wandb run.
+    """
+    waiting = False
+    while True:
+        try:
+            return hold(path, *MESSAGE_WORDS, created=created)
+        except InUseError:
+            with unlocked(path) as only_readers:
+                if not only_readers and "DIFFLLM_SWEEP_JOB" in os.environ:
+                    # The same run of a killed sweep may still save.
+                    return hold(path, *MESSAGE_WORDS, wait=True, created=created)
+                if not only_readers:
+                    raise
+        if not waiting:
+            to_stderr(f"waiting until diffllm wandb has written {path} to wandb")
+            waiting = True
+        time.sleep(POLL_SECONDS)
+
+
 @contextmanager
 def unlocked(path: Path) -> Iterator[bool]:
-    """Keep runs from starting in the run directory `path` in this context, without writing to it.
+    """Let starts of a run in the directory `path` wait in this context, without writing to it.
 
     Yield False if a process holds the lock of the directory, as in training. Yield True if there is
     no lock file or its file system has no locks, although a run can then start.

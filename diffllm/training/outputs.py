@@ -23,6 +23,7 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
+from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.metrics.wandb_events import CANCEL_TAG
 from diffllm.metrics.wandb_run import (
     WandbConfig,
@@ -79,9 +80,10 @@ def open_sinks(
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
     resumes = claimed.checkpoint is not None
+    was_online = bool((directory.facts or {}).get("wandb_online"))
     wandb_config = with_labels(with_variables(cfg.wandb), cfg, directory.facts, os.environ)
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
-    directory.describe(facts, resumes)
+    directory.describe({**facts, **online_entry(was_online)}, resumes)
     restarted = directory.has_run  # before the files of this start exist
     events = EventsFile(path / EVENTS, state.step)
     if restarted:
@@ -91,10 +93,9 @@ def open_sinks(
     cancel = partial(here.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
-        earlier=history(path, state.step), on_cancel=cancel,
+        earlier=history(path, state.step), on_cancel=cancel, was_online=was_online,
     )  # fmt: skip
-    if wandb.id != state.wandb_id:
-        directory.describe({**facts, "wandb_id": wandb.id}, continues=resumes)
+    record_wandb(directory, wandb.id)
     tensorboard = None
     if cfg.metrics.tensorboard:
         tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
@@ -103,6 +104,29 @@ def open_sinks(
 
 def alert_stall(wandb: WandbRun, state: LoopState, message: str) -> None:
     wandb.add_event(stall(state, message))
+
+
+def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
+    """Write to run.json the id of the wandb run, and whether the wandb run is online.
+
+    The id changes, and the wandb run is online, only after wandb has started. The constructor of
+    WandbRun does not wait for a slow start, so call this again at the end.
+    """
+    facts = directory.facts or {}
+    was_online = facts.get("wandb_id") == wandb_id and facts.get("wandb_online")
+    online = was_online or has_online(wandb_parent(directory.path), wandb_id)
+    recorded = {**without_online(facts), "wandb_id": wandb_id, **online_entry(online)}
+    if recorded != facts:
+        directory.describe(recorded)
+
+
+def online_entry(online: bool | None) -> dict[str, bool]:
+    """Return the entry of run.json which states that the wandb run is online; {} if it is not."""
+    return {"wandb_online": True} if online else {}
+
+
+def without_online(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name != "wandb_online"}
 
 
 def restart(directory: RunDirectory, state: LoopState) -> Event:
@@ -161,7 +185,7 @@ def wandb_arguments(
     return {
         "directory": path,
         "job_type": cfg.run.choices["model"],
-        "config": {**yaml_dict(cfg), **facts},
+        "config": {**yaml_dict(cfg), **without_online(facts)},
         "name": cfg.run.name or variables.get(variable),
     }
 
@@ -175,13 +199,23 @@ def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
     return values, int(bool(summary.get("diverged") or summary.get("stopped")))
 
 
-def give_up(out: Outputs, error: UserError) -> None:
+def close_wandb(
+    claimed: Claimed, wandb: WandbRun, summary: dict[str, Any] | None = None, exit_code: int = 0
+) -> None:
+    """Finish the wandb run, see `WandbRun.finish`, and record its id."""
+    wandb.finish(summary, exit_code)
+    if claimed.directory:
+        record_wandb(claimed.directory, wandb.id)
+
+
+def give_up(claimed: Claimed, out: Outputs, error: UserError) -> None:
     if pending := out.checkpoints.pending:
         with suppress(Exception):
             pending.result(SETTLE_S)
     if out.sinks:
         out.sinks.close()
-        out.sinks.wandb.finish(exit_code=1)
+        with suppress(Exception):
+            close_wandb(claimed, out.sinks.wandb, exit_code=1)
     if isinstance(error, AgreedByAll):
         dist.barrier()  # A launcher kills rank 0 as soon as another rank exits.
 
@@ -212,7 +246,8 @@ def say_stopped(
         out.sinks.close()
         # A later end of the run replaces these values of the summary.
         reason = f"{cancelled} stopped the run after step {step}"
-        out.sinks.wandb.finish({"state": "cancelled", "reason": reason} if cancelled else {})
+        summary = {"state": "cancelled", "reason": reason} if cancelled else {}
+        close_wandb(claimed, out.sinks.wandb, summary)
 
 
 def finish(
@@ -239,7 +274,7 @@ def finish(
     claimed.directory.finish(summary)
     reported = report(claimed.path) if report else "off (run.report)"
     here.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, reported))
-    out.sinks.wandb.finish(*wandb_ending(summary))
+    close_wandb(claimed, out.sinks.wandb, *wandb_ending(summary))
 
 
 def sample(t: Training, data: Prepared) -> str:

@@ -136,7 +136,7 @@ def train_claimed(
         elif not trained.stopped:
             losses, late = measure_documents(t, data, here)
     except UserError as error:
-        give_up(out, error)
+        give_up(claimed, out, error)
         raise
     finally:
         here.display.stop()

@@ -12,12 +12,13 @@ from diffllm.config.saved import differences
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
-from diffllm.metrics.wandb_run import RUN_ID, new_id, resolve_mode
+from diffllm.metrics.wandb_run import RUN_ID, new_id, resolve_mode, with_variables
+from diffllm.metrics.wandb_uploads import uploaded_id
 from diffllm.training.directory import RunDirectory
 from diffllm.training.process import in_sweep
 
-NOT_RESUME = tuple(key for key in FREE if key != "resume")
-"""Config keys that do not change the steps of a run without checkpoint."""
+LOGGING = ("log_interval", "eval", "diagnostics")
+"""Config keys that may change at a resume, but decide which metrics a step logs."""
 
 
 def choose_wandb_id(
@@ -25,8 +26,8 @@ def choose_wandb_id(
 ) -> tuple[str, str | None]:
     """Return the id of the wandb run, and the reason why a resumed run gets a new id, or None.
 
-    A new id replaces the former id in run.json. Call this before `RunDirectory.begin`, which
-    replaces the saved config.
+    A new id, or the id of a copy that `diffllm wandb` has written online, replaces the former id in
+    run.json. Call this before `RunDirectory.begin`, which replaces the saved config.
 
     Args:
         directory: directory of the run.
@@ -34,7 +35,8 @@ def choose_wandb_id(
         step: step to resume from; 0 without a checkpoint.
         changes: changes of the data order since the checkpoint.
     """
-    record = read_record(directory.path / "run.json") or {}
+    path = directory.path
+    record = read_record(path / "run.json") or {}
     # run.json has precedence: a checkpoint may be older than a new id.
     former_id = record.get("wandb_id")
     if former_id is None or not RUN_ID.fullmatch(former_id):
@@ -43,10 +45,15 @@ def choose_wandb_id(
         # The runs of a sweep or study share the environment, but need different ids.
         variable = None if in_sweep() else os.environ.get("WANDB_RUN_ID")
         return variable or new_id(), None
+    if newest_id := uploaded_id(path, former_id, with_variables(directory.cfg.wandb)):
+        former_id = newest_id
+        record |= {"wandb_id": newest_id, "wandb_online": True}
+        directory.describe(record)
+    was_online = record.pop("wandb_online", False) or has_online(wandb_parent(path), former_id)
     mode = resolve_mode(directory.cfg.wandb)
     if logs_other_values(directory, step, changes):
         reason = f"wandb cannot replace the steps after {step} of run {former_id}"
-    elif mode == "offline" and has_online(wandb_parent(directory.path), former_id):
+    elif mode == "offline" and was_online:
         reason = f"an offline start does not know the last step of run {former_id} on the server"
     else:
         return former_id, None
@@ -58,7 +65,9 @@ def choose_wandb_id(
 
 def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> bool:
     """Return whether the run repeats logged steps after `step` with other settings."""
-    changed = bool(changes or directory.changes)
+    counted = [*LOGGING]
     if not directory.checkpoints:  # The key `resume` decides where the run begins.
-        changed = changed or "resume" in differences(directory.path, directory.cfg, NOT_RESUME)
+        counted.append("resume")
+    free = tuple(key for key in FREE if key not in counted)
+    changed = bool(changes or differences(directory.path, directory.cfg, free))
     return changed and any(line["step"] > step for line in history(directory.path, sys.maxsize))

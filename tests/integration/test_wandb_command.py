@@ -201,6 +201,9 @@ def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(tmp_path, envir
         assert steps_of(server.runs[written["id"]]) in (expected, [0])
         assert written["url"].endswith(written["id"])
     assert server.runs["gated"].files[HISTORY] == damaged
+    third = json.loads(tool([*words[:1], "run=s/gated", *words[2:]], tmp_path, variables).out)
+    newest = {Path(written["run"]).name: written["id"] for written in content["runs"]}
+    assert [written["replaces"] for written in third["runs"]] == [newest["gated"]]
     (gaps_run,) = content["gaps"]
     assert (sweep / ".wandb-id").read_text(encoding="utf-8").strip() == gaps_run["id"]
     # `wandb sync` would append to the run on the server, so an offline run has a new id.

@@ -1,8 +1,10 @@
 """History of runs on a stand-in for wandb's server: each step once, after kills and resumes."""
 
 import json
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.command import PERF, Gate, metrics, start
-from wandb_server import StoredRun, WandbServer
+from runs import planted_train
+from runs.command import PERF, ForkedRun, Gate, metrics, overrides_of, start, tool
+from runs.planted_train import Fault
+from wandb_server import HISTORY, StoredRun, WandbServer
+
+from diffllm.metrics import wandb_run
 
 pytestmark = pytest.mark.slow
 SMALL = ("seq_len=32", "global_batch_size=2", "data.num_workers=0", "eval.sequences=1")
@@ -197,6 +203,46 @@ def test_resume_with_changed_settings_begins_new_wandb_run(
     assert set(server.runs) == {first, second}
     assert wandb_id(run) == second != first
     assert_unfinished(server.runs[first], step)
+    assert_complete(server, run)
+
+
+def test_resume_after_repair_continues_newest_wandb_run(
+    server: WandbServer, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run_until(server, corpus, run, 17, *ONLINE)
+    former = server.runs[wandb_id(run)]
+    former.files[HISTORY] = damaged = former.files[HISTORY][:3]
+    for _ in range(2):
+        done = tool(["wandb", f"run={run}", "mode=online", "--json"], tmp_path, dict(os.environ))
+        (repaired,) = json.loads(done.out)["runs"]
+    start(corpus, run, *ONLINE).finish()
+    assert wandb_id(run) == repaired["id"]
+    assert_complete(server, run)
+    assert former.files[HISTORY] == damaged
+    assert len(server.runs) == 3
+
+
+def main_without_wait(fault: Fault, words: list[str]) -> int:
+    wandb_run.START_SECONDS = 0
+    return planted_train.main(fault, words)
+
+
+def test_late_refusal_of_wandb_records_id_of_offline_run(
+    server: WandbServer, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb/ of the online start is deleted; the server refuses after the wait for wandb."""
+    run = tmp_path / "run"
+    run_until(server, corpus, run, 17, *ONLINE)
+    online_id = wandb_id(run)
+    shutil.rmtree(run / "wandb")
+    server.away = True
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    words = [*overrides_of(corpus, run), *ONLINE]
+    output = ForkedRun(words, main=main_without_wait).finish()
+    assert wandb_id(run) != online_id
+    server.away = False
+    sync(output)
     assert_complete(server, run)
 
 

@@ -2,13 +2,14 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from processes import call_together
+from processes import PATIENCE_S, call_together, wait_until
 from runs.one_rank import write_checkpoint
 from tiers import families, slow_but
 
@@ -16,9 +17,9 @@ from diffllm import build_model, load_config
 from diffllm.config import TrainConfig, loading
 from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.metrics.records import read_summary
-from diffllm.training.directory import RunDirectory, choose_path, claim_directory, ending
+from diffllm.training.directory import RunDirectory, choose_path, claim_directory, ending, unlocked
 from diffllm.training.state import resume_checkpoint
 
 VARIANTS = variants()
@@ -352,3 +353,23 @@ def test_resume_setting_determines_starting_checkpoint(tmp_path):
     for path, why in ((tmp_path, "is not a checkpoint"), (tmp_path / "nowhere", "does not exist")):
         with pytest.raises(CheckpointError, match=why):
             resume_checkpoint(tiny(f"resume={path}"), [])
+
+
+# Locks
+
+
+def test_start_waits_for_readers_but_not_for_another_run(begun, capsys):
+    output = []
+    with ThreadPoolExecutor(1) as pool:
+        with unlocked(begun) as ended:
+            assert ended
+            start = pool.submit(RunDirectory, begun, tiny())
+            wait_until(lambda: output.append(capsys.readouterr().err) or any(output), "message")
+            assert not start.done()
+        directory = start.result(PATIENCE_S)
+    assert "".join(output) == f"waiting until diffllm wandb has written {begun} to wandb\n"
+    with unlocked(begun) as ended:
+        assert not ended
+    with pytest.raises(InUseError, match="is in use by process"):
+        RunDirectory(begun, tiny())
+    directory.lock.release()

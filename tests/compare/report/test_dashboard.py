@@ -20,7 +20,9 @@ from diffllm.compare.report.figures import row_styles
 from diffllm.compare.report.page import COMPARISON_ID
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import AXES, METRICS, metric_of
+from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.metrics.wandb_start import abandon_service
+from diffllm.metrics.wandb_uploads import store_uploaded_id
 
 DIGEST = Path(__file__).parents[2] / "data_files" / "dashboard.txt"
 LOSSES = {"standard": [4.0, 4.2, 4.1], "diff_v2": [3.8, 4.0, 3.7]}
@@ -229,13 +231,20 @@ def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch, capsys):
     for run in runs:
         change_facts(run, wandb_id=run.name[-20:], wandb_group="arm")
         config = (run / "config.yaml").read_text(encoding="utf-8")
-        (run / "config.yaml").write_text(config.replace("mode: disabled", "mode: auto"))
+        (run / "config.yaml").write_text(
+            config.replace("mode: disabled", "mode: auto"), encoding="utf-8"
+        )
+    first_id = runs[0].name[-20:]
+    store_uploaded_id(runs[0], first_id, WandbConfig(project="diffllm"), "newest")
     words = [f"study={study.path}", f"out={tmp_path / 'out'}", "--json"]
     assert main(["dashboard", *words]) == 0
     written = json.loads((tmp_path / "out" / "dashboard.json").read_text(encoding="utf-8"))
     assert written["workspace"]["displayName"] == "diffllm claim"
     (runs_shown,) = written["workspace"]["spec"]["section"]["runSets"]
-    assert len(runs_shown["filters"]["filters"][0]["value"]) == len(runs)
+    shown_ids = runs_shown["filters"]["filters"][0]["value"]
+    assert len(shown_ids) == len(runs)
+    assert "newest" in shown_ids
+    assert first_id not in shown_ids
     capsys.readouterr()
 
 

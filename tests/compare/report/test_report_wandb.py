@@ -120,6 +120,7 @@ def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
         "gated0", "gated1", "standard0", "standard1",
     ]  # fmt: skip
     second = OfflineRun(swept)
+    assert first.header.project == "diffllm"
     assert second.header.project == OfflineRun(swept / "gated1").header.project == "moved"
     assert second.header.run_id == first.header.run_id
     assert second.header.run_group == first.header.run_group == "comparison"
