@@ -169,7 +169,7 @@ TRAINING = (
     ("build", "clock", "directory", "memory"),
     ("process", "state", "step"),
     ("measure", "record"),
-    ("checks", "loop", "wandb_id"),
+    ("checks", "loop", "wandb_description", "wandb_id"),
     ("start", "summary"),
     ("outputs",),
     ("run",),

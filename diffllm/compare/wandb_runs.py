@@ -39,7 +39,7 @@ from diffllm.metrics.wandb_run import (
 from diffllm.metrics.wandb_start import Upload, new_id, upload
 from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
 from diffllm.training.directory import unlocked
-from diffllm.training.outputs import wandb_arguments, wandb_ending, with_labels
+from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
 LAST_STEP = 2**32 - 1
 

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from diffllm.config import TrainConfig
 from diffllm.config.changes import changes_text
-from diffllm.config.saved import yaml_dict
 from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
@@ -23,15 +22,8 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
-from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.metrics.wandb_events import CANCEL_TAG
-from diffllm.metrics.wandb_run import (
-    WandbConfig,
-    WandbRun,
-    split_tags,
-    with_defaults,
-    with_variables,
-)
+from diffllm.metrics.wandb_run import WandbRun, with_variables
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
@@ -41,6 +33,13 @@ from diffllm.training.process import Process, provenance
 from diffllm.training.start import Claimed, stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
+from diffllm.training.wandb_description import (
+    online_entry,
+    record_wandb,
+    wandb_arguments,
+    wandb_ending,
+    with_labels,
+)
 
 CANCELLED = f"the tag {CANCEL_TAG!r} in wandb"
 SETTLE_S = 60
@@ -106,29 +105,6 @@ def alert_stall(wandb: WandbRun, state: LoopState, message: str) -> None:
     wandb.add_event(stall(state, message))
 
 
-def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
-    """Write to run.json the id of the wandb run, and whether the wandb run is online.
-
-    The id changes, and the wandb run is online, only after wandb has started. The constructor of
-    WandbRun does not wait for a slow start, so call this again at the end.
-    """
-    facts = directory.facts or {}
-    was_online = facts.get("wandb_id") == wandb_id and facts.get("wandb_online")
-    online = was_online or has_online(wandb_parent(directory.path), wandb_id)
-    recorded = {**without_online(facts), "wandb_id": wandb_id, **online_entry(online)}
-    if recorded != facts:
-        directory.describe(recorded)
-
-
-def online_entry(online: bool | None) -> dict[str, bool]:
-    """Return the entry of run.json which states that the wandb run is online; {} if it is not."""
-    return {"wandb_online": True} if online else {}
-
-
-def without_online(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name != "wandb_online"}
-
-
 def restart(directory: RunDirectory, state: LoopState) -> Event:
     """Return the event of a process that resumes the run from `state`."""
     ranks = dist.get_world_size()
@@ -136,67 +112,6 @@ def restart(directory: RunDirectory, state: LoopState) -> Event:
     if directory.changes:
         detail += f"; changed: {changes_text(directory.changes)}"
     return Event("restart", state.step, state.tokens, detail=detail)
-
-
-def with_labels(
-    wandb_config: WandbConfig,
-    cfg: TrainConfig,
-    earlier: dict[str, Any] | None,
-    variables: Mapping[str, str],
-) -> WandbConfig:
-    """Return `wandb_config` with the group and the tags of a run.
-
-    Args:
-        wandb_config: result of `with_variables` or `with_recorded`.
-        earlier: content of run.json if the run has begun before; None for a new run.
-        variables: environment variables of the run.
-    """
-    tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
-    if cfg.run.sweep:
-        tags = [*tags, cfg.run.sweep]
-    return with_defaults(wandb_config, default_group(cfg, earlier, variables), tags)
-
-
-def default_group(
-    cfg: TrainConfig, earlier: dict[str, Any] | None, variables: Mapping[str, str]
-) -> str:
-    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
-
-    Arguments as in `with_labels`.
-    """
-    variant = cfg.run.choices["attention"]
-    if earlier is not None:
-        # Older versions recorded no group: the group of their runs is the attention variant.
-        return earlier.get("wandb_group") or variant
-    return variables.get("DIFFLLM_WANDB_GROUP") or variant
-
-
-def wandb_arguments(
-    cfg: TrainConfig, path: Path, facts: dict[str, Any], variables: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the arguments of `init_options` that the run in `path` has at every start.
-
-    Args:
-        facts: content of run.json.
-        variables: environment variables of the run.
-    """
-    # The runs of a sweep or study share WANDB_NAME, but need different names.
-    variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
-    return {
-        "directory": path,
-        "job_type": cfg.run.choices["model"],
-        "config": {**yaml_dict(cfg), **without_online(facts)},
-        "name": cfg.run.name or variables.get(variable),
-    }
-
-
-def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the wandb summary and the exit code of a run; wandb shows diverged runs as failed.
-
-    `summary` is the content of summary.json.
-    """
-    values = {name: value for name, value in summary.items() if name != "sample"}
-    return values, int(bool(summary.get("diverged") or summary.get("stopped")))
 
 
 def close_wandb(

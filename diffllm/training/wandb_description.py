@@ -1,0 +1,98 @@
+"""Description of a run in wandb: name, group, tags, config and summary; its entries in run.json.
+
+Training and the command `diffllm wandb` use the same functions, so their wandb runs are equal.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffllm.config import TrainConfig
+from diffllm.config.saved import yaml_dict
+from diffllm.metrics.wandb_directories import has_online, wandb_parent
+from diffllm.metrics.wandb_run import WandbConfig, split_tags, with_defaults
+from diffllm.training.directory import RunDirectory
+
+
+def with_labels(
+    wandb_config: WandbConfig,
+    cfg: TrainConfig,
+    earlier: dict[str, Any] | None,
+    variables: Mapping[str, str],
+) -> WandbConfig:
+    """Return `wandb_config` with the group and the tags of a run.
+
+    Args:
+        wandb_config: result of `with_variables` or `with_recorded`.
+        earlier: content of run.json if the run has begun before; None for a new run.
+        variables: environment variables of the run.
+    """
+    tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
+    if cfg.run.sweep:
+        tags = [*tags, cfg.run.sweep]
+    return with_defaults(wandb_config, default_group(cfg, earlier, variables), tags)
+
+
+def default_group(
+    cfg: TrainConfig, earlier: dict[str, Any] | None, variables: Mapping[str, str]
+) -> str:
+    """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
+
+    Arguments as in `with_labels`.
+    """
+    variant = cfg.run.choices["attention"]
+    if earlier is not None:
+        # Older versions recorded no group: the group of their runs is the attention variant.
+        return earlier.get("wandb_group") or variant
+    return variables.get("DIFFLLM_WANDB_GROUP") or variant
+
+
+def wandb_arguments(
+    cfg: TrainConfig, path: Path, facts: dict[str, Any], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the arguments of `init_options` that the run in `path` has at every start.
+
+    Args:
+        facts: content of run.json.
+        variables: environment variables of the run.
+    """
+    # The runs of a sweep or study share WANDB_NAME, but need different names.
+    variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
+    return {
+        "directory": path,
+        "job_type": cfg.run.choices["model"],
+        "config": {**yaml_dict(cfg), **without_online(facts)},
+        "name": cfg.run.name or variables.get(variable),
+    }
+
+
+def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the wandb summary and the exit code of a run; wandb shows diverged runs as failed.
+
+    `summary` is the content of summary.json.
+    """
+    values = {name: value for name, value in summary.items() if name != "sample"}
+    return values, int(bool(summary.get("diverged") or summary.get("stopped")))
+
+
+def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
+    """Write to run.json the id of the wandb run, and whether the wandb run is online.
+
+    The id changes, and the wandb run is online, only after wandb has started. The constructor of
+    WandbRun does not wait for a slow start, so call this again at the end.
+    """
+    facts = directory.facts or {}
+    was_online = facts.get("wandb_id") == wandb_id and facts.get("wandb_online")
+    online = was_online or has_online(wandb_parent(directory.path), wandb_id)
+    recorded = {**without_online(facts), "wandb_id": wandb_id, **online_entry(online)}
+    if recorded != facts:
+        directory.describe(recorded)
+
+
+def online_entry(online: bool | None) -> dict[str, bool]:
+    """Return the entry of run.json which states that the wandb run is online; {} if it is not."""
+    return {"wandb_online": True} if online else {}
+
+
+def without_online(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name != "wandb_online"}
