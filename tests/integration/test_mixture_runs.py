@@ -36,4 +36,4 @@ def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     page, _ = write_report([run])
     text = page.read_text(encoding="utf-8")
     assert "Held-out sample loss, code" in text
-    assert "Epochs of prose" in text
+    assert "Epochs, prose" in text

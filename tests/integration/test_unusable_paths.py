@@ -21,7 +21,7 @@ NO_PATHS = {
     "model.match_params_to", "model.match_flops_to", "data.source", "data.text_column",
     "data.prompt_column", "data.name", "data.data_dir", "data.split", "data.revision",
     "data.sample_prompt", "data.eos_token", "wandb.project", "wandb.entity", "wandb.group",
-    "wandb.mode", "wandb.tags", "checkpoint.interval", "eval.suites",
+    "wandb.mode", "wandb.tags", "wandb.alerts", "checkpoint.interval", "eval.suites",
 }  # fmt: skip
 """Keys of text that are not paths; each new key of text must be here or in PATHS."""
 
