@@ -38,7 +38,7 @@ from diffllm.metrics.wandb_run import (
 )
 from diffllm.metrics.wandb_start import Upload, new_id, upload
 from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
-from diffllm.training.directory import unlocked
+from diffllm.training.directory import shared_lock
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
 LAST_STEP = 2**32 - 1
@@ -79,7 +79,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         "run", "id", "replaces" (id of the run that the server already has, or None), "lines",
         "seconds", "url" (None offline), "directory" (of wandb's files).
     """
-    with unlocked(path) as ended:
+    with shared_lock(path) as ended:
         cfg = load_run_config(path)
         facts = read_record(path / "run.json") or {}
         variables = recorded_variables(facts)
