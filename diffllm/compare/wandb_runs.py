@@ -21,6 +21,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable
+from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
@@ -146,7 +147,7 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
     first = comparison.rows[0].runs[0]
     run_id = comparison_id(sweep)
     cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
-    cfg = with_defaults(cfg, COMPARISON, [sweep.name])
+    cfg = with_defaults(cfg, COMPARISON, [directory_name(sweep)])
     options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
     if destination.mode is WandbMode.offline and has_online(wandb_parent(sweep), run_id):
         options["id"] = new_id()

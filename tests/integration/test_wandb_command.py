@@ -123,6 +123,18 @@ def test_command_on_directory_of_runs_skips_unusable_run(tmp_path, environment):
     assert "warning: s/b is skipped: s/b has no metrics" in done.err
 
 
+@pytest.mark.slow
+def test_command_in_directory_of_sweep_or_run_uses_its_name(tmp_path, environment):
+    sweep = tmp_path / "s"
+    for name in ("standard", "gated"):
+        write_run(sweep / name, f"attention={name}")
+    for place, word, tags in ((sweep, "sweep=.", ["s"]), (sweep / "gated", "run=.", [])):
+        done = tool(["wandb", word, "mode=offline"], place, environment)
+        assert done.code == 0, done.err
+        header = OfflineRun(place).header
+        assert (header.display_name, [*header.tags]) == (place.name, tags)
+
+
 REFUSED = [
     (["run=none"], {}, "none: no such directory"),
     ([], {}, "no run directory is given"),

@@ -39,6 +39,7 @@ from diffllm.compare.report.trends import trend_sentences
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
+from diffllm.core.names import directory_name
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn, to_stderr
 from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import (
@@ -292,7 +293,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     """
     first = comparison.rows[0].runs[0]
     cfg = with_recorded(first.cfg.wandb, first.variables)
-    cfg = with_defaults(cfg, COMPARISON, [directory.name])
+    cfg = with_defaults(cfg, COMPARISON, [directory_name(directory)])
     gaps = gap_run(comparison, directory)
     if gaps is None or resolve_mode(cfg) == "disabled":
         return False

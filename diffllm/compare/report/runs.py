@@ -17,6 +17,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_lines, readable, similar_path, user_path
+from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import (
     diverged,
@@ -294,7 +295,7 @@ def find_runs(named: list[Path]) -> Found:
     names = {path.resolve(): path for path in reversed(shortest_first)}
     places = [names[directory] for directory in sorted(names)]
     sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
-    asked = [os.path.basename(os.path.abspath(p)) if p.is_dir() else str(p) for p in named]
+    asked = [directory_name(p) if p.is_dir() else str(p) for p in named]
     title = shortlist(list(dict.fromkeys(asked)), NAMES)
     return Found(list(filter(is_run, places)), sweeps, title, home_of(directories))
 
