@@ -87,9 +87,8 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         wandb_config = with_labels(
             with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
         )
-        recorded_id = id_of_run(path, facts)
-        newest_id = uploaded_id(path, recorded_id, wandb_config)
-        run_id = newest_id or recorded_id
+        ids = ids_of_run(path, facts, wandb_config)
+        run_id = ids.newest
         place = writable_parent(path)
         lines = nonempty_history(path)
         was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
@@ -105,7 +104,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             options["id"] = new_id()
         elif destination.mode is WandbMode.offline:
             uploaded_step = set_aside(place, run_id)
-            if uploaded_step >= 0 or newest_id or was_online:
+            if uploaded_step >= 0 or ids.uploaded or was_online:
                 # `wandb sync` would append to the run on the server.
                 options["id"] = new_id()
         summary, exit_code = wandb_ending(read_ending(path) or {})
@@ -115,7 +114,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         if destination.mode is WandbMode.online and training_mode != "offline":
             set_aside(place, run_id)  # Not earlier: the server could have refused the run.
             try:
-                store_uploaded_id(path, recorded_id, wandb_config, uploaded.id)
+                store_uploaded_id(path, ids.recorded, wandb_config, uploaded.id)
             except CheckpointError as error:
                 to_stderr(f"warning: a resume of {path} will not continue {uploaded.id}: {error}")
     return as_json(path, uploaded, run_id)
@@ -163,10 +162,34 @@ def as_json(path: Path, uploaded: Upload, run_id: str) -> dict[str, Any]:
     return {"run": str(path), "replaces": replaced, **uploaded._asdict()}
 
 
-def id_of_run(path: Path, facts: dict[str, Any]) -> str:
+class WandbIds(NamedTuple):
+    """Ids of a run in wandb."""
+
+    recorded: str
+    """Id of the wandb run that training writes, see `recorded_id`."""
+    uploaded: str | None
+    """Id under which `diffllm wandb` has last written the run online; None if it has not."""
+
+    @property
+    def newest(self) -> str:
+        return self.uploaded or self.recorded
+
+
+def ids_of_run(path: Path, facts: dict[str, Any], cfg: WandbConfig) -> WandbIds:
+    """Return the ids of the run in `path`; raises CheckpointError as `recorded_id`.
+
+    Args:
+        facts: content of run.json.
+        cfg: result of `with_recorded`.
+    """
+    run_id = recorded_id(path, facts)
+    return WandbIds(run_id, uploaded_id(path, run_id, cfg))
+
+
+def recorded_id(path: Path, facts: dict[str, Any]) -> str:
     """Return the id of a run in wandb from run.json or the newest checkpoint.
 
-    `uploaded_id` returns the id of a newer copy.
+    Raises CheckpointError if config.yaml is needed and cannot be read.
     A run of an older version without both has an id that depends on its config and first metrics.
     """
     known_id = facts.get("wandb_id")
