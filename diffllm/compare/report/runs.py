@@ -334,6 +334,11 @@ def expand_glob(path: Path) -> list[Path]:
     return matches
 
 
+def directories_with_runs(path: Path) -> list[Path]:
+    """Return the directories of `path`, which can be a glob, that are or contain runs."""
+    return [place for place in expand_glob(path) if any(map(is_run, search(place)))]
+
+
 def is_run(path: Path) -> bool:
     begun = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
     return begun or os.path.isfile(path / "metrics.jsonl")
