@@ -140,7 +140,7 @@ REFUSED = [
     ([], {}, "no run directory is given"),
     (["run=foreign"], {}, "is not a run directory and contains none"),
     (["run=empty"], {}, "empty has no metrics: .* train the run first"),
-    (["run=a", "mode=disabled"], {}, "mode='disabled' must be auto, online or offline"),
+    (["run=a", "mode=disabled"], {}, "mode=disabled must be auto, online or offline"),
     (["run=a"], {"WANDB_MODE": "disabled"}, "WANDB_MODE=disabled writes no run; set mode=online"),
     (["run=a", "project=a/b"], {}, "project=a/b must have 1 to 128 characters"),
     (["run=a", "mode=online"], {}, "No API key .*; run `wandb login`, .* or set mode=offline"),
@@ -177,6 +177,7 @@ def test_command_on_run_in_training_depends_on_wandb_mode_of_run(tmp_path, envir
     (written,) = json.loads(done.out)["runs"]
     # An offline run in training writes its own files, and must keep its id for `wandb sync`.
     assert (written["id"] == "x") == (mode == "disabled")
+    assert written["replaces"] is None
     assert log.exists() == (mode == "offline")
     assert written["lines"] == len(metrics(run))
 
