@@ -295,8 +295,8 @@ def find_runs(named: list[Path]) -> Found:
     names = {path.resolve(): path for path in reversed(shortest_first)}
     places = [names[directory] for directory in sorted(names)]
     sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
-    asked = [directory_name(p) if p.is_dir() else str(p) for p in named]
-    title = shortlist(list(dict.fromkeys(asked)), NAMES)
+    titles = [directory_name(p) if p.is_dir() else str(p) for p in named]
+    title = shortlist(list(dict.fromkeys(titles)), NAMES)
     return Found(list(filter(is_run, places)), sweeps, title, home_of(directories))
 
 
