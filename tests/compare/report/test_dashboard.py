@@ -30,12 +30,13 @@ LOSSES = {"standard": [4.0, 4.2, 4.1], "diff_v2": [3.8, 4.0, 3.7]}
 
 @pytest.fixture
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
-    """Return two variants with three seeds, logged to wandb."""
+    """Return two variants with three seeds, logged to wandb as the sweep "first"."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     compared = sample.compared(("standard", "diff_v2"), 3, 40, probes=True)
     for row in compared.rows:
         for run in row.runs:
             run.facts["wandb_id"] = run.path.name
+            run.cfg.run.sweep = "first"
     return compared
 
 
