@@ -115,6 +115,11 @@ def parse(cls: type[T], argv: list[str], help_text: str) -> T:
     return made
 
 
+def check_wandb_mode(mode: str) -> None:
+    if mode not in ("auto", "online", "offline"):
+        raise ConfigError(f"mode={mode} must be auto, online or offline")
+
+
 def take_json(words: list[str]) -> tuple[bool, list[str]]:
     """Return the value of --json or json= in `words`, and the other words.
 

@@ -6,7 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
+from diffllm.cli.arguments import (
+    CommandArguments,
+    argument,
+    check_wandb_mode,
+    parse,
+    plugins_argument,
+)
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, echo_json
 
@@ -26,7 +32,6 @@ logged are omitted, except with project=. Needs: pip install -c constraints.txt 
 
 diffllm dashboard outputs/sweep-20261120-195742
 diffllm dashboard study=conf/study/claim.yaml out=outputs/claim mode=online"""
-MODES = ("auto", "online", "offline")
 
 
 @dataclass
@@ -50,8 +55,7 @@ def dashboard_command(argv: list[str]) -> None:
     args = parse(DashboardArguments, argv, DASHBOARD)
     if sum(map(bool, (args.sweep, args.study, args.project))) != 1:
         raise ConfigError("name exactly one of sweep=DIR, study=STUDY.yaml or project=NAME")
-    if args.mode not in MODES:
-        raise ConfigError(f"mode={args.mode} must be auto, online or offline")
+    check_wandb_mode(args.mode)
     from diffllm.compare.wandb_views import FILE, check_installed, make_views, send, write
 
     check_installed()

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
+from diffllm.cli.arguments import (
+    CommandArguments,
+    argument,
+    check_wandb_mode,
+    parse,
+    plugins_argument,
+)
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import echo, echo_json, to_stderr
 
@@ -29,7 +35,7 @@ class WandbArguments(CommandArguments):
         "run directory, directory of runs or quoted glob; repeatable", [], words="plain", path=True
     )
     sweep: list[str] = argument(
-        "sweep or study: its runs and their loss gaps; repeatable", [], path=True
+        "sweep, study or quoted glob: the runs and their loss gaps; repeatable", [], path=True
     )
     mode: str = argument(
         "online, offline, or auto: WANDB_MODE, else online with an API key", "auto"
@@ -41,12 +47,16 @@ class WandbArguments(CommandArguments):
 
 def wandb_command(argv: list[str]) -> int:
     args = parse(WandbArguments, argv, WANDB)
-    from diffllm.compare.report.runs import find_runs
+    check_wandb_mode(args.mode)
+    from diffllm.compare.report.runs import directories_with_runs, find_runs
     from diffllm.compare.wandb_runs import choose_destination, write_gaps, write_run
 
     destination = choose_destination(args.mode, args.project, args.entity)
-    sweeps = [Path(word) for word in args.sweep]
-    directories = find_runs([*map(Path, args.run), *sweeps]).runs
+    directories = find_runs([*map(Path, args.run), *map(Path, args.sweep)]).runs
+    sweeps: dict[Path, Path] = {}
+    for word in args.sweep:
+        for sweep in directories_with_runs(Path(word)):
+            sweeps.setdefault(sweep.resolve(), sweep)
     runs: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for directory in directories:
@@ -58,26 +68,30 @@ def wandb_command(argv: list[str]) -> int:
             skipped[str(directory)] = str(error)
             to_stderr(f"warning: {directory} is skipped: {error}")
             continue
-        say_written("steps", runs[-1], args.json)
+        print_upload("steps", runs[-1], args.json)
     gaps: list[dict[str, Any]] = []
-    for sweep in sweeps:
-        if written := write_gaps(sweep, destination):
-            gaps.append(written)
-            say_written("loss gaps", written, args.json)
+    for sweep in sweeps.values():
+        gap_upload = write_gaps(sweep, destination)
+        if gap_upload is not None:
+            gaps.append(gap_upload)
+            print_upload("loss gaps", gap_upload, args.json)
     if args.json:
         mode = destination.mode.value
         echo_json({"mode": mode, "runs": runs, "gaps": gaps, "skipped": skipped})
     return int(bool(skipped))
 
 
-def say_written(content: str, written: dict[str, Any], on_stderr: bool) -> None:
-    """Print the number of lines and their destination, the upload command and the former run."""
-    lines, seconds = written["lines"], written["seconds"]
-    destination = written["url"] or written["directory"]
-    text = f"wrote {lines:,} {content} of {written['run']} to {destination}"
+def print_upload(content: str, upload: dict[str, Any], on_stderr: bool) -> None:
+    """Print the number of lines and their destination, the upload command and the former run.
+
+    `upload` is the result of `write_run` or `write_gaps`.
+    """
+    lines, seconds = upload["lines"], upload["seconds"]
+    destination = upload["url"] or upload["directory"]
+    text = f"wrote {lines:,} {content} of {upload['run']} to {destination}"
     text += f" ({lines / seconds:,.0f} per second)"
-    if written["url"] is None:
-        text += f"; `wandb sync {shlex.quote(written['directory'])}` uploads it"
-    if written["replaces"]:
-        text += f"; delete the former run {written['replaces']} in wandb"
+    if upload["url"] is None:
+        text += f"; `wandb sync {shlex.quote(upload['directory'])}` uploads it"
+    if upload["replaces"]:
+        text += f"; delete the former run {upload['replaces']} in wandb"
     echo(text, file=sys.stderr if on_stderr else None)

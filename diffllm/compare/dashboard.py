@@ -4,27 +4,20 @@
 the report from this description.
 """
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import MUTED, STYLED, row_styles, variant_style
 from diffllm.compare.report.page import loss_table, stored_comparison_id
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run
+from diffllm.compare.wandb_runs import ids_of_run
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
 from diffllm.metrics.table import GAPS
-from diffllm.metrics.wandb_run import (
-    LONGEST_TAG,
-    WandbConfig,
-    WandbMode,
-    resolve_mode,
-    with_recorded,
-)
-from diffllm.metrics.wandb_uploads import uploaded_id
+from diffllm.metrics.wandb_run import WandbConfig, WandbMode, resolve_mode, with_recorded
 
 NOISE_FLOOR = "gap/noise_floor"
 LEAST_RUNS, PROJECT_RUNS = 10, 100
@@ -40,10 +33,8 @@ class Dashboard:
     entity: str
     """User or team that owns the project; empty if only the server knows the default."""
     sections: list[PanelSection]
-    tags: list[str] = field(default_factory=list)
-    """Runs with one of these tags are shown. Without tags and `run_colours`, all runs are shown."""
     run_colours: dict[str, str] = field(default_factory=dict)
-    """Colour of each run, by wandb id."""
+    """Colour of each run, by wandb id. Only these runs are shown; if empty, all runs are shown."""
     group_colours: dict[str, str] = field(default_factory=dict)
     """Colour of each row, by wandb group."""
     baseline: list[str] = field(default_factory=list)
@@ -77,56 +68,88 @@ def comparison_dashboard(
     """Return the dashboard of compared runs.
 
     Panels of metrics that no run logged are omitted. Raises ConfigError if no run was logged to
-    wandb, or if the runs are in several projects.
+    wandb, or if the runs are in several projects or entities.
 
     Args:
         directory: directory of the report, which can contain the id of the wandb run with the gaps.
         entity: user or team; empty: the entity of the runs.
         mode: replaces the mode of the runs, because `diffllm wandb` also writes disabled runs.
     """
+    logged_runs = find_logged_runs(comparison, entity, mode)
+    project, entity = common_project([run.cfg for run in logged_runs.values()], title)
+    run_colours: dict[str, str] = {}
+    group_colours: dict[str, str] = {}
+    gap_colours = {NOISE_FLOOR: MUTED}
+    baseline_ids = []
+    for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
+        gap_colours |= dict.fromkeys(gap_metrics(row), style.colour)
+        for run in row.runs:
+            if logged_run := logged_runs.get(run.path):
+                run_colours[logged_run.id] = style.colour
+                group_colours.setdefault(logged_run.group, style.colour)
+                if row.is_baseline:
+                    baseline_ids.append(logged_run.id)
     runs = [run for row in comparison.rows for run in row.runs]
-    configs = {}
-    for run in runs:
-        cfg = with_recorded(run.cfg.wandb, run.variables, mode)
-        if resolve_mode(cfg) != "disabled" and wandb_id(run, cfg):
-            configs[run.path] = cfg
+    names = {name for run in runs for name in run.metrics.columns}
+    comparison_id = stored_comparison_id(directory)
+    return Dashboard(
+        title=f"diffllm {title}",
+        project=project,
+        entity=entity,
+        sections=make_sections(names, gap_panels(comparison, comparison_id is not None)),
+        run_colours=run_colours,
+        group_colours=group_colours,
+        baseline=baseline_ids,
+        comparison=comparison_id,
+        gap_colours=gap_colours,
+    )
+
+
+class LoggedRun(NamedTuple):
+    """A run that was logged to wandb."""
+
+    id: str
+    group: str
+    cfg: WandbConfig
+    """Result of `with_recorded`."""
+
+
+def find_logged_runs(
+    comparison: Comparison, entity: str, mode: WandbMode | None
+) -> dict[Path, LoggedRun]:
+    """Return the runs that were logged to wandb, by path.
+
+    Arguments as in `comparison_dashboard`.
+    """
+    logged_runs = {}
+    for row in comparison.rows:
+        for run in row.runs:
+            cfg = with_recorded(run.cfg.wandb, run.variables, mode, entity=entity or None)
+            if resolve_mode(cfg) != "disabled":
+                run_id = ids_of_run(run.path, run.facts, cfg).newest
+                group = run.facts.get("wandb_group") or cfg.group or run.variant
+                logged_runs[run.path] = LoggedRun(run_id, group, cfg)
+    return logged_runs
+
+
+def common_project(configs: list[WandbConfig], title: str) -> tuple[str, str]:
+    """Return the project and the entity of runs; the entity is empty if only the server knows it.
+
+    Raises ConfigError if there are no runs, or if they are in several projects or entities.
+    """
     if not configs:
         raise ConfigError(
             f"no run of {title} was logged to wandb (wandb.mode=disabled); write the runs with "
             "diffllm wandb sweep=DIR mode=online, then add mode=online"
         )
-    projects = sorted({cfg.project or "" for cfg in configs.values()})
-    if len(projects) > 1:
+    places = sorted({(cfg.project or "", cfg.entity or "") for cfg in configs})
+    if len(places) > 1:
+        paths = [f"{entity}/{project}" if entity else project for project, entity in places]
         raise ConfigError(
-            f"the runs of {title} are in several wandb projects ({', '.join(projects)}); "
-            "name runs of one project with sweep=DIR"
+            f"the runs of {title} are in several wandb projects ({', '.join(paths)}); "
+            "name runs of one project with sweep=DIR, or set entity=NAME if only entities differ"
         )
-    names = {name for run in runs for name in run.metrics.columns}
-    styles = row_styles(comparison.rows)
-    run_colours: dict[str, str] = {}
-    group_colours: dict[str, str] = {}
-    gap_colours = {NOISE_FLOOR: MUTED}
-    for row, style in zip(comparison.rows, styles, strict=True):
-        gap_colours |= dict.fromkeys(gap_metrics(row), style.colour)
-        for run in row.runs:
-            if recorded := configs.get(run.path):
-                group = run.facts.get("wandb_group") or recorded.group or run.variant
-                run_colours[wandb_id(run, recorded)] = style.colour
-                group_colours.setdefault(group, style.colour)
-    comparison_run = stored_comparison_id(directory)
-    baseline_runs = [run for row in comparison.rows if row.is_baseline for run in row.runs]
-    return Dashboard(
-        f"diffllm {title}",
-        projects[0],
-        entity or next((cfg.entity for cfg in configs.values() if cfg.entity), ""),
-        make_sections(names, gap_panels(comparison, comparison_run is not None)),
-        sweep_tags(runs, directory),
-        run_colours,
-        group_colours,
-        [wandb_id(run, configs[run.path]) for run in baseline_runs if run.path in configs],
-        comparison_run,
-        gap_colours,
-    )
+    return places[0]
 
 
 def make_sections(names: Collection[str] | None, gaps: list[Panel]) -> list[PanelSection]:
@@ -156,25 +179,3 @@ def gap_panels(comparison: Comparison, over_tokens: bool) -> list[Panel]:
 def gap_metrics(row: Row) -> list[str]:
     """Return the names of a row's gap and the ends of its interval, as `record_gaps` logs them."""
     return [f"gap/{row.label}{end}" for end in ("", "/low", "/high")]
-
-
-def wandb_id(run: Run, cfg: WandbConfig) -> str:
-    """Return the id of a run in wandb; empty if run.json is missing or damaged.
-
-    `cfg` is the result of `with_recorded`.
-    """
-    recorded_id = run.facts.get("wandb_id") or ""
-    return uploaded_id(run.path, recorded_id, cfg) or recorded_id
-
-
-def sweep_tags(runs: list[Run], directory: Path) -> list[str]:
-    """Return the tags of the sweeps of `runs` and of their comparison.
-
-    If a run has no such tag, as in a study, return [].
-    """
-    sweeps = [run.cfg.run.sweep for run in runs]
-    tags = [sweep[:LONGEST_TAG] for sweep in sweeps if sweep]
-    if len(tags) < len(runs):
-        return []
-    tags.append(os.path.basename(os.path.abspath(directory))[:LONGEST_TAG])
-    return list(dict.fromkeys(tags))

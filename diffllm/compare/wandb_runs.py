@@ -14,13 +14,13 @@ from diffllm.compare.report.page import (
     COMPARISON,
     comparison_id,
     gap_run,
-    remove_offline_gaps,
     store_comparison_id,
 )
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable
+from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
@@ -37,8 +37,8 @@ from diffllm.metrics.wandb_run import (
     with_recorded,
 )
 from diffllm.metrics.wandb_start import Upload, new_id, upload
-from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
-from diffllm.training.directory import unlocked
+from diffllm.metrics.wandb_uploads import is_synced, store_uploaded_id, uploaded_id
+from diffllm.training.directory import shared_lock
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
 LAST_STEP = 2**32 - 1
@@ -55,13 +55,24 @@ class Destination(NamedTuple):
     """None: the entity of the run."""
 
 
+class WandbIds(NamedTuple):
+    """Ids of a run in wandb."""
+
+    recorded: str
+    """Id of the wandb run that training writes, see `recorded_id`."""
+    uploaded: str | None
+    """Id under which `diffllm wandb` has last written the run online; None if it has not."""
+
+    @property
+    def newest(self) -> str:
+        return self.uploaded or self.recorded
+
+
 def choose_destination(mode: str, project: str, entity: str) -> Destination:
     """Return the destination for the arguments of the command; empty texts keep values of the runs.
 
-    Raises ConfigError if the mode is invalid, or if WANDB_MODE=disabled applies.
+    `mode` is auto, online or offline. Raises ConfigError if WANDB_MODE=disabled applies.
     """
-    if mode not in ("auto", "online", "offline"):
-        raise ConfigError(f"mode={mode!r} must be auto, online or offline")
     resolved = resolve_mode(WandbConfig(WandbMode[mode]))
     if resolved not in ("online", "offline"):
         raise ConfigError(f"WANDB_MODE={resolved} writes no run; set mode=online or mode=offline")
@@ -79,16 +90,15 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         "run", "id", "replaces" (id of the run that the server already has, or None), "lines",
         "seconds", "url" (None offline), "directory" (of wandb's files).
     """
-    with unlocked(path) as ended:
+    with shared_lock(path) as ended:
         cfg = load_run_config(path)
         facts = read_record(path / "run.json") or {}
         variables = recorded_variables(facts)
         wandb_config = with_labels(
             with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
         )
-        recorded_id = id_of_run(path, facts)
-        newest_id = uploaded_id(path, recorded_id, wandb_config)
-        run_id = newest_id or recorded_id
+        ids = ids_of_run(path, facts, wandb_config)
+        run_id = ids.newest
         place = writable_parent(path)
         lines = nonempty_history(path)
         was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
@@ -103,8 +113,9 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             # `wandb sync` will upload the run's own files, under the id of the run.
             options["id"] = new_id()
         elif destination.mode is WandbMode.offline:
-            uploaded_step = set_aside(place, run_id)
-            if uploaded_step >= 0 or newest_id or was_online:
+            was_synced = is_synced(place, run_id)
+            set_aside(place, run_id)
+            if was_synced or ids.uploaded or was_online:
                 # `wandb sync` would append to the run on the server.
                 options["id"] = new_id()
         summary, exit_code = wandb_ending(read_ending(path) or {})
@@ -113,11 +124,18 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         uploaded = upload(mode, options, lines, summary, exit_code)
         if destination.mode is WandbMode.online and training_mode != "offline":
             set_aside(place, run_id)  # Not earlier: the server could have refused the run.
-            try:
-                store_uploaded_id(path, recorded_id, wandb_config, uploaded.id)
-            except CheckpointError as error:
-                to_stderr(f"warning: a resume of {path} will not continue {uploaded.id}: {error}")
-    return as_json(path, uploaded, run_id)
+            store_newest_id(path, ids, wandb_config, uploaded.id)
+    # A run that trains offline keeps its id, so no wandb run is replaced.
+    former_id = None if training_mode == "offline" else run_id
+    return as_json(path, uploaded, former_id)
+
+
+def store_newest_id(path: Path, ids: WandbIds, cfg: WandbConfig, newest_id: str) -> None:
+    """Store the id of a new wandb run of the run in `path`; print a warning if this fails."""
+    try:
+        store_uploaded_id(path, ids.recorded, cfg, newest_id)
+    except CheckpointError as error:
+        to_stderr(f"warning: a resume of {path} will not continue {newest_id}: {error}")
 
 
 def nonempty_history(path: Path) -> Iterator[dict[str, Any]]:
@@ -142,30 +160,45 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
     gaps = gap_run(comparison, sweep)
     if gaps is None:
         return None
-    writable_parent(sweep)
+    place = writable_parent(sweep)
     first = comparison.rows[0].runs[0]
     run_id = comparison_id(sweep)
     cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
-    cfg = with_defaults(cfg, COMPARISON, [sweep.name])
+    cfg = with_defaults(cfg, COMPARISON, [directory_name(sweep)])
     options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
-    if destination.mode is WandbMode.offline and has_online(wandb_parent(sweep), run_id):
-        options["id"] = new_id()
-    remove_offline_gaps(sweep, run_id)
-    mode = destination.mode.value
-    uploaded = upload(mode, options, gaps.lines, gaps.summary)
-    store_comparison_id(sweep, uploaded.id)
+    if destination.mode is WandbMode.offline:
+        if has_online(place, run_id) or is_synced(place, run_id):
+            # `wandb sync` would append to the run on the server.
+            options["id"] = new_id()
+        set_aside(place, run_id)
+    uploaded = upload(destination.mode.value, options, gaps.lines, gaps.summary)
+    if destination.mode is WandbMode.online:
+        set_aside(place, run_id)  # Not earlier: the server could have refused the run.
+    if uploaded.id != run_id:
+        store_comparison_id(sweep, uploaded.id)
     return as_json(sweep, uploaded, run_id)
 
 
-def as_json(path: Path, uploaded: Upload, run_id: str) -> dict[str, Any]:
-    replaced = run_id if uploaded.id != run_id else None
-    return {"run": str(path), "replaces": replaced, **uploaded._asdict()}
+def as_json(path: Path, uploaded: Upload, former_id: str | None) -> dict[str, Any]:
+    replaced_id = former_id if uploaded.id != former_id else None
+    return {"run": str(path), "replaces": replaced_id, **uploaded._asdict()}
 
 
-def id_of_run(path: Path, facts: dict[str, Any]) -> str:
+def ids_of_run(path: Path, facts: dict[str, Any], cfg: WandbConfig) -> WandbIds:
+    """Return the ids of the run in `path`; raises CheckpointError as `recorded_id`.
+
+    Args:
+        facts: content of run.json.
+        cfg: result of `with_recorded`.
+    """
+    run_id = recorded_id(path, facts)
+    return WandbIds(run_id, uploaded_id(path, run_id, cfg))
+
+
+def recorded_id(path: Path, facts: dict[str, Any]) -> str:
     """Return the id of a run in wandb from run.json or the newest checkpoint.
 
-    `uploaded_id` returns the id of a newer copy.
+    Raises CheckpointError if config.yaml is needed and cannot be read.
     A run of an older version without both has an id that depends on its config and first metrics.
     """
     known_id = facts.get("wandb_id")

@@ -148,6 +148,7 @@ def workspace_of(dashboard: Dashboard) -> Any:
     group_colours: dict[Any, Any] = dict(dashboard.group_colours)
     runs = ws.RunsetSettings(
         groupby=[ws.Metric(GROUP)],
+        filters=run_filter(dashboard),
         run_settings={
             run_id: ws.RunSettings(color=colour) for run_id, colour in dashboard.run_colours.items()
         },
@@ -167,7 +168,6 @@ def workspace_of(dashboard: Dashboard) -> Any:
     )
     # Random ids would change the file at each call.
     workspace._internal_runset_id = stable_id(dashboard.title)
-    set_filter(workspace, dashboard)
     return workspace
 
 
@@ -181,9 +181,8 @@ def report_of(dashboard: Dashboard) -> Any:
             line, place = divmod(number, COLUMNS)
             panel.layout = wr.Layout(x=WIDTH * place, y=HEIGHT * line, w=WIDTH, h=HEIGHT)
         # The grid has the project of the report.
-        runs = wr.Runset(name="Runs", groupby=["run.group"])
+        runs = wr.Runset(name="Runs", groupby=["run.group"], filters=run_filter(dashboard))
         runs._id = stable_id(section.title)
-        set_filter(runs, dashboard)
         colours: dict[Any, Any] = dict(dashboard.run_colours)
         for group, colour in dashboard.group_colours.items():
             key = wr.RunsetGroupKey(wr.Metric("run:group"), group)
@@ -199,21 +198,17 @@ def report_of(dashboard: Dashboard) -> Any:
     )
 
 
-def set_filter(runs: Any, dashboard: Dashboard) -> None:
-    """Select the runs of the dashboard in a workspace or in a run set of a report."""
-    if dashboard.tags:
-        name, values = "tags", dashboard.tags
-    elif dashboard.run_colours:
-        comparison = [dashboard.comparison] if dashboard.comparison else []
-        name, values = "name", [*dashboard.run_colours, *comparison]
-    else:
-        return
-    # The public argument `filters` is parsed as Python text (wandb-workspaces 0.4.13), which
-    # changes values with "=" or quotes. These fields are sent unchanged.
-    key = {"section": "run", "name": name}
-    leaf = {"key": key, "op": "IN", "value": values, "disabled": False}
-    runs._stashed_filters_v2 = {"filterFormat": "filterV2", "filters": [leaf]}
-    runs._stashed_filter_string = ""
+def run_filter(dashboard: Dashboard) -> Any:
+    """Return the filter that selects the runs of the dashboard; "" selects all runs."""
+    import wandb_workspaces.workspaces as ws
+
+    if not dashboard.run_colours:
+        return ""
+    ids = [*dashboard.run_colours]
+    if dashboard.comparison:
+        ids.append(dashboard.comparison)
+    # Runs of other sweeps, and replaced runs, can have equal tags and groups.
+    return ws.And(ws.Metric("ID").isin(ids))
 
 
 def panel_of(dashboard: Dashboard, section: PanelSection, panel: Panel) -> Any:

@@ -44,7 +44,7 @@ def check_installed(cfg: MetricsConfig) -> None:
 class TensorBoardFiles:
     """TensorBoard event files of a run. After an error, training continues without event files.
 
-    The tab "Custom Scalars" has the sections and figures of the report.
+    The tab "Custom Scalars" has the sections and figures of the report, without the gaps.
 
     `last_step` is the step from which the run resumes, or 0 for a new run. TensorBoard hides values
     that an earlier process of the run logged for steps after `last_step`.

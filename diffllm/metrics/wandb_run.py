@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.names import shortened
+from diffllm.core.names import directory_name, shortened
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.alerts import LEVELS, check_alerts
 from diffllm.metrics.events import Event
@@ -236,7 +236,7 @@ def init_options(
     return {
         "project": cfg.project,
         "entity": cfg.entity,
-        "name": shortened(name or directory.name, LONGEST_NAME),
+        "name": shortened(name or directory_name(directory), LONGEST_NAME),
         "group": shortened(cfg.group, LONGEST_NAME) if cfg.group else None,
         "job_type": variables.get("WANDB_JOB_TYPE") or job_type,
         "tags": list(dict.fromkeys(cfg.tags or [])),

@@ -185,7 +185,7 @@ def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
         try:
             return hold(path, *MESSAGE_WORDS, created=created)
         except InUseError:
-            with unlocked(path) as only_readers:
+            with shared_lock(path) as only_readers:
                 if not only_readers and "DIFFLLM_SWEEP_JOB" in os.environ:
                     # The same run of a killed sweep may still save.
                     return hold(path, *MESSAGE_WORDS, wait=True, created=created)
@@ -198,11 +198,12 @@ def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
 
 
 @contextmanager
-def unlocked(path: Path) -> Iterator[bool]:
-    """Let starts of a run in the directory `path` wait in this context, without writing to it.
+def shared_lock(path: Path) -> Iterator[bool]:
+    """Hold a shared lock of the run directory `path`, so that starts of the run wait.
 
-    Yield False if a process holds the lock of the directory, as in training. Yield True if there is
-    no lock file or its file system has no locks, although a run can then start.
+    Yield True if the lock is held. Yield False without a lock if another process has the exclusive
+    lock, as in training. If there is no lock file, or if its file system has no locks, yield True
+    without a lock: a run can then start in this context. No file changes.
     """
     try:
         stream = open_regular(path / ".lock", LARGEST_LOCK)

@@ -123,12 +123,24 @@ def test_command_on_directory_of_runs_skips_unusable_run(tmp_path, environment):
     assert "warning: s/b is skipped: s/b has no metrics" in done.err
 
 
+@pytest.mark.slow
+def test_command_in_directory_of_sweep_or_run_uses_its_name(tmp_path, environment):
+    sweep = tmp_path / "s"
+    for name in ("standard", "gated"):
+        write_run(sweep / name, f"attention={name}")
+    for place, word, tags in ((sweep, "sweep=.", ["s"]), (sweep / "gated", "run=.", [])):
+        done = tool(["wandb", word, "mode=offline"], place, environment)
+        assert done.code == 0, done.err
+        header = OfflineRun(place).header
+        assert (header.display_name, [*header.tags]) == (place.name, tags)
+
+
 REFUSED = [
     (["run=none"], {}, "none: no such directory"),
     ([], {}, "no run directory is given"),
     (["run=foreign"], {}, "is not a run directory and contains none"),
     (["run=empty"], {}, "empty has no metrics: .* train the run first"),
-    (["run=a", "mode=disabled"], {}, "mode='disabled' must be auto, online or offline"),
+    (["run=a", "mode=disabled"], {}, "mode=disabled must be auto, online or offline"),
     (["run=a"], {"WANDB_MODE": "disabled"}, "WANDB_MODE=disabled writes no run; set mode=online"),
     (["run=a", "project=a/b"], {}, "project=a/b must have 1 to 128 characters"),
     (["run=a", "mode=online"], {}, "No API key .*; run `wandb login`, .* or set mode=offline"),
@@ -165,6 +177,7 @@ def test_command_on_run_in_training_depends_on_wandb_mode_of_run(tmp_path, envir
     (written,) = json.loads(done.out)["runs"]
     # An offline run in training writes its own files, and must keep its id for `wandb sync`.
     assert (written["id"] == "x") == (mode == "disabled")
+    assert written["replaces"] is None
     assert log.exists() == (mode == "offline")
     assert written["lines"] == len(metrics(run))
 

@@ -19,7 +19,13 @@ from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.metrics.records import read_summary
-from diffllm.training.directory import RunDirectory, choose_path, claim_directory, ending, unlocked
+from diffllm.training.directory import (
+    RunDirectory,
+    choose_path,
+    claim_directory,
+    ending,
+    shared_lock,
+)
 from diffllm.training.state import resume_checkpoint
 
 VARIANTS = variants()
@@ -361,14 +367,14 @@ def test_resume_setting_determines_starting_checkpoint(tmp_path):
 def test_start_waits_for_readers_but_not_for_another_run(begun, capsys):
     output = []
     with ThreadPoolExecutor(1) as pool:
-        with unlocked(begun) as ended:
+        with shared_lock(begun) as ended:
             assert ended
             start = pool.submit(RunDirectory, begun, tiny())
             wait_until(lambda: output.append(capsys.readouterr().err) or any(output), "message")
             assert not start.done()
         directory = start.result(PATIENCE_S)
     assert "".join(output) == f"waiting until diffllm wandb has written {begun} to wandb\n"
-    with unlocked(begun) as ended:
+    with shared_lock(begun) as ended:
         assert not ended
     with pytest.raises(InUseError, match="is in use by process"):
         RunDirectory(begun, tiny())

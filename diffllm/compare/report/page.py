@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
@@ -37,10 +36,11 @@ from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import cost_columns, csv_text, table_columns
 from diffllm.compare.report.trends import trend_sentences
 from diffllm.config.help import variant_line
-from diffllm.core.errors import ConfigError, printable
-from diffllm.core.files import replace_file
+from diffllm.core.errors import CheckpointError, ConfigError, printable
+from diffllm.core.files import replace_file, write_atomic
+from diffllm.core.names import directory_name
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn, to_stderr
-from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
+from diffllm.metrics.wandb_directories import wandb_parent
 from diffllm.metrics.wandb_run import (
     WandbRun,
     resolve_mode,
@@ -48,6 +48,7 @@ from diffllm.metrics.wandb_run import (
     with_recorded,
 )
 from diffllm.metrics.wandb_start import new_id
+from diffllm.metrics.wandb_uploads import is_synced
 from diffllm.statistics.estimates import Estimate
 
 MOST = 12
@@ -283,8 +284,8 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
     """Log the result of `gap_run` to wandb.
 
-    Another call replaces an offline run, and makes a new run online, where wandb cannot replace
-    lines; it prints the id of the former run.
+    Another call makes a new run if the server has the former run, because wandb cannot replace
+    lines, and prints the id of the former run. Otherwise, it replaces the offline run.
 
     The wandb mode and project come from the config of the first run and from the variables in its
     run.json. If no row has a gap, or if wandb is disabled, log nothing and return False; otherwise
@@ -292,26 +293,21 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     """
     first = comparison.rows[0].runs[0]
     cfg = with_recorded(first.cfg.wandb, first.variables)
-    cfg = with_defaults(cfg, COMPARISON, [directory.name])
+    cfg = with_defaults(cfg, COMPARISON, [directory_name(directory)])
     gaps = gap_run(comparison, directory)
     if gaps is None or resolve_mode(cfg) == "disabled":
         return False
     run_id = comparison_id(directory)
-    remove_offline_gaps(directory, run_id)
-    run = WandbRun(cfg, **gaps.arguments, run_id=run_id, resume=False)
+    # `wandb sync` appends to a synced run, so an offline run then has a new id.
+    was_online = is_synced(wandb_parent(directory), run_id)
+    run = WandbRun(cfg, **gaps.arguments, run_id=run_id, resume=False, was_online=was_online)
     for line in gaps.lines:
         run.log(line)
     run.finish(gaps.summary)
     if run.id != run_id:
         to_stderr(f"wandb: run {run.id} has the gaps; delete the former run {run_id}")
-    store_comparison_id(directory, run.id)
+        store_comparison_id(directory, run.id)
     return True
-
-
-def remove_offline_gaps(directory: Path, run_id: str) -> None:
-    """Delete the offline wandb runs `run_id` of the comparison in `directory`."""
-    for earlier in wandb_parent(directory).glob(f"{OFFLINE_RUNS}-{run_id}"):
-        shutil.rmtree(earlier)  # `wandb sync` would append these files to the same run.
 
 
 def gap_values(label: str, gap: Estimate) -> dict[str, float]:
@@ -334,8 +330,11 @@ def comparison_id(directory: Path) -> str:
 
 
 def store_comparison_id(directory: Path, run_id: str) -> None:
-    if run_id != stored_comparison_id(directory):
-        replace_file(directory / COMPARISON_ID, f"{run_id}\n")
+    """Store the result of later calls of `stored_comparison_id`; print a warning if this fails."""
+    try:
+        write_atomic(directory / COMPARISON_ID, f"{run_id}\n")
+    except CheckpointError as error:
+        to_stderr(f"warning: later calls will write another wandb run with the gaps: {error}")
 
 
 def stored_comparison_id(directory: Path) -> str | None:

@@ -17,6 +17,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_lines, readable, similar_path, user_path
+from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import (
     diverged,
@@ -294,8 +295,8 @@ def find_runs(named: list[Path]) -> Found:
     names = {path.resolve(): path for path in reversed(shortest_first)}
     places = [names[directory] for directory in sorted(names)]
     sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
-    asked = [os.path.basename(os.path.abspath(p)) if p.is_dir() else str(p) for p in named]
-    title = shortlist(list(dict.fromkeys(asked)), NAMES)
+    titles = [directory_name(p) if p.is_dir() else str(p) for p in named]
+    title = shortlist(list(dict.fromkeys(titles)), NAMES)
     return Found(list(filter(is_run, places)), sweeps, title, home_of(directories))
 
 
@@ -331,6 +332,11 @@ def expand_glob(path: Path) -> list[Path]:
     if not matches:
         raise ConfigError(f"{path}: no such directory{similar_path(path, os.path.isdir)}")
     return matches
+
+
+def directories_with_runs(path: Path) -> list[Path]:
+    """Return the directories of `path`, which can be a glob, that are or contain runs."""
+    return [place for place in expand_glob(path) if any(map(is_run, search(place)))]
 
 
 def is_run(path: Path) -> bool:

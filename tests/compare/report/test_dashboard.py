@@ -148,7 +148,8 @@ def test_runs_are_grouped_by_row_with_colours_of_figures_and_pinned_baseline(com
     (runs,) = section["runSets"]
     assert runs["grouping"] == [{"section": "run", "name": "group"}]
     (selection,) = runs["filters"]["filters"]
-    assert (selection["key"]["name"], selection["value"]) == ("tags", ["first", tmp_path.name])
+    ids = [run.path.name for row in comparison.rows for run in row.runs]
+    assert (selection["key"]["name"], selection["value"]) == ("name", [*ids, "0a0b0c0d"])
     baseline = [base64.b64decode(run_id).decode() for run_id in runs["pinnedRunIds"]]
     assert baseline == [f"Run:v1:standard-{seed}:diffllm:team" for seed in range(3)]
     assert runs["baselineRunId"] == runs["pinnedRunIds"][0]
@@ -192,17 +193,8 @@ def test_dashboard_shows_all_runs_of_large_sweep(comparison, tmp_path):
         run.facts["wandb_id"] = run.path.name
     spec = requests_of(many, tmp_path)["workspace"]["spec"]["section"]
     assert spec["settings"]["maxRuns"] == 17, "16 runs and the comparison"
-    (selection,) = spec["runSets"][0]["filters"]["filters"]  # these runs have no tag
+    (selection,) = spec["runSets"][0]["filters"]["filters"]
     assert len(selection["value"]) == 17
-
-
-@pytest.mark.parametrize("name", ['it\'s "a" sweep', "lr=0.1, a+b", "[x] \\ ü"])
-def test_any_sweep_name_is_kept_in_filter(comparison, tmp_path, name):
-    for run in [run for row in comparison.rows for run in row.runs]:
-        run.cfg.run.sweep = name
-    requests = requests_of(comparison, tmp_path)
-    (runs,) = requests["workspace"]["spec"]["section"]["runSets"]
-    assert runs["filters"]["filters"][0]["value"] == [name, tmp_path.name]
 
 
 def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys):
@@ -304,11 +296,26 @@ def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatc
     change_facts(swept / "standard-seed0", **variables)
     assert main(["dashboard", str(swept)]) == 2
     assert "in several wandb projects (diffllm, other); name runs" in capsys.readouterr().err
+    variables = {"environment": {"variables": {"WANDB_ENTITY": "team"}}}
+    change_facts(swept / "standard-seed0", **variables)
+    assert main(["dashboard", str(swept)]) == 2
+    assert "in several wandb projects (diffllm, team/diffllm); name" in capsys.readouterr().err
+    assert main(["dashboard", str(swept), "entity=team"]) == 0
     change_facts(swept / "standard-seed0", environment={})
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert main(["dashboard", str(swept)]) == 2
     assert "no run of swept was logged to wandb (wandb.mode=disabled)" in capsys.readouterr().err
     assert main(["dashboard", str(swept), "mode=offline"]) == 0
+
+
+def test_dashboard_and_wandb_command_use_same_ids_of_runs_without_run_json(swept, capsys):
+    (swept / "standard-seed0" / "run.json").unlink()
+    assert main(["wandb", f"run={swept / 'standard-seed0'}", "mode=offline", "--json"]) == 0
+    (written,) = json.loads(capsys.readouterr().out)["runs"]
+    assert main(["dashboard", str(swept), "mode=offline"]) == 0
+    content = json.loads((swept / "dashboard.json").read_text(encoding="utf-8"))
+    (runs,) = content["workspace"]["spec"]["section"]["runSets"]
+    assert written["id"] in runs["filters"]["filters"][0]["value"]
 
 
 def test_missing_package_causes_one_line_with_command(swept, monkeypatch, capsys):

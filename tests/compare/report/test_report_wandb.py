@@ -11,8 +11,11 @@ from wandb_file import OfflineRun
 
 from diffllm.cli import main
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.page import comparison_id, record_gaps
+from diffllm.compare.report.page import COMPARISON_ID, comparison_id, record_gaps
 from diffllm.compare.sweep.command import print_upload
+from diffllm.compare.wandb_runs import Destination, write_gaps
+from diffllm.core.errors import ConfigError
+from diffllm.metrics.wandb_run import WandbMode
 
 
 def curve(variant, tokens, seed):
@@ -127,6 +130,49 @@ def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
     assert second.history == first.history
     assert gap_of(second.summary) == gap_of(first.summary)
     assert second.config["rows"] == first.config["rows"]
+
+
+@pytest.mark.parametrize("command", ["report", "wandb"])
+def test_gaps_after_wandb_sync_are_in_new_wandb_run(swept, command):
+    words = {"report": [str(swept), "wandb=true"], "wandb": [f"sweep={swept}"]}
+    assert record_gaps(read([swept])[0], swept)
+    first = OfflineRun(swept)
+    first.path.with_name(f"{first.path.name}.synced").touch()  # as `wandb sync` does
+    for _ in range(2):
+        assert main([command, *words[command]]) == 0
+        second = OfflineRun(swept)
+        assert second.header.run_id == comparison_id(swept) != first.header.run_id
+        assert second.history == first.history
+    assert list(swept.glob(f"wandb/replaced/*-{first.header.run_id}/*.synced"))
+
+
+def test_failed_online_command_keeps_offline_gaps(swept, monkeypatch):
+    assert record_gaps(read([swept])[0], swept)
+    first = OfflineRun(swept)
+    monkeypatch.setenv("HOME", str(swept))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"wandb cannot store the run swept: .*API key"):
+        write_gaps(swept, Destination(WandbMode.online, None, None))
+    assert OfflineRun(swept).path == first.path
+
+
+def test_gaps_are_written_with_warning_if_sweep_cannot_store_their_id(swept, capsys):
+    (swept / COMPARISON_ID).mkdir()  # root may write to directories without write permission
+    assert main(["report", str(swept), "wandb=true"]) == 0
+    assert main(["wandb", f"sweep={swept}"]) == 0
+    assert len(list(swept.glob("wandb/offline-run-*"))) == 2
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: later" in line]
+    message = f"will write another wandb run with the gaps: cannot write {swept / COMPARISON_ID}: "
+    assert [message in line for line in warnings] == [True, True]
+
+
+def test_wandb_command_writes_gaps_of_each_sweep_of_glob_once(swept, capsys):
+    shutil.copytree(swept, swept.parent / "swept2")
+    (swept.parent / "swept3").mkdir()
+    words = [f"sweep={swept}*", f"sweep={swept.parent}/./swept", "--json"]
+    assert main(["wandb", *words]) == 0
+    gaps = json.loads(capsys.readouterr().out)["gaps"]
+    assert [upload["run"] for upload in gaps] == [str(swept), f"{swept}2"]
 
 
 def test_record_gaps_of_single_seed_has_no_interval(swept):
