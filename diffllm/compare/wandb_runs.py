@@ -41,8 +41,6 @@ from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
 from diffllm.training.directory import unlocked
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
-LAST_STEP = 2**32 - 1
-
 
 class Destination(NamedTuple):
     """Values that replace those of the runs."""
@@ -93,7 +91,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         lines = nonempty_history(path)
         was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
         training_mode = None if ended else mode_in_training(cfg, variables, was_online)
-        if training_mode == "online":
+        if training_mode in ("online", "shared"):
             raise CheckpointError(f"{path} is in training and logs online; wait until it ends")
         options = init_options(
             wandb_config, **wandb_arguments(cfg, path, facts, variables),
@@ -122,7 +120,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
 
 def nonempty_history(path: Path) -> Iterator[dict[str, Any]]:
     """Return the result of `history`; raises CheckpointError if the run has no steps."""
-    lines = history(path, LAST_STEP)
+    lines = history(path)
     first = next(lines, None)
     if first is None:
         raise CheckpointError(
@@ -176,7 +174,7 @@ def id_of_run(path: Path, facts: dict[str, Any]) -> str:
         return known_id
     with readable(path / "config.yaml"):
         content = read_bytes(path / "config.yaml")
-    first = next(history(path, LAST_STEP), {})
+    first = next(history(path), {})
     return hashlib.sha256(content + repr(first).encode()).hexdigest()[:8]
 
 
