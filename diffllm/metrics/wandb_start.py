@@ -71,14 +71,15 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         all_settings.init_timeout = ONLINE_SECONDS
     place = Path(options["dir"])
-    earlier_runs = set(place.glob(ONLINE_RUNS))
+    pattern = f"{ONLINE_RUNS}-{options['id']}"
+    previous_starts = set(place.glob(pattern))
     try:
         run = wandb.init(mode=mode, settings=all_settings, **options)  # type: ignore[arg-type]
     except BaseException:
         # The service would reject the id as in use; some versions retry for a minute at a teardown.
         abandon_service()
         # The failed start leaves a directory, which `has_online` would take for an online run.
-        for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - earlier_runs:
+        for failed in set(place.glob(pattern)) - previous_starts:
             shutil.rmtree(failed, ignore_errors=True)
         raise
     finally:

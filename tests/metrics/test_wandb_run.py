@@ -22,6 +22,7 @@ from wandb_server import WandbServer
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
+from diffllm.metrics.wandb_directories import has_online, set_aside
 from diffllm.metrics.wandb_run import (
     WandbConfig,
     WandbMode,
@@ -125,6 +126,22 @@ def test_wandb_dir_variable_selects_directory_of_wandb_files(tmp_path, monkeypat
     a_run(tmp_path / "run").finish()
     assert list((tmp_path / "run").iterdir()) == []
     assert OfflineRun(tmp_path / "scratch").header.display_name == "run"
+
+
+def test_directories_of_id_exclude_longer_id_with_same_end(tmp_path):
+    replaced = tmp_path / "wandb" / "replaced" / "offline-run-20260101_000000-seed-1"
+    (replaced / "files").mkdir(parents=True)
+    (replaced / "run-seed-1.wandb.synced").touch()
+    (replaced / "files" / "wandb-summary.json").write_text('{"_step": 7}', encoding="utf-8")
+    online = tmp_path / "wandb" / "run-20260101_000000-seed-1"
+    offline = tmp_path / "wandb" / "offline-run-20260101_000001-seed-1"
+    for directory in (online, offline):
+        directory.mkdir()
+    assert [has_online(tmp_path, run_id) for run_id in ("1", "seed-1")] == [False, True]
+    assert set_aside(tmp_path, "1") == -1
+    assert offline.exists()
+    assert set_aside(tmp_path, "seed-1") == 7
+    assert not offline.exists()
 
 
 @pytest.mark.parametrize(
@@ -358,7 +375,7 @@ def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch,
     assert line.startswith("wandb cannot go online, the run is recorded offline: ")
     assert "401" in line
     assert "; run `wandb login`, or set WANDB_API_KEY; `wandb sync " in line
-    assert f"/wandb/offline-run-*-{run.id}` uploads the run" in line
+    assert f"/wandb/offline-run-????????_??????-{run.id}` uploads the run" in line
     assert KEY not in line
 
 
