@@ -85,7 +85,7 @@ class LoopState:
             "tokens": tokens_of(values),
             "training_flops": values.get("training_flops"),
         }
-        names = {field.name for field in fields(cls)} - converted.keys()
+        names = [entry.name for entry in fields(cls) if entry.name not in converted]
         return cls(**{name: values[name] for name in names}, **converted)
 
 
