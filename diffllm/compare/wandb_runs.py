@@ -41,8 +41,6 @@ from diffllm.metrics.wandb_uploads import is_synced, store_uploaded_id, uploaded
 from diffllm.training.directory import shared_lock
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
-LAST_STEP = 2**32 - 1
-
 
 class Destination(NamedTuple):
     """Values that replace those of the runs."""
@@ -103,7 +101,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         lines = nonempty_history(path)
         was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
         training_mode = None if ended else mode_in_training(cfg, variables, was_online)
-        if training_mode == "online":
+        if training_mode in ("online", "shared"):
             raise CheckpointError(f"{path} is in training and logs online; wait until it ends")
         options = init_options(
             wandb_config, **wandb_arguments(cfg, path, facts, variables),
@@ -140,7 +138,7 @@ def store_newest_id(path: Path, ids: WandbIds, cfg: WandbConfig, newest_id: str)
 
 def nonempty_history(path: Path) -> Iterator[dict[str, Any]]:
     """Return the result of `history`; raises CheckpointError if the run has no steps."""
-    lines = history(path, LAST_STEP)
+    lines = history(path)
     first = next(lines, None)
     if first is None:
         raise CheckpointError(
@@ -209,7 +207,7 @@ def recorded_id(path: Path, facts: dict[str, Any]) -> str:
         return known_id
     with readable(path / "config.yaml"):
         content = read_bytes(path / "config.yaml")
-    first = next(history(path, LAST_STEP), {})
+    first = next(history(path), {})
     return hashlib.sha256(content + repr(first).encode()).hexdigest()[:8]
 
 

@@ -15,8 +15,7 @@ from diffllm.compare.dashboard import Dashboard
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json, replace_file
 from diffllm.metrics.panels import Panel, PanelSection
-from diffllm.metrics.wandb_run import has_api_key
-from diffllm.metrics.wandb_start import abandon_service
+from diffllm.metrics.wandb_start import abandon_service, has_api_key
 
 FILE = "dashboard.json"
 GROUP = "Group"

@@ -155,7 +155,8 @@ class TrainConfig:
     in a directory without a run. weights:PATH loads the parameters of a run, an export or an
     import, and by default the model and the tokenizer; everything else starts as in a new run.
     stage:PATH also loads the optimizer state of a run, and starts the next stage of its training.
-    PATH@STEP chooses a checkpoint of the run."""
+    PATH@STEP chooses a checkpoint of another run. A path of this run must be its newest checkpoint,
+    except in a repeated command, which always resumes from the newest checkpoint."""
     force: bool = False
     """Start even if parameters, gradients and optimizer state exceed the memory."""
 

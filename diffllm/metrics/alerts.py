@@ -42,21 +42,21 @@ class Alerts:
 
     Args:
         kinds: kinds of alerts, keys of LEVELS.
-        earlier: events of earlier processes of the run, which cause no alert.
+        past_events: events of earlier processes of the run, which cause no alert.
         clock: time in seconds.
     """
 
     def __init__(
         self,
         kinds: Iterable[str],
-        earlier: Iterable[Event] = (),
+        past_events: Iterable[Event] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self.kinds, self.clock = frozenset(kinds), clock
         self.sent_at: dict[str, float] = {}
         self.spike_step: int | None = None
         self.skip_step, self.skips = -1, 0
-        for event in earlier:
+        for event in past_events:
             self._text(event)
 
     def select(self, event: Event) -> Alert | None:
@@ -88,8 +88,8 @@ class Alerts:
             # A drop of the loss is a spike by the definition of OLMo 2.
             if event.height is not None and event.height < 0:
                 return ""
-            earlier, self.spike_step = self.spike_step, event.step
-            if earlier is None or event.step - earlier >= QUIET_STEPS:
+            last_step, self.spike_step = self.spike_step, event.step
+            if last_step is None or event.step - last_step >= QUIET_STEPS:
                 return f"step {event.step}: {loss_text(event)} is a spike ({event.definition})"
         return ""
 

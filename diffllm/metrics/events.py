@@ -27,8 +27,10 @@ KINDS = {
 }
 OF_PROCESSES = ("restart", "stall")
 """Kinds that a resume keeps: training repeats steps, but processes stay in the past."""
-LARGEST = 2**53
-"""Limit of sample numbers, and of bytes in the file."""
+LARGEST_SAMPLE = 2**53
+"""Limit of sample numbers."""
+LARGEST_FILE = 2**53
+"""Limit in bytes: a stall is written to a file of any size."""
 TAIL = 8192
 """Bytes at the end of the file that contain the last line, if it is a stall."""
 MOST_SAMPLES = 2**20
@@ -52,7 +54,7 @@ class BatchPlace:
         """Raise ValueError if a range of samples is invalid."""
         for source, bounds in self.samples.items():
             first, stop = bounds if len(bounds) == 2 else (0, 0)
-            if not 0 <= first < stop <= min(first + MOST_SAMPLES, LARGEST):
+            if not 0 <= first < stop <= min(first + MOST_SAMPLES, LARGEST_SAMPLE):
                 raise ValueError(f"batch.samples.{source}={bounds} must be a first sample and end")
 
 
@@ -226,7 +228,7 @@ def append_stall(run: Path, event: Event) -> None:
 
 def last_event(path: Path) -> Event | None:
     """Return the event in the last line of a file; None if the line is invalid or very long."""
-    with open_regular(path, LARGEST) as stream:
+    with open_regular(path, LARGEST_FILE) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - TAIL))
         lines = stream.read().decode(errors="replace").splitlines()

@@ -13,12 +13,12 @@ from diffllm.metrics.records import logged_lines
 from diffllm.metrics.steps import read_steps, step_values
 
 
-def history(run: Path, last_step: int) -> Iterator[dict[str, Any]]:
+def history(run: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the metrics of each step up to `last_step` as wandb receives them, oldest first.
 
-    A line contains the step's row of steps.npy and its line of metrics.jsonl. In runs of older
-    versions, only logged steps have a line. A missing file has no lines. Raises CheckpointError if
-    a file cannot be read.
+    If `last_step` is None, yield all steps. A line contains the step's row of steps.npy and its
+    line of metrics.jsonl. In runs of older versions, only logged steps have a line. A missing file
+    has no lines. Raises CheckpointError if a file cannot be read.
     """
     file = run / "metrics.jsonl"
     rows = step_values(read_steps(run / "steps.npy", last_step))

@@ -133,13 +133,13 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def logged_lines(file: Path, last_step: int) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a metrics.jsonl up to training step `last_step`, oldest first."""
+def logged_lines(file: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a metrics.jsonl, oldest first, up to training step `last_step`."""
     for text in read_lines(file):
         line = read_metrics_line(text)
         if line is None:
             continue
-        if line["step"] > last_step:
+        if last_step is not None and line["step"] > last_step:
             return
         yield line
 

@@ -8,10 +8,14 @@ from pathlib import Path
 from diffllm.core.files import read_json
 from diffllm.metrics.records import finite
 
-OFFLINE_RUNS = "wandb/offline-run-*"
-"""Pattern of wandb's directories of offline runs in a run directory."""
-ONLINE_RUNS = "wandb/run-*"
-"""Pattern of wandb's directories of online runs."""
+ALL_OFFLINE_RUNS = "wandb/offline-run-*"
+"""Pattern of wandb's directories of all offline runs in a run directory."""
+TIME = "????????_??????"
+"""Pattern of the time in a directory name. A star would also match longer ids."""
+OFFLINE_RUNS = f"wandb/offline-run-{TIME}"
+"""Pattern of the offline runs of one id, which follows after a dash."""
+ONLINE_RUNS = f"wandb/run-{TIME}"
+"""Pattern of the online runs of one id, which follows after a dash."""
 REPLACED = "wandb/replaced"
 """Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
 
@@ -30,11 +34,11 @@ def set_aside(place: Path, run_id: str) -> int:
         place: parent of wandb's directory.
         run_id: id of the wandb run.
     """
-    for earlier in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
-        move_aside(earlier)
+    for offline_run in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
+        move_aside(offline_run)
     uploaded = -1
     # `wandb sync` writes files of this name, and the summary.
-    for file in place.glob(f"{REPLACED}/*-{run_id}/*.wandb.sync*"):
+    for file in place.glob(f"{REPLACED}/offline-run-{TIME}-{run_id}/*.wandb.sync*"):
         with contextlib.suppress(OSError, ValueError):
             summary = read_json(file.parent / "files" / "wandb-summary.json")
             uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
@@ -54,5 +58,5 @@ def has_online(place: Path, run_id: str) -> bool:
 
 def sync_command(place: Path, run_id: str) -> str:
     """Return the shell command that uploads an offline run; arguments as in `set_aside`."""
-    # The shell must expand the star. WANDB_DIR may contain offline runs of other run directories.
+    # The shell must expand the pattern. WANDB_DIR may contain runs of other run directories.
     return f"wandb sync {shlex.quote(str(place))}/{OFFLINE_RUNS}-{run_id}"

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ def newest_events(run: Path) -> tuple[list[Event], int]:
     return events, count - len(lines)
 
 
+def read_past_events(run: Path) -> list[Event]:
+    """Return the newest events of a run, oldest first; [] if the file is missing or unreadable."""
+    with contextlib.suppress(CheckpointError):
+        return newest_events(run)[0]
+    return []
+
+
 def events_summary(run: Path) -> dict[str, Any]:
     """Return the table of a run's newest events as values of a wandb summary; {} without events.
 
@@ -69,8 +76,9 @@ class SentEvents:
     Offline, no alert is sent: `wandb sync` would send old alerts.
 
     Args:
-        directory: run directory, whose events.jsonl has the events of earlier processes.
+        directory: run directory.
         alerts: kinds of alerts, as in wandb.alerts.
+        past_events: events of earlier processes, read before this process writes events of steps.
         clock: time in seconds.
     """
 
@@ -79,14 +87,12 @@ class SentEvents:
         run: Any,
         directory: Path,
         alerts: Iterable[str],
+        past_events: Sequence[Event],
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.directory, self.clock = run, directory, clock
-        earlier: list[Event] = []
-        with contextlib.suppress(CheckpointError):
-            earlier, _ = newest_events(directory)
-        self.alerts = Alerts(() if run.offline else alerts, earlier, clock)
-        self.changed = bool(earlier)
+        self.alerts = Alerts(() if run.offline else alerts, past_events, clock)
+        self.changed = bool(past_events)
         self.table_at = -math.inf
 
     def add(self, event: Event) -> None:

@@ -9,18 +9,16 @@ lacks.
 """
 
 import contextlib
-import netrc
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.names import directory_name, shortened
@@ -28,10 +26,11 @@ from diffllm.core.printing import to_stderr
 from diffllm.metrics.alerts import LEVELS, check_alerts
 from diffllm.metrics.events import Event
 from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
-from diffllm.metrics.wandb_events import CancelTag, SentEvents
+from diffllm.metrics.wandb_events import CancelTag, SentEvents, read_past_events
 from diffllm.metrics.wandb_start import (
     abandon_service,
     failed_upload,
+    has_api_key,
     log_step,
     new_id,
     refusal_text,
@@ -48,7 +47,6 @@ STALL_SECONDS = 10
 """wandb is given up if BACKLOG lines wait and it has taken no line for so long."""
 LONGEST_TAG, LONGEST_NAME = 64, 128
 """Maximum characters that wandb accepts of a tag, and of the name or group of a run."""
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 """Project names that wandb accepts."""
 MODES = {
@@ -208,17 +206,6 @@ def resolve_mode(cfg: WandbConfig) -> str:
     return "online" if has_api_key() else "offline"
 
 
-def has_api_key() -> bool:
-    """Return whether the environment or netrc has an API key for wandb's server."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
-    with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
-        keys = netrc.netrc(os.environ.get("NETRC"))
-        return any(keys.authenticators(host) for host in ([server] if server else HOSTS))
-    return False
-
-
 def init_options(
     cfg: WandbConfig,
     directory: Path,
@@ -257,7 +244,7 @@ class WandbRun:
         run_id: id of the wandb run to resume; None creates a new run.
         resume: False creates a wandb run instead of resuming `run_id`, see `create_run`.
         name: name of the run in wandb; None: the name of `directory`.
-        earlier: result of `history`, the steps of earlier starts of the run.
+        history: result of `history`, the steps of earlier starts of the run.
         on_cancel: called in another thread after a user has added the tag `cancel`; None ignores
             the tag.
         was_online: whether `run_id` was online before, also if wandb's directory is missing.
@@ -272,7 +259,7 @@ class WandbRun:
         run_id: str | None,
         resume: bool = True,
         name: str | None = None,
-        earlier: Iterable[dict[str, Any]] = (),
+        history: Iterable[dict[str, Any]] = (),
         on_cancel: Callable[[], None] | None = None,
         was_online: bool = False,
     ):
@@ -281,10 +268,12 @@ class WandbRun:
         self.id: str = options["id"]
         """Id of the wandb run; differs from `run_id` if wandb cannot continue that run."""
         self.directory, self.alert_kinds = directory, cfg.alerts
-        self.earlier, self.on_cancel = earlier, on_cancel
+        self.history, self.on_cancel = history, on_cancel
         self.was_online = was_online
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
+        self.training = True
+        """Whether `finish` has not been called yet."""
         self.lines: queue.SimpleQueue[dict[str, Any] | Event | None] = queue.SimpleQueue()
         """Metrics of steps, events, and None at the end."""
         self.taken_at = time.monotonic()
@@ -293,7 +282,9 @@ class WandbRun:
         self.started = threading.Event()
         if not self.working:
             return
-        self.thread = threading.Thread(target=self._work, args=(options,), daemon=True)
+        # Read here: the thread may be slow, and training then already writes new events.
+        events = read_past_events(directory)
+        self.thread = threading.Thread(target=self._work, args=(options, events), daemon=True)
         self.thread.start()
         self.started.wait(START_SECONDS)
 
@@ -328,6 +319,7 @@ class WandbRun:
         """
         if not self.working:
             return
+        self.training = False
         self.summary, self.exit_code = summary or {}, exit_code
         self.lines.put(None)
         self.taken_at = time.monotonic()
@@ -339,7 +331,7 @@ class WandbRun:
             abandon_service()
         self.working = False
 
-    def _work(self, options: dict[str, Any]) -> None:
+    def _work(self, options: dict[str, Any], past_events: Sequence[Event]) -> None:
         try:
             place = Path(options["dir"])
             uploaded = set_aside(place, self.id)
@@ -354,19 +346,18 @@ class WandbRun:
                 sent = run.step - 1
             elif was_online:
                 sent = -1
-            for values in self.earlier:
+            for values in self.history:
                 if values["step"] > sent:
                     log_step(run, values)
                     self.taken_at = time.monotonic()
-            events = SentEvents(run, self.directory, self.alert_kinds)
+            events = SentEvents(run, self.directory, self.alert_kinds, past_events)
             self._send(run, events, sent)
             run.summary.update(self.summary)
             events.update_table(end=True)
             run.finish(exit_code=self.exit_code)
             if failure := failed_upload(Path(run.dir).parent):
-                self._give_up(
-                    f"the server has not stored all steps: {refusal_text(ConnectionError(failure))}"
-                )
+                reason = refusal_text(ConnectionError(failure))
+                self._give_up(f"the server has not stored all steps: {reason}")
         except Exception as error:
             tear_down()  # before the message, after which `finish` may return and the process exit
             self._give_up(repr(error))
@@ -392,9 +383,15 @@ class WandbRun:
             self.taken_at = time.monotonic()
 
     def _give_up(self, why: str) -> None:
-        if self.working:
-            self.working = False
+        if not self.working:
+            return
+        self.working = False
+        if self.training:
             to_stderr(
                 f"wandb stopped working, training continues: {why}; "
                 "later, `diffllm wandb` writes all steps"
+            )
+        else:
+            to_stderr(
+                f"wandb stopped working after training: {why}; `diffllm wandb` writes all steps"
             )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import netrc
 import os
 import re
 import secrets
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError, UserError, printable
 from diffllm.core.files import read_lines
@@ -21,6 +23,7 @@ from diffllm.metrics.wandb_directories import ONLINE_RUNS, sync_command
 ONLINE_SECONDS = 20
 """Longest wait for the server's answer; after a longer wait the run is recorded offline."""
 LONGEST_REASON = 200
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 REMEDIES = {
     r"api.key|\b401\b|unauthorized|<no message>": "run `wandb login`, or set WANDB_API_KEY",
     r"previously created and deleted": "choose another project",
@@ -34,6 +37,17 @@ UPLOAD_SETTINGS = {
     "disable_git": True, "disable_code": True,
 }  # fmt: skip
 """Settings that record nothing of this process and machine, because they did not train the run."""
+
+
+def has_api_key() -> bool:
+    """Return whether the environment or netrc has an API key for wandb's server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
+    with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
+        keys = netrc.netrc(os.environ.get("NETRC"))
+        return any(keys.authenticators(host) for host in ([server] if server else HOSTS))
+    return False
 
 
 def new_id() -> str:
@@ -71,19 +85,23 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         all_settings.init_timeout = ONLINE_SECONDS
     place = Path(options["dir"])
-    earlier_runs = set(place.glob(ONLINE_RUNS))
+    pattern = f"{ONLINE_RUNS}-{options['id']}"
+    previous_starts = set(place.glob(pattern))
     try:
         run = wandb.init(mode=mode, settings=all_settings, **options)  # type: ignore[arg-type]
     except BaseException:
         # The service would reject the id as in use; some versions retry for a minute at a teardown.
         abandon_service()
         # The failed start leaves a directory, which `has_online` would take for an online run.
-        for failed in set(place.glob(f"{ONLINE_RUNS}-{options['id']}")) - earlier_runs:
+        for failed in set(place.glob(pattern)) - previous_starts:
             shutil.rmtree(failed, ignore_errors=True)
         raise
     finally:
         if resume_variable is not None:
             os.environ["WANDB_RESUME"] = resume_variable
+    if run.resumed:
+        # These values describe the last end of the run, such as a cancellation.
+        run.summary.update({"state": None, "reason": None})
     for axis in AXES:
         run.define_metric(axis, hidden=True)
     for metric in METRICS:

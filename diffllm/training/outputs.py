@@ -92,7 +92,7 @@ def open_sinks(
     cancel = partial(here.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
-        earlier=history(path, state.step), on_cancel=cancel, was_online=was_online,
+        history=history(path, state.step), on_cancel=cancel, was_online=was_online,
     )  # fmt: skip
     record_wandb(directory, wandb.id)
     tensorboard = None
@@ -159,7 +159,7 @@ def say_stopped(
     )
     if out.sinks:
         out.sinks.close()
-        # A later end of the run replaces these values of the summary.
+        # The next start of the run clears these values of the summary.
         reason = f"{cancelled} stopped the run after step {step}"
         summary = {"state": "cancelled", "reason": reason} if cancelled else {}
         close_wandb(claimed, out.sinks.wandb, summary)

@@ -21,6 +21,7 @@ from diffllm.checkpoint.manifest import read_state, tokens_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_allowed
 from diffllm.config.origin import named_in, path_and_step
+from diffllm.config.saved import load_run_config
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path
@@ -75,8 +76,8 @@ class LoopState:
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        # Checkpoints of older versions lack these entries.
-        own = {
+        # Checkpoints of older versions lack some of these entries.
+        converted = {
             "spikes": spikes,
             "visible_keys": VisibleKeys.of(values.get("visible_keys", {})),
             "stage": values.get("stage", 0),
@@ -84,7 +85,8 @@ class LoopState:
             "tokens": tokens_of(values),
             "training_flops": values.get("training_flops"),
         }
-        return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
+        names = [entry.name for entry in fields(cls) if entry.name not in converted]
+        return cls(**{name: values[name] for name in names}, **converted)
 
 
 def samples_of(cfg: TrainConfig, data: Prepared, stage: int = 0) -> Samples:
@@ -145,7 +147,10 @@ def continuation(
     Return (None, None) if the run must begin at step 0. Raises ConfigError if the step of the
     checkpoint exceeds `cfg.steps`, and CheckpointError if checkpoints are missing or damaged.
     """
-    checkpoint, run = resume_checkpoint(cfg, directory.checkpoints), directory.path
+    run, saved_resume = directory.path, None
+    if directory.config_file.is_file():
+        saved_resume = load_run_config(run).resume
+    checkpoint = resume_checkpoint(cfg, directory.checkpoints, saved_resume)
     if checkpoint is None:
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
@@ -166,23 +171,30 @@ def continuation(
     return checkpoint, saved
 
 
-def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
+def resume_checkpoint(
+    cfg: TrainConfig, checkpoints: list[Path], saved_resume: str | None = None
+) -> Path | None:
     """Return the newest undamaged checkpoint to resume from; None if the run must begin at step 0.
 
-    `own` contains the checkpoints in the run directory, oldest first. If `own` is empty and
-    `cfg.resume` is PATH[@STEP], use the checkpoint or run at this path. Raises ConfigError if this
-    path is an older checkpoint in `own`, and CheckpointError if all checkpoints are damaged or if
-    this path contains no checkpoint.
+    If the run has no checkpoint and `cfg.resume` is PATH[@STEP], use the checkpoint or run at this
+    path. Raises ConfigError if this path is in the run, but is not its newest checkpoint, and
+    CheckpointError if all checkpoints are damaged or if this path contains no checkpoint.
+
+    Args:
+        checkpoints: checkpoints in the run directory, oldest first.
+        saved_resume: value of `resume` at the last start of the run; None in a new run.
     """
     if cfg.resume == "never":
         return None
     if cfg.resume == "auto" or named_in(cfg.resume):
-        return newest_good(own)
+        return newest_good(checkpoints)
     path, step = path_and_step(cfg.resume, "resume")
-    if own:
-        # A requeued job repeats its first command, in which PATH may be another run.
-        newest = newest_good(own)
-        check_not_older(cfg.resume, path, step, newest)
+    if checkpoints:
+        newest = newest_good(checkpoints)
+        # A requeued job repeats its first command. PATH is then another run, or a checkpoint of
+        # this run that was the newest one at the first start.
+        if newest and cfg.resume != saved_resume:
+            check_newest(cfg.resume, path, step, newest)
         return newest
     if not path.exists():
         near = similar_path(path, os.path.isdir)
@@ -191,29 +203,33 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
             + (near or "; choose auto, never, weights:PATH, stage:PATH or the path of a checkpoint")
         )
     if step:
-        return find_checkpoint(path, step)
+        return find_checkpoint(path.parent if list_checkpoints(path) else path, step)
     if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
         return newest_good(inside)
     check_checkpoint(path)
     return path
 
 
-def check_not_older(resume: str, path: Path, step: int, newest: Path | None) -> None:
-    """Raise ConfigError if `path` and `step` choose another checkpoint of this run than `newest`.
+def check_newest(resume: str, path: Path, step: int, newest: Path) -> None:
+    """Raise ConfigError if `path` and `step` choose anything else in this run than `newest`.
 
     Args:
         resume: value of the config key, for the message.
         path: path in `resume`, a run or a checkpoint.
         step: step in `resume`; 0 if none.
-        newest: newest undamaged checkpoint of this run; None if none is left.
+        newest: newest undamaged checkpoint of this run.
     """
-    if newest is None:
-        return
-    run, chosen = newest.parent.parent.resolve(), path.resolve()
-    if chosen.parent == run / newest.parent.name:
-        step = step_of(chosen)
-    elif chosen != run:
-        return
+    chosen, directory = path.resolve(), newest.parent.resolve()
+    steps = {saved.resolve(): step_of(saved) for saved in list_checkpoints(directory)}
+    if chosen in steps and not step:
+        step = steps[chosen]
+    elif chosen not in (newest.parent.parent.resolve(), directory):
+        if chosen.is_relative_to(directory):
+            raise ConfigError(
+                f"resume={resume} is not a checkpoint of this run; "
+                f"resume=auto chooses the newest checkpoint, {newest}"
+            )
+        return  # PATH is another run.
     if step not in (0, step_of(newest)):
         raise ConfigError(
             f"resume={resume} is not the newest checkpoint of this run (step {step_of(newest)}); "

@@ -17,33 +17,33 @@ from diffllm.training.directory import RunDirectory
 def with_labels(
     wandb_config: WandbConfig,
     cfg: TrainConfig,
-    earlier: dict[str, Any] | None,
+    facts: dict[str, Any] | None,
     variables: Mapping[str, str],
 ) -> WandbConfig:
     """Return `wandb_config` with the group and the tags of a run.
 
     Args:
         wandb_config: result of `with_variables` or `with_recorded`.
-        earlier: content of run.json if the run has begun before; None for a new run.
+        facts: content of run.json if the run has begun before; None for a new run.
         variables: environment variables of the run.
     """
     tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
     if cfg.run.sweep:
         tags = [*tags, cfg.run.sweep]
-    return with_defaults(wandb_config, default_group(cfg, earlier, variables), tags)
+    return with_defaults(wandb_config, default_group(cfg, facts, variables), tags)
 
 
 def default_group(
-    cfg: TrainConfig, earlier: dict[str, Any] | None, variables: Mapping[str, str]
+    cfg: TrainConfig, facts: dict[str, Any] | None, variables: Mapping[str, str]
 ) -> str:
     """Return the group of a run in wandb if neither wandb.group nor WANDB_RUN_GROUP is set.
 
     Arguments as in `with_labels`.
     """
     variant = cfg.run.choices["attention"]
-    if earlier is not None:
+    if facts is not None:
         # Older versions recorded no group: the group of their runs is the attention variant.
-        return earlier.get("wandb_group") or variant
+        return facts.get("wandb_group") or variant
     return variables.get("DIFFLLM_WANDB_GROUP") or variant
 
 
@@ -82,8 +82,9 @@ def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
     WandbRun does not wait for a slow start, so call this again at the end.
     """
     facts = directory.facts or {}
-    was_online = facts.get("wandb_id") == wandb_id and facts.get("wandb_online")
-    online = was_online or has_online(wandb_parent(directory.path), wandb_id)
+    online = has_online(wandb_parent(directory.path), wandb_id)
+    if facts.get("wandb_id") == wandb_id and facts.get("wandb_online"):
+        online = True  # also if wandb's directory is missing
     recorded = {**without_online(facts), "wandb_id": wandb_id, **online_entry(online)}
     if recorded != facts:
         directory.describe(recorded)

@@ -5,7 +5,6 @@ the same settings: their values are equal, except for measured times and for rou
 """
 
 import os
-import sys
 
 from diffllm.config.changes import FREE, Changes
 from diffllm.config.saved import differences
@@ -49,7 +48,9 @@ def choose_wandb_id(
         former_id = newest_id
         record |= {"wandb_id": newest_id, "wandb_online": True}
         directory.describe(record)
-    was_online = record.pop("wandb_online", False) or has_online(wandb_parent(path), former_id)
+    # The entry describes the former id: a new id is written to run.json without it.
+    recorded_online = record.pop("wandb_online", False)
+    was_online = recorded_online or has_online(wandb_parent(path), former_id)
     mode = resolve_mode(directory.cfg.wandb)
     if logs_other_values(directory, step, changes):
         reason = f"wandb cannot replace the steps after {step} of run {former_id}"
@@ -70,4 +71,4 @@ def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> b
         counted.append("resume")
     free = tuple(key for key in FREE if key not in counted)
     changed = bool(changes or differences(directory.path, directory.cfg, free))
-    return changed and any(line["step"] > step for line in history(directory.path, sys.maxsize))
+    return changed and any(line["step"] > step for line in history(directory.path))

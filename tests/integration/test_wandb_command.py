@@ -161,17 +161,16 @@ def test_command_refuses_bad_input_and_writes_nothing(
     assert not list(tmp_path.glob("*/wandb/*run-*"))
 
 
-@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
+@pytest.mark.parametrize("mode", ["online", "shared", "offline", "disabled"])
 def test_command_on_run_in_training_depends_on_wandb_mode_of_run(tmp_path, environment, mode):
-    run = write_run(
-        tmp_path / "a", "attention=gated", f"wandb.mode={mode}", facts={"wandb_id": "x"}
-    )
+    facts = {"wandb_id": "x", "environment": {"variables": {"WANDB_MODE": mode}}}
+    run = write_run(tmp_path / "a", "attention=gated", facts=facts)
     log = tmp_path / "a" / "wandb" / "offline-run-20260101_000000-x"
     log.mkdir(parents=True)
     directory = RunDirectory(run, load_run_config(run))
     done = tool(["wandb", "run=a", "mode=offline", "--json"], tmp_path, environment)
     directory.lock.release()
-    if mode == "online":
+    if mode in ("online", "shared"):
         assert "a is in training and logs online; wait until it ends" in refusal_of(done)
         return
     (written,) = json.loads(done.out)["runs"]

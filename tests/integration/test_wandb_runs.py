@@ -48,7 +48,8 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus, m
     output = start(corpus, run, *words).finish()
     assert said_of_wandb(output) == []
     found = OfflineRun(run)
-    assert f"wandb sync {run}/wandb/offline-run-*-{found.header.run_id}` uploads it" in output
+    pattern = f"offline-run-????????_??????-{found.header.run_id}"
+    assert f"wandb sync {run}/wandb/{pattern}` uploads it" in output
 
     lines = metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 6]

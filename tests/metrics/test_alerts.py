@@ -2,13 +2,16 @@
 
 import json
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import wandb
+from processes import PATIENCE_S
 from wandb_file import OfflineRun
 
 from diffllm.core.errors import ConfigError
@@ -155,7 +158,7 @@ def test_table_is_sent_after_first_event_then_hourly_and_at_end(tmp_path):
     clock = Clock()
     run: Any = RecordedRun(clock)
     write_events(tmp_path, [])
-    sent = SentEvents(run, tmp_path, LEVELS, clock)
+    sent = SentEvents(run, tmp_path, LEVELS, [], clock)
     write_events(tmp_path, [spike(1)])
     for minute in range(300):
         clock.now = 60.0 * minute
@@ -169,6 +172,27 @@ def test_table_is_sent_after_first_event_then_hourly_and_at_end(tmp_path):
     (tmp_path / EVENTS).mkdir()
     sent.update_table(end=True)
     assert len(run.updates) == 5
+
+
+def test_event_during_replay_of_history_sends_alert(tmp_path, monkeypatch):
+    """The first spike of the run is written while the thread sends the steps of earlier starts."""
+    files = str(tmp_path / "x" / "files")
+    remote = MagicMock(offline=False, resumed=False, step=0, id="abc", dir=files)
+    monkeypatch.setattr(wandb, "init", lambda **_: remote)
+    written = threading.Event()
+
+    def history():
+        written.wait(PATIENCE_S)
+        yield {"step": 1, "tokens": 1}
+
+    write_events(tmp_path, [Event("restart", 1, 1)])
+    cfg = WandbConfig(WandbMode.offline, project="a-project")
+    run = WandbRun(cfg, tmp_path, "tiny", {}, None, history=history())
+    write_events(tmp_path, [Event("restart", 1, 1), spike(2)])
+    run.add_event(spike(2))
+    written.set()
+    run.finish()
+    assert [call.args[0] for call in remote.alert.call_args_list] == ["Loss spike"]
 
 
 class Server:

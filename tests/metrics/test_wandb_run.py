@@ -22,6 +22,7 @@ from wandb_server import WandbServer
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
+from diffllm.metrics.wandb_directories import has_online, set_aside
 from diffllm.metrics.wandb_run import (
     WandbConfig,
     WandbMode,
@@ -127,6 +128,22 @@ def test_wandb_dir_variable_selects_directory_of_wandb_files(tmp_path, monkeypat
     assert OfflineRun(tmp_path / "scratch").header.display_name == "run"
 
 
+def test_directories_of_id_exclude_longer_id_with_same_end(tmp_path):
+    replaced = tmp_path / "wandb" / "replaced" / "offline-run-20260101_000000-seed-1"
+    (replaced / "files").mkdir(parents=True)
+    (replaced / "run-seed-1.wandb.synced").touch()
+    (replaced / "files" / "wandb-summary.json").write_text('{"_step": 7}', encoding="utf-8")
+    online = tmp_path / "wandb" / "run-20260101_000000-seed-1"
+    offline = tmp_path / "wandb" / "offline-run-20260101_000001-seed-1"
+    for directory in (online, offline):
+        directory.mkdir()
+    assert [has_online(tmp_path, run_id) for run_id in ("1", "seed-1")] == [False, True]
+    assert set_aside(tmp_path, "1") == -1
+    assert offline.exists()
+    assert set_aside(tmp_path, "seed-1") == 7
+    assert not offline.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -155,14 +172,14 @@ def a_run(
     mode: WandbMode = WandbMode.offline,
     run_id: str | None = None,
     added_tags: Sequence[str] = (),
-    earlier: Iterable[dict[str, Any]] = (),
+    history: Iterable[dict[str, Any]] = (),
     **changes: Any,
 ) -> WandbRun:
     cfg = WandbConfig(mode=mode, project="a-project", **changes)
     cfg = with_defaults(cfg, "diff_v2", added_tags)
     config = {"steps": 3, "model": {"dim": 8, "attention": {}}, "run": {"name": None}}
     directory.mkdir(exist_ok=True)
-    return WandbRun(cfg, directory, "tiny", config, run_id, earlier=earlier)
+    return WandbRun(cfg, directory, "tiny", config, run_id, history=history)
 
 
 def test_wandb_run_omits_nan_and_infinite_losses(tmp_path, capfd):
@@ -216,7 +233,9 @@ def test_disabled_wandb_run_writes_no_file_and_starts_no_service(tmp_path, home,
 
 
 class Broken:
-    """A wandb run in which the named calls raise."""
+    """A new wandb run in which the named calls raise."""
+
+    resumed = False
 
     def __init__(self, *broken: str) -> None:
         self.broken, self.calls = broken, []
@@ -246,9 +265,12 @@ def test_failing_wandb_call_prints_single_warning(tmp_path, monkeypatch, capfd, 
     run = a_run(tmp_path)
     for step in range(1, 4):
         run.log({"step": step})
+    if broken == "log":
+        run.thread.join(PATIENCE_S)
     run.finish({"x": 1})
     run.finish()
-    assert "training continues: ConnectionResetError" in only_line(capfd)
+    time = "after training" if broken in ("finish", "update") else "working, training continues"
+    assert f"{time}: ConnectionResetError" in only_line(capfd)
     assert fake.calls.count(broken) == 1
 
 
@@ -358,7 +380,7 @@ def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch,
     assert line.startswith("wandb cannot go online, the run is recorded offline: ")
     assert "401" in line
     assert "; run `wandb login`, or set WANDB_API_KEY; `wandb sync " in line
-    assert f"/wandb/offline-run-*-{run.id}` uploads the run" in line
+    assert f"/wandb/offline-run-????????_??????-{run.id}` uploads the run" in line
     assert KEY not in line
 
 
@@ -376,9 +398,26 @@ def test_refused_lines_of_online_run_are_reported_at_its_end(tmp_path, home, mon
     server.close()
     assert server.runs[run.id].history == []
     line = only_line(capfd)
-    assert "the server has not stored all steps: " in line
+    assert "stopped working after training: the server has not stored all steps: " in line
     assert "403" in line
-    assert line.endswith("later, `diffllm wandb` writes all steps")
+    assert line.endswith("; `diffllm wandb` writes all steps")
+
+
+@pytest.mark.slow
+def test_resumed_online_run_clears_state_and_reason_of_its_last_end(tmp_path, home, monkeypatch):
+    server = WandbServer()
+    for name, value in server.variables(home).items():
+        monkeypatch.setenv(name, value)
+    wandb.teardown()  # restart the service with the changed environment
+    first = a_run(tmp_path / "run", WandbMode.online)
+    first.log({"step": 1, "tokens": 5})
+    first.finish({"state": "cancelled", "reason": "the tag", "x": 1})
+    stored = server.runs[first.id]
+    assert stored.summary["state"] == "cancelled"
+    a_run(tmp_path / "run", WandbMode.online, run_id=first.id).finish()
+    server.close()
+    values = [stored.summary.get(name) for name in ("state", "reason", "x")]
+    assert values == [None, None, 1]
 
 
 def test_wandb_resume_variable_is_ignored(tmp_path, monkeypatch):
@@ -402,8 +441,8 @@ def test_earlier_steps_may_take_longer_than_last_call_of_wandb(tmp_path, monkeyp
     fake.step, fake.offline, fake.id, fake.dir = 0, False, "id", str(tmp_path / "x" / "files")
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     monkeypatch.setattr(wandb_run, "FINISH_SECONDS", 1)
-    earlier = ({"step": step} for step in range(1, 31))
-    run = a_run(tmp_path, earlier=earlier)
+    history = ({"step": step} for step in range(1, 31))
+    run = a_run(tmp_path, history=history)
     run.finish()
     assert lines == [*range(1, 31)]
     assert capfd.readouterr().err == ""

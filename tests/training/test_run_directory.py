@@ -26,7 +26,7 @@ from diffllm.training.directory import (
     ending,
     shared_lock,
 )
-from diffllm.training.state import resume_checkpoint
+from diffllm.training.state import continuation, resume_checkpoint
 
 VARIANTS = variants()
 
@@ -349,16 +349,39 @@ def test_resume_setting_determines_starting_checkpoint(tmp_path):
     assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
     assert resume_checkpoint(tiny(f"resume={tmp_path / 'other'}@5"), own) == own[-1]
     run = tmp_path / "own"
-    for path in (run, f"{run}@100", own[-1], run / "checkpoints"):
+    inside = run / "checkpoints"
+    (inside / "step-00000010.bak").mkdir()
+    (tmp_path / "disk").symlink_to(inside)
+    for path in (run, f"{run}@100", own[-1], inside, f"{inside}@100", tmp_path / "disk"):
         assert resume_checkpoint(tiny(f"resume={path}"), own) == own[-1]
-    for path in (f"{run}@20", f"{run}@30", own[0]):
+    for path in (f"{run}@20", f"{run}@30", own[0], f"{inside}@20", tmp_path / "disk" / own[0].name):
         with pytest.raises(
             ConfigError, match=r"is not the newest checkpoint .*\(step 100\); delete"
         ):
             resume_checkpoint(tiny(f"resume={path}"), own)
+        # A requeued job repeats a command that was valid at its first start.
+        assert resume_checkpoint(tiny(f"resume={path}"), own, str(path)) == own[-1]
+    for path in (inside / "best", inside / "step-00000010.bak", f"{own[-1]}@20", own[0] / "x"):
+        with pytest.raises(ConfigError, match=r"is not a checkpoint of this run; resume=auto"):
+            resume_checkpoint(tiny(f"resume={path}"), own, "auto")
+    checkpoint = resume_checkpoint(tiny(f"resume={tmp_path / 'other' / 'checkpoints'}@5"), [])
+    assert checkpoint == other[0]
     for path, why in ((tmp_path, "is not a checkpoint"), (tmp_path / "nowhere", "does not exist")):
         with pytest.raises(CheckpointError, match=why):
             resume_checkpoint(tiny(f"resume={path}"), [])
+
+
+def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(tmp_path, tokenizer):
+    run = tmp_path / "run"
+    first = write_checkpoint(run / "checkpoints", 20)
+    cfg = tiny(f"resume={run}@20")
+    directory = RunDirectory(run, cfg)
+    assert continuation(cfg, directory)[0] == first
+    directory.begin(tokenizer, 20)
+    newest = write_checkpoint(run / "checkpoints", 30)
+    assert continuation(cfg, directory)[0] == newest
+    with pytest.raises(ConfigError, match="is not the newest checkpoint"):
+        continuation(tiny(f"resume={first}"), directory)
 
 
 # Locks

@@ -39,7 +39,7 @@ def begun(path: Path, tmp_path: Path, mode: tuple[str, ...], logged: int, saved:
     if saved:
         write_checkpoint(path / "checkpoints", saved)
     if mode == ONLINE:
-        (path / "wandb" / "run-1-former").mkdir(parents=True)
+        (path / "wandb" / "run-20260101_000000-former").mkdir(parents=True)
     directory.lock.release()
 
 
@@ -88,7 +88,7 @@ def test_offline_start_of_online_run_has_new_id_also_with_another_wandb_dir(
     directory = directory_of(run, *OFFLINE)
     assert choose_wandb_id(directory, None, 3, {}) == ("former", None)
     if evidence == "directory":
-        (tmp_path / "scratch" / "wandb" / "run-1-former").mkdir(parents=True)
+        (tmp_path / "scratch" / "wandb" / "run-20260101_000000-former").mkdir(parents=True)
     elif evidence == "run.json":
         directory.describe({"wandb_id": "former", "wandb_online": True})
     else:
@@ -121,9 +121,9 @@ def test_record_wandb_replaces_id_and_keeps_online_only_for_same_id(tmp_path: Pa
     run = tmp_path / "run"
     directory = directory_of(run, *ONLINE)
     directory.describe({"wandb_id": "first", "weights": "w"})
-    (run / "wandb" / "run-1-first").mkdir(parents=True)
+    (run / "wandb" / "run-20260101_000000-first").mkdir(parents=True)
     record_wandb(directory, "first")
-    (run / "wandb" / "run-1-first").rmdir()
+    (run / "wandb" / "run-20260101_000000-first").rmdir()
     record_wandb(directory, "first")
     assert record_of(run) == {"wandb_id": "first", "weights": "w", "wandb_online": True}
     record_wandb(directory, "second")

@@ -26,7 +26,7 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, read_record, stopped_text
-from diffllm.metrics.wandb_directories import OFFLINE_RUNS, wandb_parent
+from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
 from diffllm.metrics.wandb_run import RUN_ID
 
 Run = dict[str, Any]
@@ -202,7 +202,7 @@ def print_upload(directory: Path) -> None:
     """Print one command that uploads the offline wandb runs of a sweep or study, if any exist."""
     parent = wandb_parent(directory)
     if parent == directory:
-        patterns = [OFFLINE_RUNS, f"*/{OFFLINE_RUNS}", f"*/*/{OFFLINE_RUNS}"]
+        patterns = [f"{depth}{ALL_OFFLINE_RUNS}" for depth in ("", "*/", "*/*/")]
     else:  # WANDB_DIR may contain offline runs of other sweeps.
         patterns = [f"{OFFLINE_RUNS}-{run_id}" for run_id in wandb_ids(directory)]
     place = shlex.quote(str(parent))

@@ -85,7 +85,9 @@ def test_printed_upload_command_selects_only_runs_of_sweep_in_shared_wandb_dir(
         file = swept / name / "run.json"
         facts = json.loads(file.read_text(encoding="utf-8")) | {"wandb_id": run_id}
         file.write_text(json.dumps(facts), encoding="utf-8")
-    for name in ("1-abc", "2-abc", "1-a-1", "1-unrelated"):
+    names_of_runs = {f"20260101_000000-{run_id}" for run_id in ("abc", "a-1")}
+    names_of_runs.add("20260101_000001-abc")
+    for name in (*names_of_runs, "20260101_000000-unrelated", "20260101_000000-seed-abc"):
         (shared / "wandb" / f"offline-run-{name}").mkdir(parents=True)
     assert record_gaps(read([swept])[0], swept)
     print_upload(swept)
@@ -94,7 +96,7 @@ def test_printed_upload_command_selects_only_runs_of_sweep_in_shared_wandb_dir(
         f"ls -d {command}", shell=True, capture_output=True, encoding="utf-8", check=True
     )
     names = {line.rpartition("offline-run-")[2] for line in listed.stdout.splitlines()}
-    (of_comparison,) = names - {"1-abc", "2-abc", "1-a-1"}
+    (of_comparison,) = names - names_of_runs
     assert of_comparison.endswith(comparison_id(swept))
     assert len(names) == 4
 
