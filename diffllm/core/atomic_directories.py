@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -121,7 +122,14 @@ def create(directory: Path) -> bool:
     Only one of several processes creates a directory, because the system does so atomically.
     """
     while True:
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            # A file, or a directory that another process took back before mkdir saw its kind.
+            with suppress(FileNotFoundError):
+                if not stat.S_ISDIR(os.lstat(error.filename).st_mode):
+                    raise
+            continue
         try:
             directory.mkdir()
         except FileExistsError:
