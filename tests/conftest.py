@@ -64,6 +64,12 @@ def _seeded() -> None:
     torch.set_num_threads(1)  # models are tiny, and tests share cores with processes
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    # wandb sets this variable. Processes of later tests would share the service of this process.
+    os.environ.pop("WANDB_SERVICE", None)
+
+
 LONG = ("integration", "plan", "distributed")
 """Folders of the longest tests, which start first so that all workers finish together."""
 
