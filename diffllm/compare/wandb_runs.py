@@ -24,7 +24,7 @@ from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
-from diffllm.metrics.wandb_directories import has_online, set_aside, wandb_parent
+from diffllm.metrics.wandb_directories import has_online, is_synced, set_aside, wandb_parent
 from diffllm.metrics.wandb_events import events_summary
 from diffllm.metrics.wandb_run import (
     MODES,
@@ -37,7 +37,7 @@ from diffllm.metrics.wandb_run import (
     with_recorded,
 )
 from diffllm.metrics.wandb_start import Upload, new_id, upload
-from diffllm.metrics.wandb_uploads import is_synced, store_uploaded_id, uploaded_id
+from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
 from diffllm.training.directory import shared_lock
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
@@ -111,11 +111,8 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             # `wandb sync` will upload the run's own files, under the id of the run.
             options["id"] = new_id()
         elif destination.mode is WandbMode.offline:
-            was_synced = is_synced(place, run_id)
-            set_aside(place, run_id)
-            if was_synced or ids.uploaded or was_online:
-                # `wandb sync` would append to the run on the server.
-                options["id"] = new_id()
+            on_server = was_online or ids.uploaded is not None
+            options["id"] = offline_id(place, run_id, on_server)
         summary, exit_code = wandb_ending(read_ending(path) or {})
         mode = destination.mode.value
         summary |= events_summary(path)
@@ -126,6 +123,20 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
     # A run that trains offline keeps its id, so no wandb run is replaced.
     former_id = None if training_mode == "offline" else run_id
     return as_json(path, uploaded, former_id)
+
+
+def offline_id(place: Path, run_id: str, on_server: bool) -> str:
+    """Set aside the offline runs `run_id`, and return the id of the next one.
+
+    The id is new if the server has the run: `wandb sync` would append to it.
+
+    Args:
+        place: parent of wandb's directory.
+        on_server: whether the run was online.
+    """
+    on_server = on_server or is_synced(place, run_id)
+    set_aside(place, run_id)
+    return new_id() if on_server else run_id
 
 
 def store_newest_id(path: Path, ids: WandbIds, cfg: WandbConfig, newest_id: str) -> None:
@@ -165,10 +176,7 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
     cfg = with_defaults(cfg, COMPARISON, [directory_name(sweep)])
     options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
     if destination.mode is WandbMode.offline:
-        if has_online(place, run_id) or is_synced(place, run_id):
-            # `wandb sync` would append to the run on the server.
-            options["id"] = new_id()
-        set_aside(place, run_id)
+        options["id"] = offline_id(place, run_id, has_online(place, run_id))
     uploaded = upload(destination.mode.value, options, gaps.lines, gaps.summary)
     if destination.mode is WandbMode.online:
         set_aside(place, run_id)  # Not earlier: the server could have refused the run.
@@ -196,8 +204,8 @@ def ids_of_run(path: Path, facts: dict[str, Any], cfg: WandbConfig) -> WandbIds:
 def recorded_id(path: Path, facts: dict[str, Any]) -> str:
     """Return the id of a run in wandb from run.json or the newest checkpoint.
 
-    Raises CheckpointError if config.yaml is needed and cannot be read.
-    A run of an older version without both has an id that depends on its config and first metrics.
+    The id of a run of an older version without both depends on its config and first metrics. Raises
+    CheckpointError if config.yaml is then unreadable.
     """
     known_id = facts.get("wandb_id")
     if known_id is None:

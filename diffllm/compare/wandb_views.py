@@ -76,8 +76,8 @@ def make_views(dashboard: Dashboard, file: Path) -> Views:
     """
     views = Views(workspace_of(dashboard), report_of(dashboard))
     with suppress(OSError, ValueError, KeyError, TypeError):
-        earlier = read_json(file)
-        workspace, report = earlier["workspace"], earlier["report"]
+        requests = read_json(file)
+        workspace, report = requests["workspace"], requests["report"]
         same_entity = not dashboard.entity or workspace["entityName"] in ("", dashboard.entity)
         if same_entity and workspace["projectName"] == dashboard.project:
             views.workspace._internal_id = str(workspace["id"])

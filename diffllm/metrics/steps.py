@@ -91,8 +91,8 @@ def read_steps(path: Path, last_step: int | None = None) -> np.ndarray:
             (count,), _, dtype = np.lib.format.read_array_header_1_0(stream)
             if dtype != STEP:
                 raise ValueError(f"is not a steps.npy: has other columns than {STEP.names}")
-            whole = (os.fstat(stream.fileno()).st_size - stream.tell()) // STEP.itemsize
-            rows = np.frombuffer(stream.read(min(count, whole) * STEP.itemsize), STEP)
+            rows_on_disk = (os.fstat(stream.fileno()).st_size - stream.tell()) // STEP.itemsize
+            rows = np.frombuffer(stream.read(min(count, rows_on_disk) * STEP.itemsize), STEP)
         if not (np.diff(rows["step"].astype(np.int64)) > 0).all():
             raise ValueError("is damaged: its steps do not increase")
         return rows if last_step is None else rows[rows["step"] <= last_step]

@@ -169,7 +169,7 @@ METRICS: list[Metric] = [
         "L2 norm of the gradient before clipping; often largest in the first steps", "L2 norm",
         summary="max",
         plots=(Curve("Gradient norm", log=True),),
-        column=Column("all", "max", "max", "Gradient norm", "largest"),
+        column=Column("all", "max", "max", "Gradient norm", "largest logged"),
     ),
     Metric(
         "train/update_norm", NORMS,

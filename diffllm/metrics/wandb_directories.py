@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from diffllm.core.files import read_json
@@ -37,12 +38,25 @@ def set_aside(place: Path, run_id: str) -> int:
     for offline_run in place.glob(f"{OFFLINE_RUNS}-{run_id}"):
         move_aside(offline_run)
     uploaded = -1
-    # `wandb sync` writes files of this name, and the summary.
-    for file in place.glob(f"{REPLACED}/offline-run-{TIME}-{run_id}/*.wandb.sync*"):
+    for file in sync_files(place, run_id):
         with contextlib.suppress(OSError, ValueError):
             summary = read_json(file.parent / "files" / "wandb-summary.json")
             uploaded = max(uploaded, int(finite(summary.get("_step")) or -1))
     return uploaded
+
+
+def sync_files(place: Path, run_id: str) -> Iterator[Path]:
+    """Yield the files that `wandb sync` has written into offline runs; arguments as in `set_aside`.
+
+    `wandb sync` also writes the summary of the run.
+    """
+    for runs in (OFFLINE_RUNS, f"{REPLACED}/offline-run-{TIME}"):
+        yield from place.glob(f"{runs}-{run_id}/*.wandb.sync*")
+
+
+def is_synced(place: Path, run_id: str) -> bool:
+    """Return whether `wandb sync` has uploaded offline runs; arguments as in `set_aside`."""
+    return any(True for _ in sync_files(place, run_id))
 
 
 def move_aside(offline_run: Path) -> None:
@@ -58,5 +72,6 @@ def has_online(place: Path, run_id: str) -> bool:
 
 def sync_command(place: Path, run_id: str) -> str:
     """Return the shell command that uploads an offline run; arguments as in `set_aside`."""
-    # The shell must expand the pattern. WANDB_DIR may contain runs of other run directories.
-    return f"wandb sync {shlex.quote(str(place))}/{OFFLINE_RUNS}-{run_id}"
+    # WANDB_DIR may contain runs with longer ids. In a run directory, the shorter pattern is exact.
+    runs = OFFLINE_RUNS if os.environ.get("WANDB_DIR") else ALL_OFFLINE_RUNS
+    return f"wandb sync {shlex.quote(str(place))}/{runs}-{run_id}"

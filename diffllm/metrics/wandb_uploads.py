@@ -1,4 +1,4 @@
-"""Uploaded wandb runs of a directory: by `wandb sync`, and online by `diffllm wandb`."""
+"""The wandb runs that `diffllm wandb` has written online, by run directory."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.core.files import read_json, write_atomic
-from diffllm.metrics.wandb_directories import OFFLINE_RUNS, REPLACED
 from diffllm.metrics.wandb_run import RUN_ID, WandbConfig
 
 UPLOADS = "wandb/uploads.json"
@@ -35,14 +34,6 @@ def store_uploaded_id(run: Path, run_id: str, cfg: WandbConfig, newest_id: str) 
     """Store the result of later calls of `uploaded_id`; raises CheckpointError if this fails."""
     uploads = {**read_uploads(run), address(run_id, cfg): newest_id}
     write_atomic(run / UPLOADS, json.dumps(uploads, indent=2) + "\n", new_parents=1)
-
-
-def is_synced(place: Path, run_id: str) -> bool:
-    """Return whether `wandb sync` has uploaded offline runs; arguments as in `set_aside`."""
-    for runs in (f"{OFFLINE_RUNS}-{run_id}", f"{REPLACED}/*-{run_id}"):
-        if any(place.glob(f"{runs}/*.wandb.sync*")):
-            return True
-    return False
 
 
 def read_uploads(run: Path) -> dict[str, Any]:

@@ -101,7 +101,9 @@ class Record:
         pending, self.pending = self.pending, []
         results = torch.stack([p.results for p in pending]).tolist()
         events = self._process(pending, results, loader)
-        statistics = {p.step: named_values(p.stats) for p in pending if p.stats}
+        statistics: dict[int, dict[str, float]] = {}
+        if self.sinks:  # Other ranks need not copy them to the host.
+            statistics = {p.step: named_values(p.stats) for p in pending if p.stats}
         line = {**values, **statistics.get(step, {})}
         if log:
             line |= self._logged(step, loader)

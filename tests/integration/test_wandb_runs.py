@@ -48,7 +48,7 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus, m
     output = start(corpus, run, *words).finish()
     assert said_of_wandb(output) == []
     found = OfflineRun(run)
-    pattern = f"offline-run-????????_??????-{found.header.run_id}"
+    pattern = f"offline-run-*-{found.header.run_id}"
     assert f"wandb sync {run}/wandb/{pattern}` uploads it" in output
 
     lines = metrics(run)

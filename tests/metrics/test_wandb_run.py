@@ -326,13 +326,10 @@ print("finished")
 )
 def test_killed_or_stopped_wandb_service_does_not_block_run(tmp_path, name, line):
     """A stopped service accepts values until the socket is full, then blocks the sender forever."""
-    # WANDB_SERVICE of an earlier test would make the child use that test's service.
-    env = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
     done = subprocess.run(
         [sys.executable, "-c", SERVICE, str(tmp_path), name],
         capture_output=True,
         encoding="utf-8",
-        env=env,
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
@@ -380,7 +377,7 @@ def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch,
     assert line.startswith("wandb cannot go online, the run is recorded offline: ")
     assert "401" in line
     assert "; run `wandb login`, or set WANDB_API_KEY; `wandb sync " in line
-    assert f"/wandb/offline-run-????????_??????-{run.id}` uploads the run" in line
+    assert f"/wandb/offline-run-*-{run.id}` uploads the run" in line
     assert KEY not in line
 
 

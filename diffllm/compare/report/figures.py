@@ -257,12 +257,12 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
         axes.plot(band.x, hide_nonpositive(y, log), lw=width, ms=2 * width, label=label, **how)
     x, low, high = envelope(band)
     low = hide_nonpositive(low, log)
-    known = np.isfinite(low) & np.isfinite(high)
+    finite = np.isfinite(low) & np.isfinite(high)
     spread = (band.high > band.mean).any() or (band.low < band.mean).any()
-    if spread and known.any():
+    if spread and finite.any():
         # The edge shows single steps and single seeds, whose area is too narrow to see.
         how = {"facecolor": (style.colour, 0.13), "edgecolor": (style.colour, 0.3), "lw": 0.6}
-        axes.fill_between(x, low, high, where=known, **how)
+        axes.fill_between(x, low, high, where=finite, **how)
     if band.stops:
         x, y = np.transpose(band.stops)
         how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "last finite value"}
