@@ -49,7 +49,7 @@ ALPHA = 0.05
 def gradient_norms(run: Path, step: int, length: int, stream: TokenStream) -> list[float]:
     """Return the L2 norm over layers of each entry of MATRICES; "all" means all parameters."""
     cfg = load_run_config(run)
-    words = [f"attention={cfg.run.choices['attention']}", "model=micro", f"seed={cfg.seed}"]
+    words = [f"attention={cfg.resolved.choices['attention']}", "model=micro", f"seed={cfg.seed}"]
     model = build_model(load_config([*words, f"seq_len={length}", "steps=2"]))
     if step:
         model.load_state_dict(load_model(run, step)[0].state_dict(), strict=False)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 
 
 class Schedule(Enum):
@@ -24,26 +24,76 @@ class Schedule(Enum):
 class OptimConfig:
     """Settings of AdamW (Loshchilov and Hutter, arXiv 1711.05101) and of the learning rate."""
 
-    lr: float = bounded(1e-3, above=0, most=1e20)
-    """Peak learning rate."""
-    beta1: float = bounded(0.9, least=0, below=1)
-    """Decay rate of AdamW's running mean of gradients."""
-    beta2: float = bounded(0.95, least=0, below=1)
-    """Decay rate of AdamW's running mean of squared gradients."""
-    eps: float = bounded(1e-8, above=0)
-    """Added to AdamW's denominator."""
-    weight_decay: float = bounded(0.1, least=0)
-    """A step scales matrices by 1 - learning rate * weight_decay, but never below 0."""
-    clip_norm: float = bounded(1.0, least=0)
-    """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Schedule = Schedule.cosine
-    """Schedule of the learning rate after warm-up."""
-    warmup_steps: int = bounded(100, least=0)
-    """Steps over which the learning rate rises linearly from 0 to `lr`."""
-    decay_fraction: float = bounded(0.2, least=0, most=1)
-    """For wsd (warm-up, stable, decay): share of all steps with linear decay."""
-    min_lr_ratio: float = bounded(0.1, least=0, most=1)
-    """Final learning rate as a share of `lr`."""
+    lr: float = key(
+        1e-3,
+        above=0,
+        most=1e20,
+        effect="numbers",
+        may_differ="report",
+        help="Peak learning rate.",
+    )
+    beta1: float = key(
+        0.9,
+        least=0,
+        below=1,
+        effect="numbers",
+        may_differ="report",
+        help="Decay rate of AdamW's running mean of gradients.",
+    )
+    beta2: float = key(
+        0.95,
+        least=0,
+        below=1,
+        effect="numbers",
+        may_differ="report",
+        help="Decay rate of AdamW's running mean of squared gradients.",
+    )
+    eps: float = key(
+        1e-8,
+        above=0,
+        effect="numbers",
+        may_differ="report",
+        help="Added to AdamW's denominator.",
+    )
+    weight_decay: float = key(
+        0.1,
+        least=0,
+        effect="numbers",
+        may_differ="report",
+        help="A step scales matrices by 1 - learning rate * weight_decay, but never below 0.",
+    )
+    clip_norm: float = key(
+        1.0,
+        least=0,
+        effect="numbers",
+        may_differ="report",
+        help="Largest global gradient norm; 0 turns clipping off.",
+    )
+    schedule: Schedule = key(
+        Schedule.cosine,
+        effect="numbers",
+        help="Schedule of the learning rate after warm-up.",
+    )
+    warmup_steps: int = key(
+        100,
+        least=0,
+        effect="numbers",
+        help="Steps over which the learning rate rises linearly from 0 to `lr`.",
+    )
+    decay_fraction: float = key(
+        0.2,
+        least=0,
+        most=1,
+        effect="numbers",
+        help="For wsd (warm-up, stable, decay): share of all steps with linear decay.",
+    )
+    min_lr_ratio: float = key(
+        0.1,
+        least=0,
+        most=1,
+        effect="numbers",
+        help="Final learning rate as a share of `lr`.",
+    )
 
     def validate(self, steps: int) -> None:
         if self.warmup_steps > steps:
@@ -69,10 +119,19 @@ class SkipStep(Enum):
 class ProtectionConfig:
     """Settings that protect the parameters from non-finite or unusually large updates."""
 
-    skip_step: SkipStep = SkipStep.nonfinite
-    """Updates to skip: none, updates with nan or infinity, or also loss spikes."""
-    max_consecutive_skips: int = bounded(20, least=1)
-    """Consecutive skipped updates after which a run saves and ends as diverged."""
+    skip_step: SkipStep = key(
+        SkipStep.nonfinite,
+        effect="numbers",
+        help="Updates to skip: none, updates with nan or infinity, or also loss spikes.",
+    )
+    max_consecutive_skips: int = key(
+        20,
+        least=1,
+        effect="numbers",
+        may_differ="report",
+        resumable=True,
+        help="Consecutive skipped updates after which a run saves and ends as diverged.",
+    )
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:

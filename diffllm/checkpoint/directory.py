@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from diffllm.checkpoint.manifest import faults, read_manifest
 from diffllm.core.atomic_directories import numbered
-from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError, UserError, listed
+from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -25,12 +26,25 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 class CheckpointConfig:
     """Settings that control when checkpoints are saved and which old checkpoints are deleted."""
 
-    interval: int | str = 100
-    """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""
-    keep_last: int = bounded(2, least=0)
-    """Number of newest checkpoints to keep; 0 keeps all."""
-    keep_every: int = bounded(0, least=0)
-    """Checkpoints at multiples of this number of steps are never deleted; 0 turns this off."""
+    interval: int | str = key(
+        100,
+        effect="none",
+        help="Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is "
+        "always saved.",
+    )
+    keep_last: int = key(
+        2,
+        least=0,
+        effect="none",
+        help="Number of newest checkpoints to keep; 0 keeps all.",
+    )
+    keep_every: int = key(
+        0,
+        least=0,
+        effect="none",
+        help="Checkpoints at multiples of this number of steps are never deleted; 0 turns this "
+        "off.",
+    )
 
     @property
     def steps(self) -> int:

@@ -69,7 +69,7 @@ def attention_map_command(argv: list[str]) -> None:
         out = figure_path(args, run, layer, step)
         heads = indices("head", args.head, shown.effective.shape[1], 0)
         which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
-        title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
+        title = f"{cfg.resolved.choices['attention']}, layer {layer}, {which}"
         for name, values in shown.by_query.items():
             title += f", mean {name} {values[0, heads].mean():.3f}"
         note = model.layers[layer].attention.maps_note

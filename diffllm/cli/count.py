@@ -48,13 +48,13 @@ def count_command(argv: list[str]) -> None:
         configs = {name: config_of_variant(name, args.overrides) for name in names}
     else:
         cfg = load_config(args.overrides)
-        configs = {cfg.run.choices["attention"]: cfg}
+        configs = {cfg.resolved.choices["attention"]: cfg}
     counts = {name: count(cfg) for name, cfg in configs.items()}
     if args.json:
         echo_json(counts if args.compare else next(iter(counts.values())))
         return
     cfg = next(iter(configs.values()))
-    print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}{keys_text(cfg)}", counts)
+    print_counts(f"{cfg.resolved.choices['model']}, seq_len {cfg.seq_len}{keys_text(cfg)}", counts)
 
 
 def compared(values: list[str], overrides: list[str]) -> list[str]:
@@ -113,7 +113,7 @@ def count(cfg: "TrainConfig") -> dict[str, Any]:
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,
         "by_component": {c: by_component[c] for c in order if c in by_component or c != "router"},
-        "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
+        "matched": cfg.resolved.matched.numbers() if cfg.resolved.matched else None,
     }
 
 

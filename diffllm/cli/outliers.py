@@ -53,7 +53,7 @@ def outliers_command(argv: list[str]) -> None:
     layers = measure_outliers(model.to(device), sequences, name=f"{run}, step {step}")
     found = {
         "run": str(run),
-        "variant": cfg.run.choices["attention"],
+        "variant": cfg.resolved.choices["attention"],
         "step": step,
         "sequences": count,
         "tokens": count * cfg.seq_len,

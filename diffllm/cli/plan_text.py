@@ -59,7 +59,7 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     cfg, cluster = made.cfg, made.cluster
     micro, count = cfg.micro_batches(cluster.gpus)
     return {
-        **{group: cfg.run.choices[group] for group in ("model", "attention")},
+        **{group: cfg.resolved.choices[group] for group in ("model", "attention")},
         "parameters": made.n_params,
         "gpus": cluster.gpus,
         "gpu": cluster.device.name,
@@ -133,7 +133,7 @@ def origin(made: RunPlan, key: str) -> str:
         return "from global_batch_size"
     if key in map(key_of_word, made.overrides):
         return "set"
-    return f"experiment={made.cfg.run.choices['experiment']}"
+    return f"experiment={made.cfg.resolved.choices['experiment']}"
 
 
 def head_text(made: RunPlan) -> str:
@@ -145,7 +145,7 @@ def head_text(made: RunPlan) -> str:
     of = "rank" if context == 1 else f"{context} ranks"
     return (
         f"{sizes_text(made)}\n"
-        f"{cfg.run.choices['attention']} / {cfg.run.choices['model']}: "
+        f"{cfg.resolved.choices['attention']} / {cfg.resolved.choices['model']}: "
         f"{made.n_params / 1e9:,.2f}B parameters, "
         f"{cluster.gpus:,} x {cluster.device.name}, {layout}\n"
         f"{cfg.global_batch_size:,} x {cfg.seq_len:,} tokens per step, "

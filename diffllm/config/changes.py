@@ -1,34 +1,43 @@
 """Rules on config keys that may change between two launches of a run, and texts about changes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from diffllm.core.errors import listed
-
-# Keys that do not affect the computed values of a run.
-OF_NO_EFFECT = (
-    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
-    "run.allow_changes", "wandb", "resume", "force", "metrics", "profile", "prepare",
-    "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
-    "train.max_consecutive_skips",
-    "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
-    "model.loss_chunk", "model.attention.values",
-    "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.sample_prompt",
-    "data.visible_keys", "data.document_lengths", "plugins",
-    *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
-)  # fmt: skip
-# Keys that may differ between two launches of one run; steps and corpus are compared directly.
-FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer", "data.eos_token")
-# Keys whose change cannot help a run that stopped because training diverged.
-NO_WAY_ON = tuple(
-    key for key in OF_NO_EFFECT if key not in ("run.allow_changes", "train.max_consecutive_skips")
-)
+from diffllm.core.keys import Declaration
 
 Changes = dict[str, tuple[Any, Any]]
 """The values of changed keys by dotted key: (before, now)."""
 
 
-def is_allowed(key: str, allowed: list[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+def is_fixed(declared: Declaration) -> bool:
+    """Return whether a key must keep its value when a run resumes."""
+    return not declared.resumable
+
+
+def is_of_model(declared: Declaration) -> bool:
+    """Return whether a run that starts from the weights of a model takes over the key's value."""
+    return declared.effect != "speed" and "run" not in declared.kinds
+
+
+def is_fixed_in_stage(declared: Declaration) -> bool:
+    """Return whether a key of the model must keep its value in the next stage of a training."""
+    return is_of_model(declared) and "stage" not in declared.may_differ
+
+
+def logs_values(declared: Declaration) -> bool:
+    """Return whether a key decides the values that a run logs, or the steps of these values."""
+    return is_fixed(declared) or declared.effect in ("measurement", "logging")
+
+
+def changes_training(declared: Declaration) -> bool:
+    """Return whether a changed key may help a run that has stopped because training diverged."""
+    return declared.computes
+
+
+def is_within(key: str, sections: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `sections` or inside one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in sections)
 
 
 def what_differs(changes: Changes) -> str:

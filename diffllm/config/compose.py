@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.config.changes import OF_NO_EFFECT, is_allowed
+from diffllm.config.changes import is_within
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
@@ -27,10 +27,12 @@ from diffllm.config.overrides import (
     unknown_key,
 )
 from diffllm.config.plugins import config_directory, directories
-from diffllm.config.schema import TrainConfig, check_paths, check_values, leaves
+from diffllm.config.schema import TrainConfig
+from diffllm.config.values import check_paths, check_values, leaves
 from diffllm.config.words import for_hydra, parsed_override, with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.core.registry import SCHEMAS
 from diffllm.model.attention.base import AttentionConfig
 
@@ -78,8 +80,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
             parsed = [parsed_override(for_hydra(word)) for word in typed]
             check_overrides(parsed, yaml_names)
             overrides = [str(override.input_line) for override in parsed]
-            if all(is_allowed(override.key_or_group, list(OF_NO_EFFECT)) for override in parsed):
-                overrides.insert(0, "experiment=quickstart")  # no override affects the computation
+            deciding = [override for override in parsed if decides_results(override.key_or_group)]
+            if not deciding:
+                overrides.insert(0, "experiment=quickstart")
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             # A key such as data.paths selects a source, whose YAML requires a second composition.
             if source := implied_source(cfg, parsed):
@@ -96,9 +99,41 @@ def compose_config(overrides: list[str]) -> DictConfig:
             ) from None
     chosen = cfg.hydra.runtime.choices
     with open_dict(cfg):
-        cfg.run.choices = {group: chosen[group] for group in GROUPS}
+        cfg.resolved.defaults = defaults_text(deciding)
+        cfg.resolved.choices = {group: chosen[group] for group in GROUPS}
         del cfg["hydra"]
     return cfg
+
+
+def decides_results(key_or_group: str) -> bool:
+    """Return whether an override of a key, section or group decides what a run computes.
+
+    A seed does not count: it selects a repetition of the same experiment.
+    """
+    declared = class_declarations(TrainConfig)
+    for (group, _), config_class in SCHEMAS.items():
+        prefix = "model.attention." if group == "attention" else f"{group}."
+        declared |= class_declarations(config_class, prefix)
+    inside = [found for name, found in declared.items() if is_within(name, [key_or_group])]
+    if not inside:
+        inside = [declaration_of(key_or_group, declared)]
+    return any(found.computes and "seed" not in found.kinds for found in inside)
+
+
+def defaults_text(deciding: list[Override]) -> str:
+    """Describe the defaults below the overrides; `deciding` are the overrides that decide results.
+
+    Return "" if an override sets the experiment.
+    """
+    if not deciding:
+        return "experiment=quickstart, because no override decides what the run computes"
+    if any(override.key_or_group == "experiment" for override in deciding):
+        return ""
+    word = str(deciding[0].input_line)
+    return (
+        f"conf/train.yaml, because {word} decides what the run computes; for the defaults of the "
+        "quickstart, add experiment=quickstart"
+    )
 
 
 def typed_config(composed: DictConfig) -> TrainConfig:
@@ -112,12 +147,12 @@ def typed_config(composed: DictConfig) -> TrainConfig:
     assert isinstance(cfg, TrainConfig)
     used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
     names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
-    cfg.run.schemas = {g: names[g, cls] for g, cls in used.items() if (g, cls) in names}
+    cfg.resolved.schemas = {g: names[g, cls] for g, cls in used.items() if (g, cls) in names}
     check_fields(cfg)
     check_values(cfg)
     keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens", *REMOVED]
     for name in cfg.run.allow_changes:
-        if not any(is_allowed(key, [name]) for key in keys):
+        if not any(is_within(key, [name]) for key in keys):
             raise ConfigError(f"run.allow_changes: {unknown_key(name, keys)}")
     cfg.validate()
     return cfg
@@ -134,7 +169,7 @@ def checked(cfg: TrainConfig) -> TrainConfig:
         raise ConfigError(f"{key}: {one_line(error)}") from error
     again = typed_config(composed)
     check_paths(again)
-    again.run.schemas = dict(cfg.run.schemas)
+    again.resolved.schemas = dict(cfg.resolved.schemas)
     return again
 
 

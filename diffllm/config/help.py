@@ -1,6 +1,5 @@
 """Describe all config groups and keys, for `train.py --help` and docs/configuration.md."""
 
-import ast
 import inspect
 import itertools
 import json
@@ -19,6 +18,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 from diffllm.config.compose import compose_config, yaml_names
 from diffllm.config.overrides import AUTO, FILLED_IN, GROUPS
 from diffllm.config.plugins import config_directory, directories
+from diffllm.core.keys import Effect, declaration
 from diffllm.model.attention.base import AttentionConfig
 
 SENTENCE = re.compile(r"(?<=\.)\s+")
@@ -45,6 +45,7 @@ class Key(NamedTuple):
     """The default in override notation, or in words if the value depends on another key."""
     allowed: list[str]
     meaning: str
+    effect: Effect
 
     @property
     def line(self) -> str:
@@ -76,7 +77,7 @@ def help_text(overrides: list[str]) -> str:
     parts = [USAGE + "\n" + rows(FLAGS.items())]
     parts.append("Choices, such as attention=standard; each is a YAML file in conf/")
     for group, options in choices().items():
-        parts.append(f"{group}={cfg.run.choices[group]}\n{rows(options.items())}")
+        parts.append(f"{group}={cfg.resolved.choices[group]}\n{rows(options.items())}")
     parts.append("Keys, such as optim.lr=1e-3, with their defaults")
     parts += map(section_text, sections_of(cfg))
     return "\n\n".join(parts)
@@ -125,12 +126,12 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
     """
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
-    hints, words = get_type_hints(config), meanings(config)  # type: ignore[arg-type]
+    hints = get_type_hints(config)
     keys = []
     for field in fields(config):
         full = f"{name}.{field.name}" if name else field.name
         node = cfg._get_node(field.name)
-        if full in FILLED_IN:
+        if full == FILLED_IN:
             continue
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
             inside.append((node, full))
@@ -138,31 +139,11 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
         declared = hints[field.name]
         kinds = [kind for kind in (declared, *get_args(declared)) if isinstance(kind, EnumType)]
         allowed = list(kinds[0].__members__) if kinds else []
-        keys.append(Key(full, default_text(node), allowed, words.get(field.name, "")))
+        declared = declaration(field)
+        keys.append(Key(full, default_text(node), allowed, declared.help, declared.effect))
     yield KeySection(name, config, keys)
     for node, full in inside:
         yield from sections_of(node, full)
-
-
-@cache
-def meanings(config: type) -> dict[str, str]:
-    """Return {field name: docstring of the field} for a dataclass, including inherited fields."""
-    found: dict[str, str] = {}
-    for base in reversed(config.__mro__):
-        if not is_dataclass(base):
-            continue
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):  # a class defined in a notebook has no source file
-            continue
-        (tree,) = ast.parse(textwrap.dedent(source)).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, after in itertools.pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                match after:
-                    case ast.Expr(ast.Constant(str(text))):
-                        found[field.target.id] = " ".join(text.split())
-    return found
 
 
 def first_sentence(text: str) -> str:

@@ -15,7 +15,8 @@ from diffllm.config.matching import match, widened
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.overrides import check_choice
 from diffllm.config.plugins import load_plugins, plugins_in
-from diffllm.config.schema import MOST_STEPS, ContextError, TrainConfig, check_paths
+from diffllm.config.schema import MOST_STEPS, ContextError, TrainConfig
+from diffllm.config.values import check_paths
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 
@@ -94,8 +95,8 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
             if by == "flops":
                 check_keys_of_match(cfg)
             keys = cfg.visible_keys
-            cfg.run.matched = match(cfg.model, target, variant_config(target), by, keys)
-            cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
+            cfg.resolved.matched = match(cfg.model, target, variant_config(target), by, keys)
+            cfg.model = widened(cfg.model, cfg.resolved.matched.ffn_dim)
     return cfg
 
 

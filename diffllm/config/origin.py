@@ -16,24 +16,20 @@ from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
 from diffllm.checkpoint.hf.tokenizer import imported_prefix
+from diffllm.config.changes import is_of_model
 from diffllm.config.compose import compose_config, variant_config, variants, yaml_names
 from diffllm.config.overrides import check_shared
+from diffllm.config.run_config import CARRIED
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
-from diffllm.config.schema import CARRIED
 from diffllm.config.words import as_text, unquoted
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.files import similar_path, user_path
+from diffllm.core.keys import declaration_of, declarations
 from diffllm.data.tokenizer import tokenizer_of
 from diffllm.data.tokenizer_config import FAST, added_bos, listed_tokens
 from diffllm.metrics.records import read_record
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
-
-OF_A_RUN = (
-    "seq_len", "init_seed", "init_match", "match_params_to", "match_flops_to", "loss_chunk",
-    "attention.backend", "attention.values",
-)  # fmt: skip
-"""Keys of the model config that a new run does not take over."""
 
 
 class Named(NamedTuple):
@@ -137,7 +133,7 @@ def origin_of(path: Path, step: int = 0) -> Origin:
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
-            chosen = cfg.run.choices
+            chosen = cfg.resolved.choices
             facts = read_record(run / "run.json") or {}
             if step and run is not path:
                 raise CheckpointError(f"{path} is a checkpoint, so remove @{step} from resume")
@@ -162,7 +158,7 @@ def name_from(path: Path) -> str:
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
     """Return {key: value} for values in `attention` that differ from the attention YAML `name`."""
-    changes = changes_to(variant_config(name), attention, ("backend", "values"))
+    changes = changes_to(variant_config(name), attention, is_of_model)
     return {key: value for key, (_, value) in changes.items()}
 
 
@@ -205,7 +201,7 @@ def compose_with_origin(words: list[str]) -> DictConfig:
     origin = origin_of(named.path, named.step)
     composed = compose_config([*implied(origin, given), *words])
     if "model" not in given:
-        composed.run.choices["model"] = origin.name
+        composed.resolved.choices["model"] = origin.name
     return composed
 
 
@@ -222,11 +218,11 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
         # The YAML also sets the learning rate. Imported models have no YAML.
         if not origin.architecture and origin.name in yaml_names("model"):
             words.append(f"model={origin.name}")
-        words += [
-            f"model.{key}={as_text(value)}"
-            for key, value in flatten(yaml_dict(origin.model)).items()
-            if key not in OF_A_RUN and not key.startswith("attention.") and key not in other
-        ]
+        declared = declarations(origin.model)
+        for key, value in flatten(yaml_dict(origin.model)).items():
+            set_elsewhere = key.startswith("attention.") or key in other
+            if is_of_model(declaration_of(key, declared)) and not set_elsewhere:
+                words.append(f"model.{key}={as_text(value)}")
     if "attention" not in given:
         words.append(f"attention={origin.attention}")
         known = origin.attention in variants()

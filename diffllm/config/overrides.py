@@ -16,7 +16,8 @@ from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.data.config import READ_BY
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
-FILLED_IN = ("run.choices", "run.schemas", "run.matched")
+FILLED_IN = "resolved"
+"""Section of computed values, which overrides cannot set."""
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError, OSError,
@@ -97,7 +98,7 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         word, key = str(override.input_line), override.key_or_group
         if key in REMOVED:
             raise ConfigError(removal(key))
-        fixed = not key or key == "run" or key.startswith(FILLED_IN) or re.match(r"hydra\b", key)
+        fixed = not key or key == "run" or re.match(rf"(hydra|{FILLED_IN})\b", key)
         if fixed or override.is_delete():
             raise ConfigError(
                 f"{word}: an override cannot set or delete this key; remove this override"

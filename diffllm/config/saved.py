@@ -1,6 +1,7 @@
 """Read the config of a run directory without executing code, and compare two configs."""
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -10,32 +11,35 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
+from diffllm.config.changes import Changes, is_fixed, what_differs
 from diffllm.config.compose import compose_config, typed_config
 from diffllm.config.overrides import without_removed
 from diffllm.config.plugins import LOADED, NAME, version_changes
+from diffllm.config.run_config import ResolvedConfig
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import read_text, readable, similar_path
+from diffllm.core.keys import Declaration, declaration_of, declarations
 from diffllm.core.printing import to_stderr
 from diffllm.core.registry import SCHEMAS, SOURCES
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
 from diffllm.metrics.records import read_record
 
-COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
+Counts = Callable[[Declaration], bool]
+"""Whether a difference in a key with this declaration counts."""
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 
-def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
+def differences(path: Path, cfg: TrainConfig, counts: Counts = is_fixed) -> Changes:
     """Compare the run at `path` with the config `cfg` and with the plugins of this process.
 
-    Return {key: (value in the run, current value)} for all differences, except for the keys in
-    `free`. Return {} if `path` is not a run. Raises CheckpointError if config.yaml is invalid.
+    Return {key: (value in the run, current value)} for all differences that count. Return {} if
+    `path` is not a run. Raises CheckpointError if config.yaml is invalid.
     """
     if not (path / "config.yaml").is_file():
         return {}
-    return changes_to(load_run_config(path), cfg, free) | plugin_changes(path)
+    return changes_to(load_run_config(path), cfg, counts) | plugin_changes(path)
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
@@ -54,16 +58,21 @@ def warn_of_plugins(run: Path) -> None:
         to_stderr(f"warning: {run} was trained with {what_differs(changes)}")
 
 
-def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
-    """Return {key: (value in `begun`, value in `cfg`)} for all keys whose values differ.
+def changes_to(begun: Any, cfg: Any, counts: Counts = is_fixed) -> Changes:
+    """Return {key: (value in `begun`, value in `cfg`)} for all differences that count.
 
-    `begun` and `cfg` are two configs, or one section of two configs. Ignore the keys in `free`.
+    `begun` and `cfg` are two configs, or one section of two configs. A key that follows another key
+    with a difference is omitted.
     """
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
-    keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
-    keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
-    kept = [key for key in sorted(keys) if not is_allowed(key, list(free))]
-    return {key: (saved.get(key), new.get(key)) for key in kept}
+    declared = {**declarations(begun), **declarations(cfg)}
+    differing = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
+    changes: Changes = {}
+    for key in sorted(differing):
+        declaration = declaration_of(key, declared)
+        if counts(declaration) and declaration.follows not in differing:
+            changes[key] = (saved.get(key), new.get(key))
+    return changes
 
 
 def load_run_config(path: Path) -> TrainConfig:
@@ -81,13 +90,13 @@ def load_run_config(path: Path) -> TrainConfig:
         # OmegaConf would resolve ${, also from the environment, and replace '???'.
         if wrong := [text for text in ("${", "'???'") if text in repr(content)]:
             raise ValueError(f"the file contains {wrong[0]} in place of a value")
-        content = without_removed(content)
+        content = with_resolved(without_removed(content))
         check_registered(path, content)
-        if "attention" in (schemas := content["run"].get("schemas", {})):
+        if "attention" in (schemas := content["resolved"].get("schemas", {})):
             classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
             base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
         else:  # an old run without schemas, which can only use built-in variants
-            base, values = defaults_of(content["run"]["choices"]["attention"])
+            base, values = defaults_of(content["resolved"]["choices"]["attention"])
         # A merge of only the changed entries is faster than a merge of all.
         return typed_config(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
     except CheckpointError as error:
@@ -97,6 +106,21 @@ def load_run_config(path: Path) -> TrainConfig:
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
+
+
+def with_resolved(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved config with computed values in the section `resolved`.
+
+    Older versions stored these values in the section `run`.
+    """
+    if "resolved" in saved:
+        return saved
+    run = dict(saved["run"])
+    resolved = {}
+    for computed in fields(ResolvedConfig):
+        if computed.name in run:
+            resolved[computed.name] = run.pop(computed.name)
+    return {**saved, "run": run, "resolved": resolved}
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
@@ -133,7 +157,7 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
     """
     missing = [
         f"{group}={name}"
-        for group, name in saved["run"].get("schemas", {}).items()
+        for group, name in saved["resolved"].get("schemas", {}).items()
         if (group, name) not in SCHEMAS
     ]
     parts = [saved["data"], *saved["data"].get("sources", {}).values()]
@@ -157,7 +181,7 @@ def defaults_of(
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
         base.data = OmegaConf.structured(data)
-    names = (base.run.schemas, base.data.sources, base.data.get("level"), base.eval.levels)
+    names = (base.resolved.schemas, base.data.sources, base.data.get("level"), base.eval.levels)
     for mapping in (*names, base.data.document_lengths):
         if mapping is not None:
             OmegaConf.set_struct(mapping, False)

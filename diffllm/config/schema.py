@@ -1,21 +1,17 @@
 """Typed config of a run, and checks of its values and of their combinations."""
 
-import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
 
 from diffllm.checkpoint.directory import CheckpointConfig
-from diffllm.config.matching import Matched
-from diffllm.core.bounds import bounded, check_bounds, sections
+from diffllm.config.run_config import EvalConfig, ResolvedConfig, RunConfig
+from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import user_path
-from diffllm.core.typed import without_null
+from diffllm.core.keys import key
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.distributed.mesh import ParallelConfig
@@ -50,59 +46,6 @@ class Precision(Enum):
 
 
 @dataclass
-class RunConfig:
-    """Name and directory of a run, keys that may change at resume, and the run's sweep or study."""
-
-    name: str | None = None
-    """Name of the run; null: generated from the variant and the time."""
-    dir: str | None = None
-    """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
-    allow_changes: list[str] = field(default_factory=list)
-    """Keys or sections that may change when a run resumes. Also `corpus`, `tokenizer` and `tokens`,
-    which are compared by content, and `plugins`, compared by code."""
-    report: bool = True
-    """Write report.html and report.csv at the end of training."""
-    sweep: str | None = None
-    """Name of the sweep that the run belongs to; set by `train.py -m`."""
-    swept: list[str] = field(default_factory=list)
-    """Keys whose values name the runs of a sweep; set by `train.py -m`."""
-    study: str | None = None
-    """Study of the run, with stage and arm; set by `diffllm study run`."""
-    choices: dict[str, str] = field(default_factory=dict)
-    """The YAML chosen in each group, or an imported model's name; set at composition."""
-    schemas: dict[str, str] = field(default_factory=dict)
-    """Registered class names of `model.attention` and, if not the default class, of `data`; set at
-    loading. Readers of a run directory use these names."""
-    matched: Matched | None = None
-    """The widths solved by model.match_params_to or match_flops_to; set at loading."""
-
-
-@dataclass
-class EvalConfig:
-    """Evaluations during training: held-out loss and tasks, with their intervals and sizes."""
-
-    interval: int = bounded(100, least=1)
-    """Steps between evaluations; the last step always has an evaluation."""
-    sequences: int = bounded(64, least=1)
-    """Held-out sequences per evaluation, spread evenly over the split; always the same ones."""
-    tokens: float | None = bounded(None, above=0)
-    """Held-out tokens for the last loss; auto: 1/4 of the run's tokens, at most 1e7; null: all.
-    Documents are complete, spread evenly over the split, and equal in runs of equal length. The
-    last document can exceed the number."""
-    suites: list[str] = field(default_factory=list)
-    """Tasks to evaluate during training, such as [mqar,needle]. A suite name, such as claims,
-    selects all tasks of the suite; a file of examples ends with .jsonl or .ndjson; see
-    docs/evaluation.md."""
-    suites_interval: int = bounded(500, least=1)
-    """Steps between evaluations of eval.suites; the last step always has an evaluation."""
-    suites_limit: int = bounded(64, least=1)
-    """Maximum examples per task, over all levels; always the same examples."""
-    levels: dict[str, Any] = field(default_factory=dict)
-    """Difficulty of tasks in eval.suites, for example {mqar: {filler: 64}}. All other tasks use all
-    levels that fit seq_len."""
-
-
-@dataclass
 class TrainConfig:
     """Complete config of a run."""
 
@@ -118,47 +61,109 @@ class TrainConfig:
     train: ProtectionConfig = field(default_factory=ProtectionConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    plugins: list[str] = field(default_factory=list)
-    """Python modules or entry points that register variants, data sources and metrics. YAML
-    files cannot set this key."""
+    plugins: list[str] = key(
+        [],
+        effect="none",
+        fact="plugin_code",
+        help="Python modules or entry points that register variants, data sources and metrics. "
+        "YAML files cannot set this key.",
+    )
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    seed: int = 0
-    """Seed of the initial values, of the sample order and of the generated text at the end."""
-    steps: int = bounded(1000, least=1, most=MOST_STEPS)
-    """Optimizer steps, unless max_tokens or epochs is set."""
-    max_tokens: float | None = bounded(None, above=0)
-    """Maximum number of training tokens; determines steps."""
-    epochs: float | None = bounded(None, above=0)
-    """Maximum passes over the training split; determines steps after corpus preparation."""
-    seq_len: int = bounded(512, least=1, most=2**27)
-    """Tokens per sequence."""
-    global_batch_size: int = bounded(8, least=1, most=2**24)
-    """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int | None = bounded(None, least=1, most=2**24)
-    """Sequences per rank and forward pass; null: no gradient accumulation."""
-    precision: Precision = Precision.auto
-    """Dtype of the computation; auto: bf16 on devices with bf16 units, else fp32."""
-    compile: bool | None = None
-    """Whether torch.compile compiles blocks and loss; null: on GPUs and in long runs on CPUs."""
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
-    """Activations to recompute in the backward pass: none, selective or full.
-
-    selective keeps the results of attention kernels and recomputes the rest; full recomputes all.
-    """
-    log_interval: int = bounded(10, least=1)
-    """Steps between lines of metrics; the first and the last step always have a line."""
-    resume: str = "auto"
-    """Starting point: auto, never, the path of a run or checkpoint, weights:PATH or stage:PATH.
-
-    auto resumes from the newest complete checkpoint of the run directory. never starts a new run,
-    in a directory without a run. weights:PATH loads the parameters of a run, an export or an
-    import, and by default the model and the tokenizer; everything else starts as in a new run.
-    stage:PATH also loads the optimizer state of a run, and starts the next stage of its training.
-    PATH@STEP chooses a checkpoint of another run. A path of this run must be its newest checkpoint,
-    except in a repeated command, which always resumes from the newest checkpoint."""
-    force: bool = False
-    """Start even if parameters, gradients and optimizer state exceed the memory."""
+    resolved: ResolvedConfig = field(default_factory=ResolvedConfig)
+    seed: int = key(
+        0,
+        effect="numbers",
+        kind="seed",
+        help="Seed of the initial values, of the sample order and of the generated text at the "
+        "end.",
+    )
+    steps: int = key(
+        1000,
+        least=1,
+        most=MOST_STEPS,
+        effect="numbers",
+        help="Optimizer steps, unless max_tokens or epochs is set.",
+    )
+    max_tokens: float | None = key(
+        None,
+        above=0,
+        effect="numbers",
+        fact="steps",
+        resumable=True,
+        help="Maximum number of training tokens; determines steps.",
+    )
+    epochs: float | None = key(
+        None,
+        above=0,
+        effect="numbers",
+        fact="steps",
+        resumable=True,
+        help="Maximum passes over the training split; determines steps after corpus preparation.",
+    )
+    seq_len: int = key(
+        512,
+        least=1,
+        most=2**27,
+        effect="numbers",
+        help="Tokens per sequence.",
+    )
+    global_batch_size: int = key(
+        8,
+        least=1,
+        most=2**24,
+        effect="numbers",
+        help="Sequences per optimizer step, over all ranks.",
+    )
+    micro_batch_size: int | None = key(
+        None,
+        least=1,
+        most=2**24,
+        effect="speed",
+        help="Sequences per rank and forward pass; null: no gradient accumulation.",
+    )
+    precision: Precision = key(
+        Precision.auto,
+        effect="numbers",
+        fact="compute_dtype",
+        help="Dtype of the computation; auto: bf16 on devices with bf16 units, else fp32.",
+    )
+    compile: bool | None = key(
+        None,
+        effect="speed",
+        help="Whether torch.compile compiles blocks and loss; null: on GPUs and in long runs on "
+        "CPUs.",
+    )
+    activation_checkpointing: ActivationCheckpointing = key(
+        ActivationCheckpointing.none,
+        effect="speed",
+        help="Activations to recompute in the backward pass: none, selective or full. selective "
+        "keeps the results of attention kernels and recomputes the rest; full recomputes all.",
+    )
+    log_interval: int = key(
+        10,
+        least=1,
+        effect="logging",
+        help="Steps between lines of metrics; the first and the last step always have a line.",
+    )
+    resume: str = key(
+        "auto",
+        effect="none",
+        kind="path",
+        help="Starting point: auto, never, the path of a run or checkpoint, weights:PATH or "
+        "stage:PATH. auto resumes from the newest complete checkpoint of the run directory. "
+        "never starts a new run, in a directory without a run. weights:PATH loads the parameters "
+        "of a run, an export or an import, and by default the model and the tokenizer; "
+        "everything else starts as in a new run. stage:PATH also loads the optimizer state of a "
+        "run, and starts the next stage of its training. PATH@STEP chooses a checkpoint of "
+        "another run. A path of this run must be its newest checkpoint, except in a repeated "
+        "command, which always resumes from the newest checkpoint.",
+    )
+    force: bool = key(
+        False,
+        effect="none",
+        help="Start even if parameters, gradients and optimizer state exceed the memory.",
+    )
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that are invalid on every machine."""
@@ -187,7 +192,7 @@ class TrainConfig:
             return
         if self.seq_len % context:
             raise ConfigError(f"parallel.context={context} must divide seq_len={self.seq_len}")
-        name = self.run.choices.get("attention", type(self.model.attention).__name__)
+        name = self.resolved.choices.get("attention", type(self.model.attention).__name__)
         if (allowed := self.context_degrees()) == [1]:
             raise ContextError(
                 f"parallel.context={context} is not supported with attention={name} and "
@@ -285,85 +290,3 @@ class TrainConfig:
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-
-SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Limits of float32: smaller values round to 0, larger values are infinite."""
-LONGEST_TEXT = 4096
-FREE_TEXT = ("data.sample_prompt", "model.match_params_to", "model.match_flops_to")
-"""Text keys that may contain line breaks; names of variants are checked elsewhere."""
-
-PATHS = re.compile(
-    r"run\.dir|resume|data\.(sources\.[^.]+\.)?(paths|dataset)|data\.(cache_dir|tokenizer)"
-)
-"""Text keys whose values are or may be paths."""
-CARRIED = {"weights": ("model.",), "stage": ("model.", "optim.")}
-"""Tensors that a new run takes from a checkpoint, by the prefix of their names.
-
-The keys are those of resume=weights:PATH and resume=stage:PATH. Schedule, data order, random
-generators, spike windows and the guard of skipped updates always begin anew.
-"""
-
-
-def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Iterate over all values in a config dataclass, as (dotted key, declared type, value)."""
-    for prefix, node in sections(config):
-        hints = get_type_hints(type(node))
-        for f in fields(node):
-            if not is_dataclass(value := getattr(node, f.name)):
-                yield f"{prefix}{f.name}", hints[f.name], value
-
-
-def check_values(cfg: Any) -> None:
-    """Raise ConfigError for list items of a wrong type, invalid text, or invalid numbers."""
-    for key, declared, value in leaves(cfg):
-        if "${" in str(value):  # readers of config.yaml would resolve ${
-            raise ConfigError(
-                f"{key}: the value contains ${{ after interpolation; remove ${{ from the value"
-            )
-        kind = without_null(declared)
-        null = value is None and kind is not declared
-        if get_origin(kind) is list and not null:  # an interpolation may insert any value
-            (kind,) = get_args(kind)
-            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-                items = "text" if kind is str else "integers"
-                raise ConfigError(f"{key}={value!r} must be a list of {items}")
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str):
-                check_text(key, item)
-            elif isinstance(item, int | float) and not isinstance(item, bool):
-                check_number(key, item)
-
-
-def check_paths(cfg: Any) -> None:
-    """Raise ConfigError for a config value that is an invalid path.
-
-    Do not use for saved configs, which may contain paths of another machine.
-    """
-    for key, _, value in leaves(cfg):
-        if PATHS.fullmatch(key):
-            for text in value if isinstance(value, list) else [value]:
-                if text is not None:
-                    # The default of data.cache_dir follows a variable of the environment.
-                    cache = key == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
-                    kind, _, path = text.partition(":")
-                    place = path if key == "resume" and kind in CARRIED else text
-                    user_path(place, "DIFFLLM_CACHE" if cache else key)
-
-
-def check_number(key: str, value: float) -> None:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{key}={value} must be from -2^63 to 2^63 - 1")
-    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
-        raise ConfigError(
-            f"{key}={value} is outside the range of float32: the absolute value must be 0, or "
-            f"{SMALLEST_FLOAT:.4g} to {LARGEST_FLOAT:.4g}"
-        )
-
-
-def check_text(key: str, value: str) -> None:
-    broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)  # from another encoding
-    one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
-    if broken or not (one_line or key in FREE_TEXT):
-        raise ConfigError(
-            f"{key}={value[:20]!r} must be one line of 1 to {LONGEST_TEXT} printable characters"
-        )

@@ -1,12 +1,13 @@
 """Config of the `data` group: text sources, mixtures, tokenizer, packing and data loading."""
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import chain, pairwise
 
-from diffllm.core.bounds import at_most, bounded, check_bounds
+from diffllm.core.bounds import at_most, check_bounds
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.registry import SOURCES
 
 
@@ -72,27 +73,70 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 class TextConfig:
     """One text source: local files, a Hugging Face dataset or a built-in corpus."""
 
-    source: str = "stdlib"
-    """Kind of the corpus; set by data=."""
-    paths: list[str] = field(default_factory=list)
-    """Files, directories, globs: parquet, json, jsonl, text; json, jsonl, txt also .gz, .zst. Of a
-    directory or glob, only the kind with the most bytes is read: parquet, json or text."""
-    text_column: str = "text"
-    """Column that holds the text, in parquet and json."""
-    prompt_column: str | None = None
-    """Column of the prompt before each text; prompts are context, without loss."""
-    sample_by: SampleBy = SampleBy.document
-    """Unit of a text file that becomes one document."""
-    dataset: str | None = None
-    """Hub dataset owner/name (data=hub)."""
-    name: str | None = None
-    """Configuration of the hub dataset, if it has several."""
-    data_dir: str | None = None
-    """Folder of the hub dataset to read, if it has several."""
-    split: str = "train"
-    """Split of the hub dataset, for training and held-out documents."""
-    revision: str | None = None
-    """Branch, tag or commit of the hub dataset; null: the newest commit at first use."""
+    source: str = key(
+        "stdlib",
+        effect="order",
+        fact="corpus",
+        help="Kind of the corpus; set by data=.",
+    )
+    paths: list[str] = key(
+        [],
+        effect="order",
+        kind=("path", "machine"),
+        fact="corpus",
+        resumable=True,
+        help="Files, directories, globs: parquet, json, jsonl, text; json, jsonl, txt also .gz, "
+        ".zst. Of a directory or glob, only the kind with the most bytes is read: parquet, json "
+        "or text.",
+    )
+    text_column: str = key(
+        "text",
+        effect="order",
+        fact="corpus",
+        help="Column that holds the text, in parquet and json.",
+    )
+    prompt_column: str | None = key(
+        None,
+        effect="order",
+        help="Column of the prompt before each text; prompts are context, without loss.",
+    )
+    sample_by: SampleBy = key(
+        SampleBy.document,
+        effect="order",
+        fact="corpus",
+        help="Unit of a text file that becomes one document.",
+    )
+    dataset: str | None = key(
+        None,
+        effect="order",
+        kind="path",
+        fact="corpus",
+        help="Hub dataset owner/name (data=hub).",
+    )
+    name: str | None = key(
+        None,
+        effect="order",
+        fact="corpus",
+        help="Configuration of the hub dataset, if it has several.",
+    )
+    data_dir: str | None = key(
+        None,
+        effect="order",
+        fact="corpus",
+        help="Folder of the hub dataset to read, if it has several.",
+    )
+    split: str = key(
+        "train",
+        effect="order",
+        fact="corpus",
+        help="Split of the hub dataset, for training and held-out documents.",
+    )
+    revision: str | None = key(
+        None,
+        effect="order",
+        fact="corpus",
+        help="Branch, tag or commit of the hub dataset; null: the newest commit at first use.",
+    )
 
     def check_source(self, where: str) -> None:
         """Raise ConfigError for an unknown source, a missing key or a key that the source ignores.
@@ -105,12 +149,12 @@ class TextConfig:
             raise ConfigError(
                 f"{where}prompt_column={self.prompt_column} must differ from {where}text_column"
             )
-        for key in chain(*READ.values()) if self.source in READ else ():
-            value = getattr(self, key, None)
-            is_set = value and value != getattr(TextConfig, key, None)
-            if is_set and key not in READ[self.source]:
+        for name in chain(*READ.values()) if self.source in READ else ():
+            value = getattr(self, name, None)
+            is_set = value and value != getattr(TextConfig, name, None)
+            if is_set and name not in READ[self.source]:
                 raise ConfigError(
-                    f"{where}{key}={getattr(value, 'value', value)} cannot be set with "
+                    f"{where}{name}={getattr(value, 'value', value)} cannot be set with "
                     f"{where}source={self.source}; keys of this source: "
                     f"{', '.join(READ[self.source]) or '(no keys)'}"
                 )
@@ -121,61 +165,148 @@ class TextConfig:
 
 @dataclass
 class SourceConfig(TextConfig):
-    weight: float = bounded(1.0, least=0, most=MOST_WEIGHT)
-    """Share of the samples, relative to the sum of the weights of all sources."""
-    epochs_at_most: float | None = bounded(None, above=0)
-    """Maximum passes over the training split; null: no limit. The weight of a source that reaches
-    the limit goes to the other sources."""
+    weight: float = key(
+        1.0,
+        least=0,
+        most=MOST_WEIGHT,
+        effect="order",
+        help="Share of the samples, relative to the sum of the weights of all sources.",
+    )
+    epochs_at_most: float | None = key(
+        None,
+        above=0,
+        effect="order",
+        help="Maximum passes over the training split; null: no limit. The weight of a source "
+        "that reaches the limit goes to the other sources.",
+    )
 
 
 @dataclass
 class Point:
-    at: float = bounded(0.0, least=0, most=1e15)
-    """Share of the run's tokens if at most 1, else a number of tokens."""
-    weights: dict[str, float] = field(default_factory=dict)
-    """Weights from this point on, by source; 0 for sources that are not named."""
+    at: float = key(
+        0.0,
+        least=0,
+        most=1e15,
+        effect="order",
+        help="Share of the run's tokens if at most 1, else a number of tokens.",
+    )
+    weights: dict[str, float] = key(
+        {},
+        effect="order",
+        help="Weights from this point on, by source; 0 for sources that are not named.",
+    )
 
 
 @dataclass
 class DataConfig(TextConfig):
     """Training data: text source or mixture of sources, tokenizer, packing and data loading."""
 
-    sources: dict[str, SourceConfig] = field(default_factory=dict)
-    """Sources of a mixture by name, each with the keys above, weight, epochs_at_most."""
-    curriculum: list[Point] = field(default_factory=list)
-    """Weights that change during the run: [{at: 0.8, weights: {code: 0.3, web: 0.7}}]."""
-    between: Between = Between.constant
-    """Weights between two points of the curriculum."""
-    cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
-    """Directory of prepared corpora and tokenizers."""
-    tokenizer: str | None = None
-    """Path (.model, tokenizer.json or their directory) or owner/name; null: train one."""
-    eos_token: str | None = None
-    """Token of data.tokenizer after each document; null: the EOS that its files name."""
-    vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
-    """Number of pieces of a tokenizer that is trained here."""
-    tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
-    """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
-    heldout_fraction: float = bounded(0.02, above=0, below=1)
-    """Share of documents to hold out; at least 20 and 50,000 tokens, at most a fifth."""
-    num_workers: int = bounded(1, least=0, most=256)
-    """Loader processes per rank; 0 reads in the training process."""
-    prefetch_factor: int = bounded(4, least=1, most=10_000)
-    """Micro-batches each loader process prepares ahead."""
+    sources: dict[str, SourceConfig] = key(
+        {},
+        effect="order",
+        help="Sources of a mixture by name, each with the keys above, weight, epochs_at_most.",
+    )
+    curriculum: list[Point] = key(
+        [],
+        effect="order",
+        help="Weights that change during the run: [{at: 0.8, weights: {code: 0.3, web: 0.7}}].",
+    )
+    between: Between = key(
+        Between.constant,
+        effect="order",
+        help="Weights between two points of the curriculum.",
+    )
+    cache_dir: str = key(
+        "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}",
+        effect="none",
+        kind=("path", "machine"),
+        help="Directory of prepared corpora and tokenizers.",
+    )
+    tokenizer: str | None = key(
+        None,
+        effect="order",
+        kind=("path", "machine"),
+        fact="tokenizer",
+        resumable=True,
+        help="Path (.model, tokenizer.json or their directory) or owner/name; null: train one.",
+    )
+    eos_token: str | None = key(
+        None,
+        effect="order",
+        fact="tokenizer",
+        resumable=True,
+        help="Token of data.tokenizer after each document; null: the EOS that its files name.",
+    )
+    vocab_size: int = key(
+        "${model.vocab_size}",
+        least=1,
+        most=2**24,
+        effect="order",
+        fact="tokenizer",
+        help="Number of pieces of a tokenizer that is trained here.",
+    )
+    tokenizer_sample_bytes: int = key(
+        100_000_000,
+        least=1,
+        effect="order",
+        fact="tokenizer",
+        help="Bytes of text that a tokenizer is trained on, spread evenly over the corpus.",
+    )
+    heldout_fraction: float = key(
+        0.02,
+        above=0,
+        below=1,
+        effect="order",
+        help="Share of documents to hold out; at least 20 and 50,000 tokens, at most a fifth.",
+    )
+    num_workers: int = key(
+        1,
+        least=0,
+        most=256,
+        effect="speed",
+        kind="machine",
+        help="Loader processes per rank; 0 reads in the training process.",
+    )
+    prefetch_factor: int = key(
+        4,
+        least=1,
+        most=10_000,
+        effect="speed",
+        kind="machine",
+        help="Micro-batches each loader process prepares ahead.",
+    )
 
-    packing: Packing = Packing.stream
-    """How documents become sequences: stream cuts anywhere, best_fit keeps them whole."""
-    mask_documents: bool = False
-    """Restrict attention to one document, and start positions at 0 in every document."""
-    visible_keys: float | None = bounded(None, least=1)
-    """Mean number of keys that a query sees with mask_documents=true. `plan`, `count`,
-    model.match_flops_to and the costs of a study compute FLOPs from this number; null: FLOPs of
-    whole sequences. A run stores its measured number as `visible_keys` in summary.json."""
-    document_lengths: dict[int, int] = field(default_factory=dict)
-    """Number of documents by length in tokens with EOS, for example {500: 90, 8000: 10}.
-    visible_keys follows from these lengths, seq_len and packing."""
-    sample_prompt: str | None = None
-    """Text that the sample at the end of a run continues; null: the first held-out tokens."""
+    packing: Packing = key(
+        Packing.stream,
+        effect="order",
+        help="How documents become sequences: stream cuts anywhere, best_fit keeps them whole.",
+    )
+    mask_documents: bool = key(
+        False,
+        effect="numbers",
+        help="Restrict attention to one document, and start positions at 0 in every document.",
+    )
+    visible_keys: float | None = key(
+        None,
+        least=1,
+        effect="none",
+        help="Mean number of keys that a query sees with mask_documents=true. `plan`, `count`, "
+        "model.match_flops_to and the costs of a study compute FLOPs from this number; null: "
+        "FLOPs of whole sequences. A run stores its measured number as `visible_keys` in "
+        "summary.json.",
+    )
+    document_lengths: dict[int, int] = key(
+        {},
+        effect="none",
+        help="Number of documents by length in tokens with EOS, for example {500: 90, 8000: "
+        "10}. visible_keys follows from these lengths, seq_len and packing.",
+    )
+    sample_prompt: str | None = key(
+        None,
+        effect="none",
+        kind="text",
+        help="Text that the sample at the end of a run continues; null: the first held-out tokens.",
+    )
 
     @property
     def whole_documents(self) -> bool:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 
 
 class Reduce(Enum):
@@ -29,16 +29,36 @@ class ParallelConfig:
     The world size must equal replicate * shard * expert. Either `replicate` or `shard` may be -1.
     """
 
-    replicate: int = 1
-    """Copies of the parameters, each on other ranks (HSDP); -1: world size / (shard * expert)."""
-    shard: int = -1
-    """Shards of each copy (FSDP), apart from `expert`; -1: world size / (replicate * expert)."""
-    expert: int = bounded(1, least=1)
-    """Number of neighbouring ranks that share the experts of every layer and exchange tokens."""
-    context: int = bounded(1, least=1)
-    """Number of neighbouring ranks that share each sequence (context parallelism)."""
-    reduce: Reduce | None = None
-    """When gradients are reduced; null: `last` if the gradients are small, else `every`."""
+    replicate: int = key(
+        1,
+        effect="speed",
+        help="Copies of the parameters, each on other ranks (HSDP); -1: world size / (shard * "
+        "expert).",
+    )
+    shard: int = key(
+        -1,
+        effect="speed",
+        help="Shards of each copy (FSDP), apart from `expert`; -1: world size / (replicate * "
+        "expert).",
+    )
+    expert: int = key(
+        1,
+        least=1,
+        effect="speed",
+        help="Number of neighbouring ranks that share the experts of every layer and exchange "
+        "tokens.",
+    )
+    context: int = key(
+        1,
+        least=1,
+        effect="speed",
+        help="Number of neighbouring ranks that share each sequence (context parallelism).",
+    )
+    reduce: Reduce | None = key(
+        None,
+        effect="speed",
+        help="When gradients are reduced; null: `last` if the gradients are small, else `every`.",
+    )
 
     def validate(self, n_experts: int) -> None:
         for name in ("replicate", "shard"):

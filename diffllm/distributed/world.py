@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError
+from diffllm.core.keys import key
 from diffllm.core.torch_versions import FLIGHT_RECORDERS
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
@@ -41,10 +41,20 @@ STOPPED = "stopped"
 class DistributedConfig:
     """Settings of collectives, and of checks that the model replicas are equal."""
 
-    timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
-    """Seconds after which an incomplete collective ends the run."""
-    check_interval: int = bounded(0, least=0)
-    """Steps between comparisons of replicas on different ranks; 0: compare only at the start."""
+    timeout: int = key(
+        600,
+        least=1,
+        most=365 * 24 * 3600,
+        effect="none",
+        help="Seconds after which an incomplete collective ends the run.",
+    )
+    check_interval: int = key(
+        0,
+        least=0,
+        effect="none",
+        help="Steps between comparisons of replicas on different ranks; 0: compare only at the "
+        "start.",
+    )
 
 
 @dataclass

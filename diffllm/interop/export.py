@@ -195,7 +195,7 @@ def write_card(
     The card contains the losses of the run only if the checkpoint is from the last step.
     """
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
-    state, variant = read_state(checkpoint), cfg.run.choices["attention"]
+    state, variant = read_state(checkpoint), cfg.resolved.choices["attention"]
     rows = {
         "architecture": layout.architecture,
         "attention": variant,

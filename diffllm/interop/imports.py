@@ -135,5 +135,5 @@ def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])
     cfg.data.tokenizer = str((out / tokenizer.name).absolute())
-    cfg.run.name, cfg.run.choices["model"] = out.name, origin.name
+    cfg.run.name, cfg.resolved.choices["model"] = out.name, origin.name
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))

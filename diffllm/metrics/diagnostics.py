@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.core.bounds import bounded
+from diffllm.core.keys import key
 from diffllm.metrics.table import metric_of
 
 Stats = dict[str, Tensor]
@@ -31,12 +31,25 @@ OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 class DiagnosticsConfig:
     """Settings of layer statistics and of probes, which measure attention maps at some queries."""
 
-    interval: int = bounded(10, least=0)
-    """Steps between in-block statistics; 0 turns them off."""
-    probe_interval: int = bounded(100, least=0)
-    """Steps between probes of explicit maps; 0 turns them off."""
-    probe_queries: int = bounded(8, least=1)
-    """Number of query positions per probe, drawn at random over the sequence for each probe."""
+    interval: int = key(
+        10,
+        least=0,
+        effect="logging",
+        help="Steps between in-block statistics; 0 turns them off.",
+    )
+    probe_interval: int = key(
+        100,
+        least=0,
+        effect="logging",
+        help="Steps between probes of explicit maps; 0 turns them off.",
+    )
+    probe_queries: int = key(
+        8,
+        least=1,
+        effect="logging",
+        help="Number of query positions per probe, drawn at random over the sequence for each "
+        "probe.",
+    )
 
 
 def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:

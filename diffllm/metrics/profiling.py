@@ -8,13 +8,14 @@ products are counted. Attention counts as causal, and recomputation is not count
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.profiler import profile, record_function, schedule
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.devices import DEVICES
 
@@ -23,8 +24,11 @@ from diffllm.metrics.devices import DEVICES
 class ProfileConfig:
     """Range of training steps to profile."""
 
-    steps: list[int] = field(default_factory=list)
-    """First and last step to trace, such as [10,12], on every rank; empty: no trace."""
+    steps: list[int] = key(
+        [],
+        effect="none",
+        help="First and last step to trace, such as [10,12], on every rank; empty: no trace.",
+    )
 
     def validate(self, steps: int) -> None:
         if self.steps and not (

@@ -16,6 +16,7 @@ import numpy as np
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_lines, readable
+from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.events import Event, EventsFile
 from diffllm.metrics.growing_file import GrowingFile
@@ -29,8 +30,11 @@ from diffllm.metrics.wandb_run import WandbRun
 class MetricsConfig:
     """Optional destinations of metrics, in addition to metrics.jsonl and wandb."""
 
-    tensorboard: bool = False
-    """Write TensorBoard event files into the run directory's `tensorboard/`."""
+    tensorboard: bool = key(
+        False,
+        effect="none",
+        help="Write TensorBoard event files into the run directory's `tensorboard/`.",
+    )
 
 
 def check_installed(cfg: MetricsConfig) -> None:

@@ -15,12 +15,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.names import directory_name, shortened
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.alerts import LEVELS, check_alerts
@@ -73,23 +74,46 @@ class WandbMode(Enum):
 class WandbConfig:
     """Mode, project, group and tags of the run in Weights & Biases."""
 
-    mode: WandbMode = WandbMode.auto
-    """Destination; auto: WANDB_MODE, else online with an API key, else offline."""
-    project: str | None = None
-    """Project of the run; null: WANDB_PROJECT, else diffllm."""
-    entity: str | None = None
-    """User or team that owns the project; null: WANDB_ENTITY, else the owner of the API key."""
-    group: str | None = None
-    """Group of the run; null: WANDB_RUN_GROUP, else the default group. The default is the run's
-    row in the report of its sweep, its arm in a study, or the attention variant."""
-    tags: list[str] | None = None
-    """Tags of the run, in addition to its sweep and study; null: WANDB_TAGS, as in a,b."""
-    alerts: list[str] = field(default_factory=lambda: list(LEVELS))
-    """Events of online runs that send an alert, at most one per kind and hour. Kinds: diverged,
-    skipped (10 updates in a row), loss_spike (the first in 1,000 steps) and stall."""
-    cancel_tag: bool = False
-    """Stop and save the run after you add the tag `cancel` in wandb. As after SIGTERM, but a
-    scheduler does not requeue the run. Tags are read once per minute."""
+    mode: WandbMode = key(
+        WandbMode.auto,
+        effect="none",
+        help="Destination; auto: WANDB_MODE, else online with an API key, else offline.",
+    )
+    project: str | None = key(
+        None,
+        effect="none",
+        help="Project of the run; null: WANDB_PROJECT, else diffllm.",
+    )
+    entity: str | None = key(
+        None,
+        effect="none",
+        help="User or team that owns the project; null: WANDB_ENTITY, else the owner of the API "
+        "key.",
+    )
+    group: str | None = key(
+        None,
+        effect="none",
+        help="Group of the run; null: WANDB_RUN_GROUP, else the default group. The default is "
+        "the run's row in the report of its sweep, its arm in a study, or the attention variant.",
+    )
+    tags: list[str] | None = key(
+        None,
+        effect="none",
+        help="Tags of the run, in addition to its sweep and study; null: WANDB_TAGS, as in a,b.",
+    )
+    alerts: list[str] = key(
+        list(LEVELS),
+        effect="none",
+        help="Events of online runs that send an alert, at most one per kind and hour. Kinds: "
+        "diverged, skipped (10 updates in a row), loss_spike (the first in 1,000 steps) and "
+        "stall.",
+    )
+    cancel_tag: bool = key(
+        False,
+        effect="none",
+        help="Stop and save the run after you add the tag `cancel` in wandb. As after SIGTERM, "
+        "but a scheduler does not requeue the run. Tags are read once per minute.",
+    )
 
     def validate(self) -> None:
         check_tags("wandb.tags", self.tags)

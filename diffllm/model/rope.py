@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
 
@@ -53,27 +53,73 @@ class YarnRamp(Enum):
 class RopeConfig:
     """Settings of RoPE. Before scaling, channel pair c has the frequency theta^(-2c/d)."""
 
-    theta: float = bounded(10_000.0, least=1)
-    """Base of the frequencies; a larger base rotates more slowly."""
-    scaling: RopeScaling = RopeScaling.none
-    """Scaling of the frequencies for contexts longer than the training context."""
-    factor: float = bounded(1.0, least=1)
-    """Length of the new context divided by `original_seq_len`."""
-    original_seq_len: int | None = None
-    """Original context length in tokens; required by llama3 and yarn."""
-    low_freq_factor: float = bounded(1.0, above=0)
-    """For llama3: divide frequencies below this many turns in the original context."""
-    high_freq_factor: float = 4.0
-    """For llama3: keep frequencies above this many turns in the original context."""
-    beta_slow: float = bounded(1.0, above=0)
-    """For yarn: the counterpart of low_freq_factor."""
-    beta_fast: float = 32.0
-    """For yarn: the counterpart of high_freq_factor."""
-    yarn_ramp: YarnRamp = YarnRamp.transformers
-    """For yarn: convention for the ends of the blend: transformers, exact or olmo_core. olmo_core
-    differs only if the slowest pair makes more than beta_slow turns in the original context."""
-    attention_factor: float | None = bounded(None, above=0)
-    """For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1."""
+    theta: float = key(
+        10_000.0,
+        least=1,
+        effect="numbers",
+        may_differ="stage",
+        help="Base of the frequencies; a larger base rotates more slowly.",
+    )
+    scaling: RopeScaling = key(
+        RopeScaling.none,
+        effect="numbers",
+        may_differ="stage",
+        help="Scaling of the frequencies for contexts longer than the training context.",
+    )
+    factor: float = key(
+        1.0,
+        least=1,
+        effect="numbers",
+        may_differ="stage",
+        help="Length of the new context divided by `original_seq_len`.",
+    )
+    original_seq_len: int | None = key(
+        None,
+        effect="numbers",
+        may_differ="stage",
+        help="Original context length in tokens; required by llama3 and yarn.",
+    )
+    low_freq_factor: float = key(
+        1.0,
+        above=0,
+        effect="numbers",
+        may_differ="stage",
+        help="For llama3: divide frequencies below this many turns in the original context.",
+    )
+    high_freq_factor: float = key(
+        4.0,
+        effect="numbers",
+        may_differ="stage",
+        help="For llama3: keep frequencies above this many turns in the original context.",
+    )
+    beta_slow: float = key(
+        1.0,
+        above=0,
+        effect="numbers",
+        may_differ="stage",
+        help="For yarn: the counterpart of low_freq_factor.",
+    )
+    beta_fast: float = key(
+        32.0,
+        effect="numbers",
+        may_differ="stage",
+        help="For yarn: the counterpart of high_freq_factor.",
+    )
+    yarn_ramp: YarnRamp = key(
+        YarnRamp.transformers,
+        effect="numbers",
+        may_differ="stage",
+        help="For yarn: convention for the ends of the blend: transformers, exact or olmo_core. "
+        "olmo_core differs only if the slowest pair makes more than beta_slow turns in the "
+        "original context.",
+    )
+    attention_factor: float | None = key(
+        None,
+        above=0,
+        effect="numbers",
+        may_differ="stage",
+        help="For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1.",
+    )
 
     def validate(self) -> None:
         for name, scalings in USED_BY.items():

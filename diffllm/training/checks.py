@@ -1,6 +1,5 @@
 """Checks before a run starts: data, tokenizer and weights must fit the model."""
 
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,8 @@ from pathlib import Path
 from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes, changes_text, is_allowed
-from diffllm.config.origin import OF_A_RUN, Origin, named_in, origin_of
+from diffllm.config.changes import Changes, changes_text, is_fixed_in_stage, is_within
+from diffllm.config.origin import Origin, named_in, origin_of
 from diffllm.config.saved import changes_to
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
@@ -132,17 +131,13 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
 
 def check_named(cfg: TrainConfig) -> None:
     """Raise ConfigError if the class of `model.attention` does not match the attention= option."""
-    name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
-    expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
+    name, attention = cfg.resolved.choices["attention"], type(cfg.model.attention)
+    expected = SCHEMAS["attention", cfg.resolved.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
             f"attention={name} needs {expected.__name__} as the class of model.attention, not "
             f"{attention.__name__}; set attention= to a variant that uses {attention.__name__}"
         )
-
-
-A_STAGE_CHANGES = re.compile(r"seq_len|rope\..*|moe\.(bias_update_rate|balance_.*|router_z_loss)")
-"""Keys of the model config that a new stage may change."""
 
 
 def starting_point(cfg: TrainConfig) -> Path | None:
@@ -163,7 +158,7 @@ def starting_point(cfg: TrainConfig) -> Path | None:
     origin = origin_of(path, named.step)
     there, here = type(origin.model.attention), type(cfg.model.attention)
     if there is not here:
-        own = cfg.run.choices["attention"]
+        own = cfg.resolved.choices["attention"]
         convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={own}"])
         other = f"set attention={origin.attention}"
         hint = f"to convert: {convert} out=..." if own in TARGETS else other
@@ -191,10 +186,10 @@ def check_stage(cfg: TrainConfig, origin: Origin, checkpoint: Path | None) -> No
             f"{origin.path} has no optimizer state, which a stage needs; to start from the "
             f"parameters alone, set {weights}"
         )
-    changes = changes_to(origin.model, cfg.model, OF_A_RUN)
-    if refused := {k: v for k, v in changes.items() if not A_STAGE_CHANGES.fullmatch(k)}:
+    changes = changes_to(origin.model, cfg.model, is_fixed_in_stage)
+    if changes:
         said = changes_text(
-            {f"model.{key}": pair for key, pair in refused.items()}, "the previous stage"
+            {f"model.{key}": pair for key, pair in changes.items()}, "the previous stage"
         )
         raise ConfigError(
             f"{said}; of the model, a stage can change only seq_len, model.rope and the balance of "
@@ -210,7 +205,7 @@ def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     """
     named = named_in(cfg.resume)
     stage = named is not None and named.kind == "stage"
-    if is_allowed("tokenizer", cfg.run.allow_changes) and not stage:
+    if is_within("tokenizer", cfg.run.allow_changes) and not stage:
         return
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])

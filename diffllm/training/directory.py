@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
-from diffllm.config.changes import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
-from diffllm.config.saved import differences
+from diffllm.config.changes import Changes, changes_text, changes_training, is_within, what_differs
+from diffllm.config.saved import differences, load_run_config
 from diffllm.config.words import former_text
 from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
@@ -92,7 +92,7 @@ class RunDirectory:
             return
         changes = differences(self.path, self.cfg)
         allowed = self.cfg.run.allow_changes
-        if refused := [key for key in changes if not is_allowed(key, allowed)]:
+        if refused := [key for key in changes if not is_within(key, allowed)]:
             raise ConfigError(
                 f"{self.path} was made with {what_differs(changes)}; choose another run.name, or "
                 f"resume with run.allow_changes=[{','.join([*allowed, *refused])}]"
@@ -263,7 +263,9 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     """
     found = read_ending(path)
     if found and found.get("stopped"):
-        return None if differences(path, cfg, NO_WAY_ON) else found
+        # A change of the corpus shows only later, so permission to change counts as a change.
+        permits = cfg.run.allow_changes != load_run_config(path).run.allow_changes
+        return None if permits or differences(path, cfg, changes_training) else found
     return found if steps_made(path) == cfg.steps else None
 
 
@@ -295,7 +297,7 @@ def choose_path(cfg: TrainConfig) -> Path:
             f"run.sweep={cfg.run.sweep} already exists; to resume the sweep, add -m to the command"
         )
     if name is None:
-        chosen = cfg.run.choices
+        chosen = cfg.resolved.choices
         kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]
         name = f"{kind}-{chosen['attention']}-{time.strftime('%Y%m%d-%H%M%S')}"
     for key, part in (("run.name", name), ("run.sweep", cfg.run.sweep or "none")):

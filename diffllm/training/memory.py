@@ -69,7 +69,9 @@ def check_memory(cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
         needed, available = sum(state.total for state in states), machine_memory()
         place = "this machine or container"
     if needed > available:
-        choices = " ".join(f"{group}={cfg.run.choices[group]}" for group in ("model", "attention"))
+        choices = " ".join(
+            f"{group}={cfg.resolved.choices[group]}" for group in ("model", "attention")
+        )
         raise ConfigError(
             f"{choices} does not fit into memory: parameters, gradients and optimizer state need "
             f"at least {needed / GIB:,.2f} GiB, but {place} has {available / GIB:,.2f} GiB; choose "

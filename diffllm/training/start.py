@@ -4,7 +4,6 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 """
 
 import math
-import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,13 +14,14 @@ import torch
 
 from diffllm.checkpoint.manifest import check_parameters, read_state, tokens_of
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes, changes_text, is_allowed
+from diffllm.config.changes import Changes, changes_text, is_of_model, is_within
 from diffllm.config.compose import variant_config
-from diffllm.config.origin import OF_A_RUN, named_in, origin_of
+from diffllm.config.origin import named_in, origin_of
 from diffllm.config.plugins import plugin_versions
+from diffllm.config.run_config import CARRIED
 from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.config.schema import CARRIED
 from diffllm.core.errors import CheckpointError, DataError, UserError
+from diffllm.core.keys import declaration_of, declarations
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
 from diffllm.data.sequences import packing_counts
@@ -58,11 +58,6 @@ from diffllm.training.state import (
 )
 from diffllm.training.wandb_id import choose_wandb_id
 
-OF_THE_MACHINE = re.compile(
-    r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
-)
-"""Config keys that may differ between ranks."""
-
 
 class Claimed(NamedTuple):
     """The locked run directory `path`, and the checkpoint or other model to start from."""
@@ -92,8 +87,12 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     """
     plugins = plugin_versions(cfg.plugins).items()
     check_same(here.world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
-    values = flatten(yaml_dict(cfg)).items()
-    shared = {key: value for key, value in values if not OF_THE_MACHINE.fullmatch(key)}
+    declared = declarations(cfg)
+    shared = {
+        key: value
+        for key, value in flatten(yaml_dict(cfg)).items()
+        if "machine" not in declaration_of(key, declared).kinds
+    }
     check_same(here.world, "config", shared)
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, here.world.size))
     directory, saved = kept or (None, None)
@@ -160,7 +159,7 @@ def prepare_data(
     # Not stored in cfg: config.yaml must contain only the EOS that the user sets.
     with_eos = replace(cfg.data, eos_token=claimed.eos_token)
     hashes = claimed.hashes
-    if is_allowed("corpus", cfg.run.allow_changes):
+    if is_within("corpus", cfg.run.allow_changes):
         hashes = hashes._replace(corpus=None)
     data = prepare(with_eos, cfg.prepare, hashes)
     for directory in data.directories:
@@ -348,7 +347,7 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
             part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
             block.copy_(origin.directory.tensor(name)[part])
     t.weights.changed()
-    changes = changes_to(origin.model, t.cfg.model, OF_A_RUN)
+    changes = changes_to(origin.model, t.cfg.model, is_of_model)
     named = {f"model.{key}": pair for key, pair in changes.items()}
     differs = changes_text(named, "the weights") or None
     state = read_state(path) if origin.run else {}

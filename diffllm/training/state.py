@@ -19,7 +19,7 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import read_state, tokens_of
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes, changes_text, is_allowed
+from diffllm.config.changes import Changes, changes_text, is_within
 from diffllm.config.origin import named_in, path_and_step
 from diffllm.config.saved import load_run_config
 from diffllm.config.words import printed_override
@@ -271,7 +271,7 @@ def continued(
             f"({error}); resume another checkpoint"
         ) from error
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
-    if refused := [key for key in changes if not is_allowed(key, allowed)]:
+    if refused := [key for key in changes if not is_within(key, allowed)]:
         raise CheckpointError(
             f"{path} was saved with a different data order ({changes_text(changes)})"
             f"{rule if 'corpus' in refused else ''}; "

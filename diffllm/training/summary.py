@@ -37,7 +37,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     `step` is the step of the checkpoint to resume from, or 0 if the run is not resumed. `facts` is
     the content of run.json, and `path` is the run directory.
     """
-    choices, manifest = cfg.run.choices, data.manifest
+    choices, manifest = cfg.resolved.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)
     millions = facts["parameters"] / 1e6
     device = facts["device"]
@@ -51,8 +51,10 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
         f"{facts['ranks']} x {device}, {facts['compute_dtype']}",
     ]
-    if cfg.run.matched:
-        lines.append(f"matched: {cfg.run.matched.text()}")
+    if cfg.resolved.defaults:
+        lines.append(f"defaults: {cfg.resolved.defaults}")
+    if cfg.resolved.matched:
+        lines.append(f"matched: {cfg.resolved.matched.text()}")
     if weights := facts.get("weights") or facts.get("previous"):
         of_step = "" if weights["step"] is None else f", step {weights['step']:,}"
         differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
@@ -160,7 +162,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "compute_dtype": dtype_name(t.compute_dtype),
         "torch": torch.__version__,
         "plugin_code": plugin_versions(cfg.plugins),
-        "variant_line": variant_line(cfg.run.choices["attention"], cfg.model.attention),
+        "variant_line": variant_line(cfg.resolved.choices["attention"], cfg.model.attention),
         "compiled": t.choices["compile"].value,
         "choices": for_json(t.choices),
     }
@@ -187,7 +189,7 @@ def summarise(
         measured = {end: own for end, own in measured.items() if own}
     diverged = losses is None or not math.isfinite(losses.loss)
     found = {
-        "variant": cfg.run.choices["attention"],
+        "variant": cfg.resolved.choices["attention"],
         "state": "diverged" if diverged else "finished",
         "reason": trained.diverged or ("no finite held-out loss" if diverged else None),
         "diverged": diverged,
@@ -206,7 +208,7 @@ def summarise(
         "flops_per_token": t.model.flops_per_token(visible_keys),
         "tokens_per_s": trained.speed,
         "seconds": state.seconds,
-        "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
+        "matched": cfg.resolved.matched.numbers() if cfg.resolved.matched else None,
         **state.spikes.metrics(),
     }
     return {
@@ -244,7 +246,7 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
         "visible keys": keys_text(summary["visible_keys"], cfg.seq_len),
         "spikes": spike_text(summary),
         "skipped": f"{skipped:.0f} updates" if skipped else "",
-        "matched": cfg.run.matched.text() if cfg.run.matched else "",
+        "matched": cfg.resolved.matched.text() if cfg.resolved.matched else "",
         "run": f"{path}/: metrics.jsonl, checkpoints/, config.yaml",
         "report": report,
         "sample again": again,

@@ -40,7 +40,7 @@ def default_group(
 
     Arguments as in `with_labels`.
     """
-    variant = cfg.run.choices["attention"]
+    variant = cfg.resolved.choices["attention"]
     if facts is not None:
         # Older versions recorded no group: the group of their runs is the attention variant.
         return facts.get("wandb_group") or variant
@@ -60,7 +60,7 @@ def wandb_arguments(
     variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
     return {
         "directory": path,
-        "job_type": cfg.run.choices["model"],
+        "job_type": cfg.resolved.choices["model"],
         "config": {**yaml_dict(cfg), **without_online(facts)},
         "name": cfg.run.name or variables.get(variable),
     }

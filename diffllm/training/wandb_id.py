@@ -6,8 +6,8 @@ the same settings: their values are equal, except for measured times and for rou
 
 import os
 
-from diffllm.config.changes import FREE, Changes
-from diffllm.config.saved import differences
+from diffllm.config.changes import Changes, logs_values
+from diffllm.config.saved import differences, load_run_config
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
@@ -15,9 +15,6 @@ from diffllm.metrics.wandb_run import RUN_ID, new_id, resolve_mode, with_variabl
 from diffllm.metrics.wandb_uploads import uploaded_id
 from diffllm.training.directory import RunDirectory
 from diffllm.training.process import in_sweep
-
-LOGGING = ("log_interval", "eval", "diagnostics")
-"""Config keys that may change at a resume, but decide which metrics a step logs."""
 
 
 def choose_wandb_id(
@@ -66,9 +63,9 @@ def choose_wandb_id(
 
 def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> bool:
     """Return whether the run repeats logged steps after `step` with other settings."""
-    counted = [*LOGGING]
-    if not directory.checkpoints:  # The key `resume` decides where the run begins.
-        counted.append("resume")
-    free = tuple(key for key in FREE if key not in counted)
-    changed = bool(changes or differences(directory.path, directory.cfg, free))
+    path, cfg = directory.path, directory.cfg
+    changed = bool(changes or differences(path, cfg, logs_values))
+    # Without a checkpoint of this run, the key `resume` decides where the run begins.
+    if (path / "config.yaml").is_file() and not directory.checkpoints:
+        changed = changed or load_run_config(path).resume != cfg.resume
     return changed and any(line["step"] > step for line in history(directory.path))

@@ -74,11 +74,11 @@ def test_load_config_returns_independent_configs():
     first = load_config(["model=tiny"])
     first.data.paths.append("changed")
     first.optim.lr = 99.0
-    first.run.choices["model"] = "changed"
+    first.resolved.choices["model"] = "changed"
     second = load_config(["model=tiny"])
     assert second.data.paths == []
     assert second.optim.lr != 99.0
-    assert second.run.choices["model"] == "tiny"
+    assert second.resolved.choices["model"] == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_load_config_returns_independent_configs():
 def test_every_yaml_in_conf_composes_to_valid_config(path: Path):
     group, choice = path.parent.name, path.stem
     cfg = load_config([f"{group}={choice}", *NEEDED.get((group, choice), [])])
-    assert cfg.run.choices[group] == choice
+    assert cfg.resolved.choices[group] == choice
     assert plain_tree(cfg)
 
 
@@ -115,7 +115,10 @@ def test_attention_variant_changes_only_attention_section_of_config():
     for variant in variants():
         other = deepcopy(of_variant(variant))
         other.model.attention = base.model.attention
-        other.run.choices, other.run.schemas = base.run.choices, base.run.schemas
+        other.resolved.choices, other.resolved.schemas = (
+            base.resolved.choices,
+            base.resolved.schemas,
+        )
         assert other == base
 
 
@@ -182,7 +185,7 @@ CORPORA = [
 )
 def test_load_config_derives_data_source_from_corpus_keys(words, source, paths, dataset):
     cfg = load_config(words)
-    assert cfg.data.source == cfg.run.choices["data"] == source
+    assert cfg.data.source == cfg.resolved.choices["data"] == source
     assert (cfg.data.paths, cfg.data.dataset) == (paths, dataset)
 
 

@@ -31,7 +31,7 @@ from tiers import slow_but
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.overrides import GROUPS
-from diffllm.config.schema import check_values, leaves
+from diffllm.config.values import check_values, leaves
 from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import LONGEST, ConfigError
 from diffllm.metrics.diagnostics import probe_positions
@@ -57,7 +57,7 @@ WRONG: dict[object, list[str]] = {
     Enum: ["nothing", "0.5", "''", "'two words'", *NOT_A_SECTION],
 }
 ANY_TEXT = ("data.sample_prompt",)
-PARTS_OF_A_RUN = ("run.choices", "run.matched")
+PARTS_OF_A_RUN = ("resolved.choices", "resolved.matched")
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +250,7 @@ ODD = [
     (["+steps=5"], "+steps=5"),
     (["hydra/launcher=basic"], "hydra/launcher"),
     (["hydra=null"], "hydra=null"),
-    (["run.choices={attention: gated}"], "run.choices"),
+    (["resolved.choices={attention: gated}"], "resolved.choices"),
     (["run={matched: null}"], "run={matched"),
     (["model.seq_len=32"], "model.seq_len=32"),
     (["wandb={mode: offline, colour: red}"], "colour"),

@@ -50,4 +50,4 @@ def test_train_help_contains_every_config_key_exactly_once():
         "data.document_lengths={}",
         "eval.levels={}",
     ]
-    assert "run.choices" not in text
+    assert "resolved.choices" not in text

@@ -143,11 +143,11 @@ def test_ffn_dim_for_equal_flops_depends_on_number_of_visible_keys():
             flops_per_token(widened(cfg.model, width), variant, 4096, keys)
             for variant, width in (
                 ("standard", cfg.model.ffn_dim),
-                ("diff_v2", cfg.run.matched.target_ffn_dim),
+                ("diff_v2", cfg.resolved.matched.target_ffn_dim),
             )
         )
-        assert cfg.run.matched.flops == pytest.approx(own, rel=1e-12)
-        assert cfg.run.matched.target_flops == pytest.approx(target, rel=1e-12)
+        assert cfg.resolved.matched.flops == pytest.approx(own, rel=1e-12)
+        assert cfg.resolved.matched.target_flops == pytest.approx(target, rel=1e-12)
         assert own == pytest.approx(target, rel=0.005)
         found[keys] = cfg.model.ffn_dim
     assert found[2048.5] == load_config([*words, "seq_len=4096"]).model.ffn_dim
@@ -201,16 +201,16 @@ def test_config_with_both_parameter_match_and_flop_match_is_refused():
     with pytest.raises(ConfigError, match="exclude each other"):
         load_config(["model=tiny", "attention=standard", *both])
     cfg = load_config(["model=tiny", "attention=standard", both[1]])
-    assert "FLOPs per token, " in cfg.run.matched.text()
-    assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
+    assert "FLOPs per token, " in cfg.resolved.matched.text()
+    assert cfg.model.ffn_dim == cfg.resolved.matched.ffn_dim > 384
 
 
 def test_parameter_match_target_ignores_attention_overrides():
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model
-    assert cfg.run.matched.target_params == total_params(yaml, "gated", yaml.ffn_dim)
-    assert cfg.run.matched.params == total_params(yaml, "gated_headwise", cfg.model.ffn_dim)
+    assert cfg.resolved.matched.target_params == total_params(yaml, "gated", yaml.ffn_dim)
+    assert cfg.resolved.matched.params == total_params(yaml, "gated_headwise", cfg.model.ffn_dim)
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
@@ -242,12 +242,12 @@ def test_parameter_match_changes_only_feed_forward_width_of_config(words, key, b
     cfg = load_config([*words, "attention=standard", "model.match_params_to=diff_v2"])
     total = sum(p.numel() for p in build_model(cfg.model).parameters())
     assert total == pytest.approx(wanted, rel=0.005)
-    found = cfg.run.matched
+    found = cfg.resolved.matched
     assert key in found.text()
     assert (found.target, found.target_params, found.target_ffn_dim) == ("diff_v2", wanted, before)
     assert (found.key, found.params, found.ffn_dim) == (key, total, width_of(cfg.model))
     assert found.ffn_dim > before
     assert found.difference_percent == pytest.approx(100 * (total / wanted - 1))
     setattr(cfg.model.moe if "moe" in key else cfg.model, key.rpartition(".")[2], before)
-    cfg.model.match_params_to, cfg.run.matched = None, None
+    cfg.model.match_params_to, cfg.resolved.matched = None, None
     assert cfg == plain, "something else was changed"

@@ -13,7 +13,7 @@ from diffllm.compare.sweep.plan import combinations, split_overrides
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import compose_config
 from diffllm.config.overrides import FILLED_IN
-from diffllm.config.schema import leaves
+from diffllm.config.values import leaves
 from diffllm.config.words import (
     as_text,
     declared_type,

@@ -34,7 +34,7 @@ def test_command_line_arguments_override_recipe_values(tmp_path):
     cfg = diffllm.load_config(words)
     assert cfg.data.sources["a"].weight == 3
     assert cfg.data.sources["b"].paths == ["it's {a}, b.txt"]
-    assert cfg.run.choices["data"] == "mixture"
+    assert cfg.resolved.choices["data"] == "mixture"
 
 
 @pytest.mark.parametrize("key", ["data.sources.wiki", "data.sources.code.wieght"])

@@ -124,7 +124,7 @@ def test_resume_from_weights_uses_saved_model_config_by_default(
     assert f"weights of {sources['export']}, trained on an unknown corpus;" in ended.out
     of_run = load_run_config(tmp_path / "run")
     for cfg in (of_run, load_config([f"resume=weights:{tmp_path / 'run'}", "seq_len=64"])):
-        assert cfg.run.choices["model"] == "hf"
+        assert cfg.resolved.choices["model"] == "hf"
         assert cfg.model == of_run.model
 
 

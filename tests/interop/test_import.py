@@ -99,7 +99,7 @@ def test_commands_print_model_name_and_unknown_corpus_of_imported_run(tmp_path, 
     assert "my-llama: 0.08M parameters, standard" in capsys.readouterr().out
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
     for path in (run, two):
-        assert load_run_config(path).run.choices["model"] == "my-llama"
+        assert load_run_config(path).resolved.choices["model"] == "my-llama"
         assert main(["count", f"resume=weights:{path}"]) == 0
         assert "my-llama, seq_len" in capsys.readouterr().out
     assert main(["evaluate", f"run={run}", "tasks=[icl]", "limit=2"]) == 0
@@ -160,9 +160,9 @@ def test_conversion_from_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp
     run = make_run("source", "attention=standard", *KINDS[kind])
     two, back = tmp_path / "two", tmp_path / "back"
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
-    assert load_run_config(two).run.choices["attention"] == "diff_v2"
+    assert load_run_config(two).resolved.choices["attention"] == "diff_v2"
     assert main(["import", f"hf={two}", f"out={back}", "attention=standard"]) == 0
-    assert load_run_config(back).run.choices["attention"] == "standard_2x_heads"
+    assert load_run_config(back).resolved.choices["attention"] == "standard_2x_heads"
     source, converted, again = (diffllm.load_model(path)[0](IDS) for path in (run, two, back))
     assert source.std() > 0.3
     assert torch.equal(source, converted)

@@ -146,7 +146,7 @@ def write_run(
     )
     if loss is not None:
         done = {
-            "variant": cfg.run.choices["attention"],
+            "variant": cfg.resolved.choices["attention"],
             "steps": cfg.steps,
             "tokens": cfg.steps * tokens,
             "heldout_loss": loss,
@@ -222,7 +222,7 @@ def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts:
     cfg = config_of(tuple(start_words(planned, out, HASHES[study.hash])))
     (path / "checkpoints").mkdir(parents=True)
     write_atomic(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
-    known = {**facts_of(f"attention={cfg.run.choices['attention']}"), **facts}
+    known = {**facts_of(f"attention={cfg.resolved.choices['attention']}"), **facts}
     write_atomic(path / "run.json", json.dumps(known))
     tokens = cfg.global_batch_size * cfg.seq_len
     lines = [

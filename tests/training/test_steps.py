@@ -33,7 +33,7 @@ def corpus(tmp_path):
 )
 def test_quickstart_experiment_is_default_unless_overrides_change_computation(word, experiment):
     cfg = load_config([word])
-    assert cfg.run.choices["experiment"] == experiment
+    assert cfg.resolved.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]
 
 

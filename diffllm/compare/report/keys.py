@@ -8,10 +8,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.compare.report.runs import Run
-from diffllm.config.changes import FREE
+from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
 from diffllm.config.plugins import several_versions, versions_text
 from diffllm.config.saved import flatten
+from diffllm.core.keys import class_declarations
+from diffllm.model.attention.diff_v1 import DiffV1Config
 
 HASH = 8
 SEEDS = ("seed", "model.init_seed")
@@ -45,6 +47,8 @@ MATCHES = ("model.match_params_to", "model.match_flops_to")
 PLUGINS = "plugins"
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
+DECLARED = class_declarations(TrainConfig) | class_declarations(DiffV1Config, ATTENTION)
+FREE = [name for name, declared in DECLARED.items() if declared.resumable] + ["resolved"]
 IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
     "eval", "resume", *CORPUS, *TOKENIZER, "precision",
 }  # fmt: skip
@@ -132,8 +136,8 @@ def deciding_values(run: Run) -> dict[str, Any]:
     values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
     if previous := run.facts.get("previous"):  # Each arm and seed continues its own run.
         values["resume"] = f"stage after {previous['tokens']:,} tokens"
-    if cfg.run.matched:
-        values[f"model.{cfg.run.matched.key}"] = cfg.run.matched.target_ffn_dim
+    if cfg.resolved.matched:
+        values[f"model.{cfg.resolved.matched.key}"] = cfg.resolved.matched.target_ffn_dim
     values[CHANGED] = run.changes or None
     return values | {fact: run.facts.get(fact) for fact in FACTS}
 
@@ -160,7 +164,7 @@ def overrides(run: Run) -> dict[str, Any]:
     """Return the `model.attention` keys, with values, that differ from the variant's defaults."""
     return {
         key: run.config[key]
-        for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
+        for key, value in variant_keys(run.variant, run.cfg.resolved.schemas["attention"]).items()
         if run.config[key] != value and not within(key, IGNORED)
     }
 

@@ -286,7 +286,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
         ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
         parts.append(f"{key if ambiguous else name}={value_text(key, value)}")
     if shown_together:
-        parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")
+        parts.insert(0, f"model={row.runs[0].cfg.resolved.choices['model']}")
     return " ".join([row.keys["attention"], *parts])
 
 
@@ -313,7 +313,7 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
     found keys.
     """
     values = [
-        {**each, "choice": run.cfg.run.choices["model"]}
+        {**each, "choice": run.cfg.resolved.choices["model"]}
         for each, run in zip(keys.values, runs, strict=True)
     ]
     of_model = (k for k in keys.swept if k.startswith("model.") and not k.startswith(ATTENTION))
@@ -330,7 +330,7 @@ def distinguishing(
         shown_together: keys that `model=<choice>` sets. If there are such keys, the result also
             contains the key "model", with the choice of `row` as value.
     """
-    found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
+    found = {"model": row.runs[0].cfg.resolved.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
         values = [{shown_value(r.differing.get(key)) for r in group.rows} for group in groups]
         if {*map(len, values)} == {1} and len(set.union(*values)) > 1:

@@ -99,7 +99,7 @@ class Run:
 
     @property
     def variant(self) -> str:
-        return self.cfg.run.choices["attention"]
+        return self.cfg.resolved.choices["attention"]
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from diffllm.compare.study.planned_runs import (
     config_of_planned,
     strayed,
 )
-from diffllm.compare.study.study_hash import UNHASHED, config_digest
+from diffllm.compare.study.study_hash import config_digest, is_hashed
 from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
 from diffllm.compare.study.unequal import RECORDED, settings_of
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -215,7 +215,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
             documents = rounded(document_losses(run.path))
     own, problem = config_digest(run.cfg, study), change_during_run(run.path)
     if own != digest or planned.lr not in (None, run.cfg.optim.lr):
-        problem = strayed(run.path, run.cfg, config_of_planned(planned), UNHASHED)
+        problem = strayed(run.path, run.cfg, config_of_planned(planned), is_hashed)
     return StudyRun(
         name=planned.name,
         seed=planned.seed,

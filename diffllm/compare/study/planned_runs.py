@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.study.file import Study
 from diffllm.config import TrainConfig
-from diffllm.config.changes import FREE
+from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
 from diffllm.config.origin import compose_with_origin
-from diffllm.config.saved import changes_to, flatten, load_run_config
+from diffllm.config.saved import Counts, changes_to, flatten, load_run_config
 from diffllm.config.schema import ContextError
 from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
@@ -185,14 +185,14 @@ def ended_loss(path: Path) -> float | None:
 
 
 def strayed(
-    run_path: Path, saved: TrainConfig, planned: TrainConfig, ignored_keys: tuple[str, ...] = FREE
+    run_path: Path, saved: TrainConfig, planned: TrainConfig, counts: Counts = is_fixed
 ) -> str:
     """Describe the differences between the saved and the planned config of a run.
 
-    Differences in `ignored_keys` are ignored. If there are no differences, return a note if the
+    Only differences that count are described. If there are no differences, return a note if the
     config changed during the run, and "" if it did not.
     """
-    found = changes_to(saved, planned, ignored_keys)
+    found = changes_to(saved, planned, counts)
     changes = {key: values for key, values in found.items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())

@@ -13,11 +13,15 @@ from typing import Any
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import config_of_planned, planned_by_name
 from diffllm.config import TrainConfig
-from diffllm.config.changes import FREE, is_allowed
 from diffllm.config.saved import defaults_of, flatten, yaml_dict
+from diffllm.core.keys import Declaration, declaration_of, declarations
 
-UNHASHED = (*(key for key in FREE if key != "eval"), "run.study")
-"""Keys without effect on the computed and measured values of a run."""
+FORMER_SECTION = {
+    "resolved.schemas.attention": "run.schemas.attention",
+    "resolved.schemas.data": "run.schemas.data",
+    "resolved.choices.attention": "run.choices.attention",
+}
+"""Computed values that are hashed, with the names that hashes of older versions contain."""
 
 
 def config_digest(cfg: TrainConfig, study: Study) -> str:
@@ -26,20 +30,31 @@ def config_digest(cfg: TrainConfig, study: Study) -> str:
     Defaults are ignored, so that new config keys do not change the hash. The key optim.lr is
     ignored if the study itself chooses the learning rate.
     """
-    usual = flat_defaults(*map(type, (cfg.model.attention, cfg.data)))
-    found = {
-        key: value
-        for key, value in flatten(yaml_dict(cfg)).items()
-        if not (key in usual and usual[key] == value) and is_hashed(key)
-    }
+    defaults = flat_defaults(*map(type, (cfg.model.attention, cfg.data)))
+    declared = declarations(cfg)
+    hashed: dict[str, Any] = {}
+    for key, value in flatten(yaml_dict(cfg)).items():
+        is_default = key in defaults and defaults[key] == value
+        if is_default:
+            continue
+        if key in FORMER_SECTION:
+            hashed[FORMER_SECTION[key]] = value
+        elif is_hashed(declaration_of(key, declared)):
+            hashed[key] = value
     if study.lr:
-        found.pop("optim.lr", None)
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        hashed.pop("optim.lr", None)
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
-@cache
-def is_hashed(key: str) -> bool:
-    return not is_allowed(key, [*UNHASHED])
+def is_hashed(declared: Declaration) -> bool:
+    """Return whether the hash of a run covers a key: whether the key decides or measures results.
+
+    Keys that are compared by content at resume, such as data.paths, are not hashed. Neither is
+    the interval of logging, which the hash of the study file covers.
+    """
+    if declared.computes:
+        return not declared.resumable
+    return declared.effect == "measurement"
 
 
 @cache

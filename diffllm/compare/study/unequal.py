@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from diffllm.compare.report.keys import FACTS, HASH, shown_value, within
+from diffllm.compare.report.keys import FACTS, FREE, HASH, shown_value, within
 from diffllm.compare.report.numbers import compact, percent
-from diffllm.config.changes import OF_NO_EFFECT
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import listed
 
@@ -44,7 +43,7 @@ RECORDED = (
 )  # fmt: skip
 """Facts of run.json among the conditions."""
 HASHES = ("corpus", "tokenizer", "heldout_texts")
-UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
+UNREAD = tuple(key for key in FREE if key.startswith("data."))
 
 
 def settings_of(config: Values) -> dict[str, str]:

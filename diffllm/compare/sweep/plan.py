@@ -19,7 +19,7 @@ from omegaconf import ListConfig
 from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Job
 from diffllm.config import TrainConfig, load_config
-from diffllm.config.changes import is_allowed, what_differs
+from diffllm.config.changes import is_within, what_differs
 from diffllm.config.compose import hydra
 from diffllm.config.loading import configs_of, without_imports
 from diffllm.config.overrides import (
@@ -382,7 +382,7 @@ def check_runs(directory: SweepDirectory, configs: dict[str, TrainConfig]) -> No
             changes = differences(path, cfg)
         except CheckpointError:
             continue  # This run will fail with a message; the remaining runs can start.
-        if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
+        if any(not is_within(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
                 f"the run {path.name} of the sweep {directory.path} was started with "
                 f"{what_differs(changes)}; choose another run.sweep, or allow the change with "

@@ -13,8 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 
-from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import DataError
+from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -30,8 +31,14 @@ _do: Callable[[int], None]
 class PrepareConfig:
     """Number of parallel processes that encode a corpus to tokens; null: one per core."""
 
-    processes: int | None = bounded(None, least=1, most=4096)
-    """Number of processes; null: one per core, but at most one per remaining part of the corpus."""
+    processes: int | None = key(
+        None,
+        least=1,
+        most=4096,
+        effect="speed",
+        help="Number of processes; null: one per core, but at most one per remaining part of "
+        "the corpus.",
+    )
 
     def validate(self) -> None:
         check_bounds("prepare.", self)

@@ -5,12 +5,12 @@ Examples for training and examples of `diffllm evaluate` are generated with diff
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.tasks import VERSION
@@ -30,17 +30,39 @@ USUAL = 256
 class SyntheticConfig(DataConfig):
     """Config of a corpus of generated examples; each example is one document."""
 
-    source: str = "synthetic"
-    task: str = "mqar"
-    """Task of the examples: needle, mqar or icl."""
-    level: dict[str, Any] = field(default_factory=dict)
-    """Difficulty, for example {filler: 64}; missing settings have their easiest value."""
-    examples: int = bounded(100_000, least=1, most=10**9)
-    """Number of documents."""
-    answers_only: bool = True
-    """Compute the loss only over answers, not over the text before an answer."""
-    task_seed: int = 0
-    """Seed of the examples."""
+    source: str = key(
+        "synthetic",
+        effect="order",
+        fact="corpus",
+        help="Kind of the corpus; set by data=.",
+    )
+    task: str = key(
+        "mqar",
+        effect="order",
+        help="Task of the examples: needle, mqar or icl.",
+    )
+    level: dict[str, Any] = key(
+        {},
+        effect="order",
+        help="Difficulty, for example {filler: 64}; missing settings have their easiest value.",
+    )
+    examples: int = key(
+        100_000,
+        least=1,
+        most=10**9,
+        effect="order",
+        help="Number of documents.",
+    )
+    answers_only: bool = key(
+        True,
+        effect="numbers",
+        help="Compute the loss only over answers, not over the text before an answer.",
+    )
+    task_seed: int = key(
+        0,
+        effect="order",
+        help="Seed of the examples.",
+    )
 
     def validate(self) -> None:
         super().validate()
@@ -54,15 +76,15 @@ class SyntheticConfig(DataConfig):
         if self.task in REMOVED:
             raise ConfigError(f"data.task={self.task} was removed; use {AVAILABLE}")
         known = TASKS[self.task].settings(USUAL)
-        for key, value in self.level.items():
-            if key not in known:
+        for name, value in self.level.items():
+            if name not in known:
                 raise ConfigError(
-                    f"data.level: {key}={value} is not a setting of the task {self.task}; its "
+                    f"data.level: {name}={value} is not a setting of the task {self.task}; its "
                     f"settings are {', '.join(known)}"
                 )
             if type(value) is not int or not 0 <= value <= LARGEST:
                 raise ConfigError(
-                    f"data.level: {key}={value} must be a whole number from 0 to {LARGEST:,}"
+                    f"data.level: {name}={value} must be a whole number from 0 to {LARGEST:,}"
                 )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.core.bounds import bounded
+from diffllm.core.keys import key
 from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
 from diffllm.model.attention.ops import (
     Backend,
@@ -48,10 +48,18 @@ Maps = dict[str, Tensor]
 class AttentionConfig:
     """Base class of the configs of all attention variants."""
 
-    backend: Backend = Backend.sdpa
-    """Kernel of training; decoding uses SDPA, or explicit maps with `reference`."""
-    context_scale: float = bounded(1.0, above=0)
-    """Fixed factor on the input of `wo`: a control for the magnitude of attention's output."""
+    backend: Backend = key(
+        Backend.sdpa,
+        effect="speed",
+        help="Kernel of training; decoding uses SDPA, or explicit maps with `reference`.",
+    )
+    context_scale: float = key(
+        1.0,
+        above=0,
+        effect="numbers",
+        help="Fixed factor on the input of `wo`: a control for the magnitude of attention's "
+        "output.",
+    )
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """Build the attention module of decoder layer `layer_idx`, counted from 0."""

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache, Maps
 from diffllm.model.attention.kernels import Kernel
@@ -66,16 +66,34 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSe
 class DiffV1Config(AttentionConfig):
     """Settings of DIFF V1 (arXiv 2410.05258), with one lambda per layer and one norm per head."""
 
-    head_norm: bool = True
-    """Apply RMSNorm to the 2d channels of each head; false keeps the factor 1 - lambda_init."""
-    head_norm_eps: float = bounded(1e-5, above=0)
-    """Added to the mean square inside the norm of `head_norm`."""
-    lambda_init: float | None = None
-    """Constant for all layers; null: 0.8 - 0.6 exp(-0.3 l) in layer l."""
-    clamp: bool = False
-    """Clamp the map at 0 and renormalise; computes explicit maps, so only for small models."""
-    values: Values = Values.auto
-    """Layout of the values in the kernel call; does not change the result."""
+    head_norm: bool = key(
+        True,
+        effect="numbers",
+        help="Apply RMSNorm to the 2d channels of each head; false keeps the factor 1 - "
+        "lambda_init.",
+    )
+    head_norm_eps: float = key(
+        1e-5,
+        above=0,
+        effect="numbers",
+        help="Added to the mean square inside the norm of `head_norm`.",
+    )
+    lambda_init: float | None = key(
+        None,
+        effect="numbers",
+        help="Constant for all layers; null: 0.8 - 0.6 exp(-0.3 l) in layer l.",
+    )
+    clamp: bool = key(
+        False,
+        effect="numbers",
+        help="Clamp the map at 0 and renormalise; computes explicit maps, so only for small "
+        "models.",
+    )
+    values: Values = key(
+        Values.auto,
+        effect="speed",
+        help="Layout of the values in the kernel call; does not change the result.",
+    )
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV1Attention":
         return DiffV1Attention(model, self, layer_idx)

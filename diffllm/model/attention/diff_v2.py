@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
 from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores, attention_weights
@@ -52,14 +53,27 @@ class Lambda(Enum):
 class DiffV2Config(AttentionConfig):
     """Settings of DIFF V2, by default with one lambda per token and pair of query heads."""
 
-    pairing: Pairing = Pairing.adjacent
-    """Pairs of query heads: 2i and 2i+1, which share key and value, or i and i+H."""
-    lambda_form: Lambda = Lambda.sigmoid
-    """Formula of lambda: per token, with or without sigmoid; learned per head; constant; 1."""
-    lambda_value: float = FIXED
-    """Constant lambda, only for lambda_form=fixed."""
-    head_norm: bool = False
-    """Apply RMSNorm to each head as V1 does, without the factor of V1."""
+    pairing: Pairing = key(
+        Pairing.adjacent,
+        effect="numbers",
+        help="Pairs of query heads: 2i and 2i+1, which share key and value, or i and i+H.",
+    )
+    lambda_form: Lambda = key(
+        Lambda.sigmoid,
+        effect="numbers",
+        help="Formula of lambda: per token, with or without sigmoid; learned per head; "
+        "constant; 1.",
+    )
+    lambda_value: float = key(
+        FIXED,
+        effect="numbers",
+        help="Constant lambda, only for lambda_form=fixed.",
+    )
+    head_norm: bool = key(
+        False,
+        effect="numbers",
+        help="Apply RMSNorm to each head as V1 does, without the factor of V1.",
+    )
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV2Attention":
         return DiffV2Attention(model, self)

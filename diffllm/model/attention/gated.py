@@ -6,6 +6,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux
 from diffllm.model.attention.ops import Mask
@@ -39,11 +40,17 @@ class GateInit(Enum):
 class GatedConfig(AttentionConfig):
     """Settings of gated attention (arXiv 2505.06708)."""
 
-    gate: Gate = Gate.elementwise
-    """Granularity of the gate: one value per channel, or one value per head."""
+    gate: Gate = key(
+        Gate.elementwise,
+        effect="numbers",
+        help="Granularity of the gate: one value per channel, or one value per head.",
+    )
 
-    init: GateInit = GateInit.half
-    """Mean of the gate at initial values; with `one`, the gate is multiplied by 2."""
+    init: GateInit = key(
+        GateInit.half,
+        effect="numbers",
+        help="Mean of the gate at initial values; with `one`, the gate is multiplied by 2.",
+    )
 
     def build(self, model: ModelConfig, layer_idx: int) -> "GatedAttention":
         return GatedAttention(model, self)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
 from diffllm.model.attention.ops import Backend, Mask, Sliced, WholeMask, attend, attention_weights
@@ -39,10 +39,18 @@ class Sink(Enum):
 class StandardConfig(AttentionConfig):
     """Settings of standard softmax attention, the baseline."""
 
-    query_heads: float = bounded(1.0, above=0, most=64)
-    """Number of query heads divided by `n_heads`."""
-    sink: Sink = Sink.none
-    """Additional term in the softmax denominator: none, a learned logit per head, or 1."""
+    query_heads: float = key(
+        1.0,
+        above=0,
+        most=64,
+        effect="numbers",
+        help="Number of query heads divided by `n_heads`.",
+    )
+    sink: Sink = key(
+        Sink.none,
+        effect="numbers",
+        help="Additional term in the softmax denominator: none, a learned logit per head, or 1.",
+    )
 
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
         return StandardAttention(model, self)

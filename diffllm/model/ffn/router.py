@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import key
 from diffllm.core.torch_versions import IS_ROCM
 from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.attention.slices import Slices
@@ -41,34 +41,88 @@ class Balance(Enum):
 class MoEConfig:
     """Settings of a mixture of SwiGLU experts with top-k routing, which drops no tokens."""
 
-    n_experts: int = bounded(0, least=0, most=2**16)
-    """Routed experts per layer; 0 is a dense model, which ignores the other fields."""
-    top_k: int = bounded(2, least=1, most=2**16)
-    """Routed experts per token."""
-    expert_dim: int = bounded(0, least=0, most=2**24)
-    """Width of each routed and each shared expert."""
-    n_shared: int = bounded(0, least=0, most=2**10)
-    """Shared experts, used by all tokens: one SwiGLU of width n_shared * expert_dim."""
-    n_dense_layers: int = bounded(0, least=0)
-    """Number of first layers that are dense, with width `ffn_dim`."""
-    score: Score = Score.sigmoid
-    """Function that turns router logits into scores."""
-    renormalise: bool = True
-    """Scale the weights of the top_k experts of a token to sum 1."""
-    routed_scaling: float = bounded(1.0, above=0)
-    """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
-    bias_update_rate: float = bounded(1e-3, least=0)
-    """Change of the balancing bias per optimizer step; 0: no bias. Wang et al., arXiv 2408.15664.
-    The default suits sigmoid scores. Softmax scores average 1 / n_experts: from 32 experts on, a
-    step of the default is several percent of a score."""
-    balance_loss: float = bounded(0.0, least=0)
-    """Weight of the load-balancing loss per layer; losses are summed over layers."""
-    balance_over: Balance = Balance.global_batch
-    """Tokens over which the load-balancing loss computes expert loads. sequence: each sequence
-    (DeepSeek-V3, equations 17 to 20). global_batch: the whole batch of the previous optimizer step
-    (Qiu et al., arXiv 2501.11873)."""
-    router_z_loss: float = bounded(0.0, least=0)
-    """Weight of mean(logsumexp(router logits)^2) per layer (ST-MoE, arXiv 2202.08906)."""
+    n_experts: int = key(
+        0,
+        least=0,
+        most=2**16,
+        effect="numbers",
+        help="Routed experts per layer; 0 is a dense model, which ignores the other fields.",
+    )
+    top_k: int = key(
+        2,
+        least=1,
+        most=2**16,
+        effect="numbers",
+        help="Routed experts per token.",
+    )
+    expert_dim: int = key(
+        0,
+        least=0,
+        most=2**24,
+        effect="numbers",
+        may_differ=("report", "study"),
+        help="Width of each routed and each shared expert.",
+    )
+    n_shared: int = key(
+        0,
+        least=0,
+        most=2**10,
+        effect="numbers",
+        help="Shared experts, used by all tokens: one SwiGLU of width n_shared * expert_dim.",
+    )
+    n_dense_layers: int = key(
+        0,
+        least=0,
+        effect="numbers",
+        help="Number of first layers that are dense, with width `ffn_dim`.",
+    )
+    score: Score = key(
+        Score.sigmoid,
+        effect="numbers",
+        help="Function that turns router logits into scores.",
+    )
+    renormalise: bool = key(
+        True,
+        effect="numbers",
+        help="Scale the weights of the top_k experts of a token to sum 1.",
+    )
+    routed_scaling: float = key(
+        1.0,
+        above=0,
+        effect="numbers",
+        help="Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16).",
+    )
+    bias_update_rate: float = key(
+        1e-3,
+        least=0,
+        effect="numbers",
+        may_differ=("report", "stage"),
+        help="Change of the balancing bias per optimizer step; 0: no bias. Wang et al., arXiv "
+        "2408.15664. The default suits sigmoid scores. Softmax scores average 1 / n_experts: "
+        "from 32 experts on, a step of the default is several percent of a score.",
+    )
+    balance_loss: float = key(
+        0.0,
+        least=0,
+        effect="numbers",
+        may_differ=("report", "stage"),
+        help="Weight of the load-balancing loss per layer; losses are summed over layers.",
+    )
+    balance_over: Balance = key(
+        Balance.global_batch,
+        effect="numbers",
+        may_differ=("report", "stage"),
+        help="Tokens over which the load-balancing loss computes expert loads. sequence: each "
+        "sequence (DeepSeek-V3, equations 17 to 20). global_batch: the whole batch of the "
+        "previous optimizer step (Qiu et al., arXiv 2501.11873).",
+    )
+    router_z_loss: float = key(
+        0.0,
+        least=0,
+        effect="numbers",
+        may_differ=("report", "stage"),
+        help="Weight of mean(logsumexp(router logits)^2) per layer (ST-MoE, arXiv 2202.08906).",
+    )
 
     def validate(self, n_layers: int) -> None:
         if self.n_experts == 0:

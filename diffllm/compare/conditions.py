@@ -1,0 +1,85 @@
+"""The rule of comparability: which differences between runs a comparison of these runs allows.
+
+Runs are compared if they differ only in the attention variant, in keys without influence on the
+compared value, and in differences that a report or study declares. All other keys are conditions:
+compared runs must agree in them. The effect of a key decides, see `core.keys`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from diffllm.config.changes import is_within
+from diffllm.core.keys import Declaration
+
+ATTENTION = "model.attention."
+Role = Literal["question", "condition", "declared", "harmless"]
+"""Role of a key in a comparison.
+
+question: the attention variant and its settings, which the comparison is about.
+condition: the compared runs must agree in the key.
+declared: the report or study allows the difference, and shows it.
+harmless: the key has no influence on the compared value.
+"""
+
+
+class Comparand(NamedTuple):
+    """A run in a comparison: its arm or row, its seed, and its config keys and facts by name."""
+
+    arm: str
+    seed: int
+    values: Mapping[str, Any]
+
+
+class Difference(NamedTuple):
+    """A key in which compared arms differ."""
+
+    key: str
+    role: Role
+    values: dict[str, list[str]]
+    """The arms with each value, by the value as text."""
+
+
+def role(
+    name: str,
+    declared: Declaration,
+    place: Literal["report", "study"],
+    allowed: Collection[str] = (),
+    measures_time: bool = False,
+) -> Role:
+    """Return the role of a config key or fact in a comparison.
+
+    Args:
+        name: dotted config key, or name of a fact in run.json.
+        declared: the declaration of the key or fact.
+        place: kind of the comparison.
+        allowed: keys, facts and sections that the study or sweep declares as differences.
+        measures_time: whether the compared value is a time or a speed.
+    """
+    if declared.effect == "none":
+        return "harmless"
+    if declared.effect == "speed":
+        return "condition" if measures_time else "harmless"
+    if name == "attention" or name.startswith(ATTENTION):
+        return "question"
+    if is_within(name, allowed) or place in declared.may_differ:
+        return "declared"
+    # In a report, the interval of logging affects only the number of points of a curve.
+    if place == "report" and declared.effect == "logging":
+        return "harmless"
+    return "condition"
+
+
+def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
+    """Return whether arms differ in a value, given as (arm, seed, value) of each run.
+
+    Arms agree if the runs of each seed agree. Values may differ between seeds: for example, seeds 0
+    to 3 of all arms may have run with an earlier version of the code.
+    """
+    by_seed: dict[int, set[str]] = {}
+    by_arm: dict[str, set[str]] = {}
+    for arm, seed, value in runs:
+        by_seed.setdefault(seed, set()).add(value)
+        by_arm.setdefault(arm, set()).add(value)
+    value_sets = list(by_arm.values())
+    same_sets = all(values == value_sets[0] for values in value_sets)
+    return not same_sets or any(len(values) > 1 for values in by_seed.values())

@@ -1,0 +1,84 @@
+"""Checks of single config values: types of list items, text, numbers and paths."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from diffllm.config.run_config import CARRIED
+from diffllm.core.bounds import sections
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.keys import Declaration, declarations
+from diffllm.core.typed import without_null
+
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Limits of float32: smaller values round to 0, larger values are infinite."""
+LONGEST_TEXT = 4096
+
+
+def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Iterate over all values in a config dataclass, as (dotted key, declared type, value)."""
+    for prefix, node in sections(config):
+        hints = get_type_hints(type(node))
+        for f in fields(node):
+            if not is_dataclass(value := getattr(node, f.name)):
+                yield f"{prefix}{f.name}", hints[f.name], value
+
+
+def check_values(cfg: Any) -> None:
+    """Raise ConfigError for list items of a wrong type, invalid text, or invalid numbers."""
+    by_name = declarations(cfg)
+    for name, declared, value in leaves(cfg):
+        if "${" in str(value):  # readers of config.yaml would resolve ${
+            raise ConfigError(
+                f"{name}: the value contains ${{ after interpolation; remove ${{ from the value"
+            )
+        kind = without_null(declared)
+        null = value is None and kind is not declared
+        if get_origin(kind) is list and not null:  # an interpolation may insert any value
+            (kind,) = get_args(kind)
+            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+                items = "text" if kind is str else "integers"
+                raise ConfigError(f"{name}={value!r} must be a list of {items}")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str):
+                check_text(name, item, by_name[name])
+            elif isinstance(item, int | float) and not isinstance(item, bool):
+                check_number(name, item)
+
+
+def check_paths(cfg: Any) -> None:
+    """Raise ConfigError for a config value that is an invalid path.
+
+    Do not use for saved configs, which may contain paths of another machine.
+    """
+    by_name = declarations(cfg)
+    for name, _, value in leaves(cfg):
+        if "path" in by_name[name].kinds:
+            for text in value if isinstance(value, list) else [value]:
+                if text is not None:
+                    # The default of data.cache_dir follows a variable of the environment.
+                    cache = name == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
+                    kind, _, path = text.partition(":")
+                    place = path if name == "resume" and kind in CARRIED else text
+                    user_path(place, "DIFFLLM_CACHE" if cache else name)
+
+
+def check_number(key: str, value: float) -> None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key}={value} must be from -2^63 to 2^63 - 1")
+    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        raise ConfigError(
+            f"{key}={value} is outside the range of float32: the absolute value must be 0, or "
+            f"{SMALLEST_FLOAT:.4g} to {LARGEST_FLOAT:.4g}"
+        )
+
+
+def check_text(key: str, value: str, declared: Declaration) -> None:
+    broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)  # from another encoding
+    one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
+    if broken or not (one_line or "text" in declared.kinds):
+        raise ConfigError(
+            f"{key}={value[:20]!r} must be one line of 1 to {LONGEST_TEXT} printable characters"
+        )

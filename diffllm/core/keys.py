@@ -1,0 +1,176 @@
+"""Declarations of config keys: what a key decides, where its value may differ, and its help text.
+
+All rules that treat config keys differently are derived from these declarations: resume, sweeps,
+reports, studies, command lines and docs/configuration.md.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from diffllm.core.bounds import RULES, sections
+
+Effect = Literal["numbers", "order", "measurement", "logging", "speed", "none"]
+"""What the value of a key decides.
+
+numbers: the parameters that training computes.
+order: the tokens that each step reads.
+measurement: evaluated values, but not the training.
+logging: the steps at which values are logged.
+speed: time and memory; other values change only by rounding.
+none: names, places and messages.
+"""
+Kind = Literal["path", "machine", "seed", "text", "run"]
+"""Other properties of a key.
+
+path: the value is a path, or contains a path.
+machine: the value belongs to the machine, and may differ between ranks.
+seed: runs of one arm differ in this key.
+text: the value may contain line breaks.
+run: the value belongs to one run; a run that starts from other weights does not take it over.
+"""
+Place = Literal["report", "study", "stage"]
+"""Where a key may differ although the key decides numbers, order or a measurement.
+
+report: between compared rows of a report; the label of a row shows the value.
+study: between arms, because the conditions `parameters` and `flops` limit the difference.
+stage: between two stages of one training (resume=stage:PATH).
+"""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Properties of a config key, declared by `key`.
+
+    The default values are those of a field that a plugin declares without `key`: the strictest.
+    """
+
+    help: str = ""
+    effect: Effect = "numbers"
+    kinds: frozenset[Kind] = frozenset()
+    fact: str | None = None
+    """Entry of run.json, or config key, that is compared in place of this key."""
+    may_differ: frozenset[Place] = frozenset()
+    resumable: bool = False
+    """Whether the value may change when a run resumes."""
+    follows: str | None = None
+    """Key whose value is the default of this key."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether the key decides what a run computes: numbers or order."""
+        return self.effect in ("numbers", "order")
+
+    @property
+    def harmless(self) -> bool:
+        """Whether the key decides only speed, or only names, places and messages."""
+        return self.effect in ("speed", "none")
+
+
+UNDECLARED = Declaration()
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+"""Default of a key that follows another key."""
+Declarations = Mapping[str, Declaration]
+"""Declarations by dotted config key."""
+
+
+def key(
+    default: Any = MISSING,
+    *,
+    effect: Effect,
+    help: str,
+    kind: Kind | tuple[Kind, ...] = (),
+    fact: str | None = None,
+    may_differ: Place | tuple[Place, ...] = (),
+    resumable: bool | None = None,
+    **bounds: float,
+) -> Any:
+    """Declare a config key: a field of a config dataclass.
+
+    Args:
+        default: value without an override. Each config gets its own copy of a list or dict.
+        effect: what the value decides, see `Effect`.
+        help: meaning and unit, for `--help` and docs/configuration.md.
+        kind: further properties, see `Kind`.
+        fact: entry of run.json, or config key, that is compared in place of this key.
+        may_differ: places where a difference is allowed, see `Place`.
+        resumable: whether the value may change when a run resumes; None: if the key decides neither
+            numbers nor order.
+        bounds: least (>=), above (>), most (<=) and below (<), as in `core.bounds.bounded`.
+
+    Raises TypeError for an unknown effect, kind, place or bound.
+    """
+    kinds = (kind,) if isinstance(kind, str) else kind
+    places = (may_differ,) if isinstance(may_differ, str) else may_differ
+    check_words("effect", [effect], get_args(Effect))
+    check_words("kind", kinds, get_args(Kind))
+    check_words("may_differ", places, get_args(Place))
+    check_words("bounds", bounds, RULES)
+    if resumable is None:
+        resumable = effect not in ("numbers", "order")
+    reference = REFERENCE.fullmatch(default) if isinstance(default, str) else None
+    declared = Declaration(
+        help,
+        effect,
+        frozenset(kinds),
+        fact,
+        frozenset(places),
+        resumable,
+        follows=reference[1] if reference else None,
+    )
+    metadata = {"declaration": declared, **bounds}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_words(name: str, words: Iterable[str], allowed: Iterable[str]) -> None:
+    for word in words:
+        if word not in allowed:
+            raise TypeError(f"{name}={word!r} is not one of {', '.join(allowed)}")
+
+
+def declaration(config_field: Field[Any]) -> Declaration:
+    """Return the declaration of a dataclass field, or UNDECLARED for a field without `key`."""
+    declared: Declaration = config_field.metadata.get("declaration", UNDECLARED)
+    return declared
+
+
+def declarations(config: Any) -> dict[str, Declaration]:
+    """Return the declarations of all keys of a config dataclass, by dotted key.
+
+    Sources of a mixture are included, for example "data.sources.web.paths".
+    """
+    return {
+        f"{prefix}{config_field.name}": declaration(config_field)
+        for prefix, section in sections(config)
+        for config_field in fields(section)
+    }
+
+
+def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declaration]:
+    """Return the declarations of all keys of a config class and of its nested classes."""
+    hints = get_type_hints(config_class)
+    found: dict[str, Declaration] = {}
+    for config_field in fields(config_class):
+        name, kind = f"{prefix}{config_field.name}", hints[config_field.name]
+        if is_dataclass(kind):
+            found |= class_declarations(kind, f"{name}.")  # type: ignore[arg-type]
+        else:
+            found[name] = declaration(config_field)
+    return found
+
+
+def declaration_of(name: str, declared: Declarations) -> Declaration:
+    """Return the declaration of a dotted key, or of the mapping that contains the key.
+
+    For example, `eval.levels` declares `eval.levels.mqar.filler`. Return UNDECLARED for an unknown
+    key.
+    """
+    while name:
+        if name in declared:
+            return declared[name]
+        name = name.rpartition(".")[0]
+    return UNDECLARED

@@ -1,0 +1,91 @@
+"""Facts of a run that are not config keys, such as its device: entries of run.json.
+
+Facts are declared like config keys, so that reports and studies treat both in the same way.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from diffllm.core.keys import Declaration, declaration, key
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts that reports and studies compare; None if run.json does not contain the fact."""
+
+    parameters: float | None = key(
+        None,
+        above=0,
+        effect="numbers",
+        may_differ="report",
+        help="Number of parameters.",
+    )
+    flops_per_token: float | None = key(
+        None,
+        above=0,
+        effect="numbers",
+        may_differ="report",
+        help="Training FLOPs per token, without document masks.",
+    )
+    corpus: str | None = key(None, effect="order", help="Hash of the corpus.")
+    corpus_note: str | None = key(
+        None,
+        effect="none",
+        help="Differences from the reference corpus.",
+    )
+    tokenizer: str | None = key(None, effect="order", help="Hash of the tokenizer's pieces.")
+    heldout_tokens: float | None = key(
+        None,
+        effect="measurement",
+        help="Held-out tokens of the final loss.",
+    )
+    compute_dtype: str | None = key(None, effect="numbers", help="Dtype of matrix products.")
+    code: str | None = key(
+        None,
+        effect="numbers",
+        may_differ="report",
+        help="Hash of the source files of diffllm.",
+    )
+    torch: str | None = key(
+        None,
+        effect="numbers",
+        kind="machine",
+        may_differ="report",
+        help="Version of torch.",
+    )
+    python: str | None = key(None, effect="none", kind="machine", help="Version of Python.")
+    device: str | None = key(
+        None,
+        effect="speed",
+        kind="machine",
+        help='"CPU", or the name of the GPU.',
+    )
+    ranks: float | None = key(None, effect="speed", kind="machine", help="World size.")
+    compiled: bool | None = key(
+        None,
+        effect="speed",
+        kind="machine",
+        help="Whether torch.compile compiled the blocks.",
+    )
+
+
+@cache
+def fact_declarations() -> dict[str, Declaration]:
+    """Return the declarations of all facts, by the name of the fact."""
+    return {fact.name: declaration(fact) for fact in fields(RunFacts)}
+
+
+def facts_of(record: dict[str, Any]) -> RunFacts:
+    """Return the facts in `record`, the content of run.json; values of a wrong type become None."""
+    python = (record.get("environment") or {}).get("python")
+    code = (record.get("diffllm") or {}).get("hash")
+    known = {**record, "python": python, "code": code}
+    hints = get_type_hints(RunFacts)
+    values = {}
+    for fact in fields(RunFacts):
+        value = known.get(fact.name)
+        kinds = get_args(hints[fact.name])
+        is_number = float in kinds and isinstance(value, int) and not isinstance(value, bool)
+        values[fact.name] = value if is_number or isinstance(value, kinds) else None
+    return RunFacts(**values)
