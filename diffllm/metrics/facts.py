@@ -35,12 +35,12 @@ class RunFacts:
         help="Differences from the reference corpus.",
     )
     tokenizer: str | None = key(None, effect="order", help="Hash of the tokenizer's pieces.")
+    compute_dtype: str | None = key(None, effect="numbers", help="Dtype of matrix products.")
     heldout_tokens: float | None = key(
         None,
         effect="measurement",
         help="Held-out tokens of the final loss.",
     )
-    compute_dtype: str | None = key(None, effect="numbers", help="Dtype of matrix products.")
     code: str | None = key(
         None,
         effect="numbers",
@@ -74,6 +74,14 @@ class RunFacts:
 def fact_declarations() -> dict[str, Declaration]:
     """Return the declarations of all facts, by the name of the fact."""
     return {fact.name: declaration(fact) for fact in fields(RunFacts)}
+
+
+def machine_facts() -> tuple[str, ...]:
+    """Return the facts of the machine that must agree to compare times."""
+    declared = fact_declarations()
+    return tuple(
+        name for name, key in declared.items() if "machine" in key.kinds and key.effect != "none"
+    )
 
 
 def facts_of(record: dict[str, Any]) -> RunFacts:

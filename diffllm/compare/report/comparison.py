@@ -8,7 +8,13 @@ import numpy as np
 from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, overrides
-from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
+from diffllm.compare.report.notes import (
+    code_notes,
+    fact_notes,
+    parameter_notes,
+    run_notes,
+    speed_notes,
+)
 from diffllm.compare.report.numbers import plural
 from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
@@ -109,7 +115,8 @@ def compare(
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
     no_gap = f"No gap for {', '.join(alone)}: no run of {chosen} agrees in all other keys."
     of_scores = [no_gap] if alone and len(rows) > 1 else []
-    notes += of_scores + fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
+    notes += of_scores + fact_notes(kept) + parameter_notes(pairs)
+    notes += speed_notes(kept) + code_notes(rows)
     evaluated, about = evaluations(rows, step)
     for i, row in enumerate(rows):
         gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}

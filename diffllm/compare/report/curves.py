@@ -9,6 +9,7 @@ import numpy as np
 
 from diffllm.compare.report.rows import EqualGap, Row
 from diffllm.compare.report.runs import Run, Series, flops_facts, keys_seen
+from diffllm.metrics.facts import machine_facts
 from diffllm.statistics.estimates import CONFIDENCE, Estimate, estimate
 from diffllm.statistics.gap_tests import paired
 from diffllm.statistics.seed_variance import pooled_variance
@@ -18,8 +19,6 @@ Losses = dict[tuple[int, int], float]
 """Losses by (seed, model.init_seed)."""
 LOSS = "eval/loss"
 POINTS = 300
-MACHINE = ("device", "ranks", "torch", "compiled")
-"""Facts of run.json that must agree to compare times."""
 
 
 class Spike(NamedTuple):
@@ -245,7 +244,8 @@ BUDGETS = {
         flops_spent,
     ),
     "seconds": Budget(
-        "seconds", "Time of training steps, without evaluations and saves", seconds_spent, MACHINE
+        "seconds", "Time of training steps, without evaluations and saves", seconds_spent,
+        machine_facts(),
     ),
 }  # fmt: skip
 

@@ -1,76 +1,65 @@
-"""Find the config keys and the entries of run.json that differ between runs."""
+"""Find the config keys and the facts of run.json that differ between runs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from diffllm.compare.conditions import ATTENTION, role
 from diffllm.compare.report.runs import Run
 from diffllm.config import TrainConfig
+from diffllm.config.changes import is_fixed, is_within
 from diffllm.config.compose import variant_config
 from diffllm.config.plugins import several_versions, versions_text
-from diffllm.config.saved import flatten
-from diffllm.core.keys import class_declarations
-from diffllm.model.attention.diff_v1 import DiffV1Config
+from diffllm.config.saved import flatten, yaml_dict
+from diffllm.core.keys import (
+    UNDECLARED,
+    Declaration,
+    Declarations,
+    class_declarations,
+    declaration_of,
+)
+from diffllm.metrics.facts import fact_declarations, facts_of
 
 HASH = 8
-SEEDS = ("seed", "model.init_seed")
-ATTENTION = "model.attention."
-FOLLOWS = {"model.seq_len": "seq_len", "data.vocab_size": "model.vocab_size"}
-"""Keys whose default is the value of another key."""
-
-CORPUS = (
-    "data.source", "data.dataset", "data.name", "data.split", "data.revision", "data.paths",
-    "data.text_column", "data.sample_by",
-)  # fmt: skip
-TOKENIZER = ("data.tokenizer", "data.eos_token", "data.vocab_size", "data.tokenizer_sample_bytes")
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
 HELDOUT_SPLIT = "heldout_split_tokens"
 """Number of tokens of the whole held-out split; unknown in runs of older versions."""
-FACTS = {
-    "corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",),
-    HELDOUT: ("eval.tokens",),
-}  # fmt: skip
-"""Facts of run.json, and the config keys that do not matter between runs of equal facts."""
-FROM_CORPUS = (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)
-CAUSES = {
-    **FACTS, "tokenizer": FROM_CORPUS,
-    HELDOUT: ("eval.tokens", "data.heldout_fraction", "tokenizer", *FROM_CORPUS),
-    "eval.tokens": ("steps", "global_batch_size", "seq_len"),
-}  # fmt: skip
-"""Keys that explain a difference in a fact or key: a label then shows the causes alone."""
-
-MATCHES = ("model.match_params_to", "model.match_flops_to")
 PLUGINS = "plugins"
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
-DECLARED = class_declarations(TrainConfig) | class_declarations(DiffV1Config, ATTENTION)
-FREE = [name for name, declared in DECLARED.items() if declared.resumable] + ["resolved"]
-IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
-    "eval", "resume", *CORPUS, *TOKENIZER, "precision",
-}  # fmt: skip
+COMPUTED = dict.fromkeys(("attention", "resume", PLUGINS, CHANGED), UNDECLARED)
+"""Values that a report computes for each run: variant, starting point, versions of plugins that
+several runs use in different versions, and changes during the run. All four decide numbers."""
 
-INCOMPARABLE = (
-    "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
-    "optim.schedule", "optim.warmup_steps", "optim.decay_fraction", "optim.min_lr_ratio", *FACTS,
-    PLUGINS, CHANGED,
-)  # fmt: skip
-SWEEPABLE = (
-    "model.ffn_dim", *MATCHES, "model.init_std", "model.z_loss", "model.attention",
-    "model.moe.expert_dim", "model.moe.bias_update_rate", "model.moe.balance_loss",
-    "model.moe.balance_over", "model.moe.router_z_loss",
-)  # fmt: skip
+SEEDS = [
+    name for name, declared in class_declarations(TrainConfig).items() if "seed" in declared.kinds
+]
+"""Keys in which runs of one row differ; `Run.seeds` contains their values."""
+FACTS = [
+    name
+    for name, declared in fact_declarations().items()
+    if role(name, declared, "report") == "condition"
+]
+"""Facts of run.json that must agree in compared rows."""
+HEADLINE = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.warmup_steps")
+"""Keys that settings and short descriptions of groups name first; model is the chosen YAML."""
+MATCHES = ("model.match_params_to", "model.match_flops_to")
+"""Keys whose values are names of attention variants, see `count_targets_as_matched`."""
+CAUSES = {
+    "tokenizer": ("corpus",),
+    HELDOUT: ("data.heldout_fraction", "tokenizer", "corpus"),
+    "eval.tokens": ("steps", "global_batch_size", "seq_len"),
+}
+"""Keys and facts that can explain a difference in a fact or key; a label then shows only these.
 
-SPEED = (
-    "device", "ranks", "torch", "micro_batch_size", "compile", "compiled",
-    "activation_checkpointing",
-    "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
-    "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.context",
-    "parallel.reduce",
-)  # fmt: skip
+The config keys of a fact can explain the fact as well, but their declarations state this. No
+declaration states that one fact influences another, or that eval.tokens=auto depends on the run's
+number of tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,95 +77,194 @@ class Keys:
 def distinguish(runs: list[Run]) -> Keys:
     """Return the config keys and entries of run.json in which runs differ, with their values.
 
-    Omit seeds, keys that affect only speed or file locations, and keys whose values follow from
-    another key. Some entries of run.json, such as the hash of the corpus, are compared instead of
-    the config keys that determine them. A run without such an entry is not comparable to a run with
-    the entry. If all runs lack the entry, compare the config keys.
+    Omit seeds, keys without influence on the loss, and keys whose values follow from another key.
+    Some entries of run.json, such as the hash of the corpus, are compared instead of the config
+    keys that determine them. A run without such an entry is not comparable to a run with the entry.
+    If all runs lack the entry, compare the config keys.
     """
-    values = [deciding_values(run) for run in runs]
+    declared = all_declarations(runs)
     several = several_versions([run.plugin_code for run in runs])
-    for each, run in zip(values, runs, strict=True):
-        own = several.keys() & run.plugin_code.keys()
-        each[PLUGINS] = versions_text(run.plugin_code, own) or None
-    count_targets_as_matched(values)
-    for key, source in FOLLOWS.items():
-        if all(each[key] == each[source] for each in values):
-            for each in values:
-                del each[key]
-    hidden = set()
-    for fact, keys in FACTS.items():
-        known = [each for each in values if each[fact] is not None]
-        unknown = [each for each in values if each[fact] is None]
-        hidden |= {
-            key
-            for key in keys
-            if known and not determine([fact], key, known) and not differs(key, unknown)
-        }
-    names = {key for each in values for key in each} - hidden
-    differing = {key for key in names if differs(key, values)}
-    follow = {
-        fact
-        for fact, causes in CAUSES.items()
-        if fact in differing and determine(differing.intersection(causes), fact, values)
-    }
-    overridden = {key for run in runs for key in overrides(run)}
-    differing = {k for k in differing if not k.startswith(ATTENTION)} | overridden
-    swept = ["attention", *sorted(differing - follow - {"attention"})]
-    incomparable = sorted(
-        key for key in differing if within(key, INCOMPARABLE) and not within(key, SWEEPABLE)
-    )
-    kept = {*swept, *incomparable}
-    return Keys(swept, incomparable, [{k: each.get(k) for k in kept} for each in values])
+    values = [deciding_values(run, several) for run in runs]
+    values = count_targets_as_matched(values)
+
+    names = {key for run_values in values for key in run_values}
+    names -= following_keys(runs, declared)
+    names -= keys_compared_by_fact(values, declared)
+    differing = {name for name in names if differs(name, values)}
+    # Two variants have different fields below `model.attention`, with different defaults. Only
+    # overrides of these defaults distinguish rows of one variant.
+    differing = {name for name in differing if not name.startswith(ATTENTION)}
+    for run in runs:
+        differing |= overrides(run).keys()
+    explained = explained_names(differing, values, declared)
+
+    # The attention variant is the first part of every label, even if all runs have the same.
+    swept = ["attention", *sorted(differing - explained - {"attention"})]
+    # Groups of comparable rows need all conditions, also those that another key explains.
+    incomparable = []
+    for name in sorted(differing):
+        if role(name, declaration_of(name, declared), "report") == "condition":
+            incomparable.append(name)
+    shown = {*swept, *incomparable}
+    shown_values = [{name: run_values.get(name) for name in shown} for run_values in values]
+    return Keys(swept, incomparable, shown_values)
 
 
-def deciding_values(run: Run) -> dict[str, Any]:
-    cfg = run.cfg
-    values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
+def all_declarations(runs: list[Run]) -> Declarations:
+    """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
+    declared = dict(fact_declarations())
+    for run in runs:
+        declared |= run.declarations
+    return declared | COMPUTED
+
+
+def is_deciding(key: str, declared: Declaration) -> bool:
+    """Return whether runs with different values of a config key are in different rows."""
+    # Values of the section `resolved` follow from other keys.
+    if key in SEEDS or is_within(key, ["resolved"]):
+        return False
+    key_role = role(key, declared, "report")
+    if key_role == "declared":
+        # The number of evaluations, and keys that may change at resume, do not define a row.
+        return declared.computes and is_fixed(declared)
+    return key_role != "harmless"
+
+
+def deciding_values(run: Run, several: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of a run that distinguish its row, by config key, fact or computed name.
+
+    Args:
+        several: plugins that the runs of the report use in several versions.
+    """
+    values = {}
+    for key, value in run.config.items():
+        declared = declaration_of(key, run.declarations)
+        # Some keys determine another key, which is compared in their place: max_tokens, steps.
+        if is_deciding(key, declared) and declared.fact not in run.config:
+            values[key] = value
     values["attention"] = run.variant
-    values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
-    if previous := run.facts.get("previous"):  # Each arm and seed continues its own run.
+    values["resume"] = None if run.cfg.resume in ("auto", "never") else run.cfg.resume
+    if previous := run.facts.get("previous"):  # Each row and seed continues its own run.
         values["resume"] = f"stage after {previous['tokens']:,} tokens"
-    if cfg.resolved.matched:
-        values[f"model.{cfg.resolved.matched.key}"] = cfg.resolved.matched.target_ffn_dim
+    if matched := run.cfg.resolved.matched:
+        # The solved width follows from the match; the target's width is the setting.
+        values[f"model.{matched.key}"] = matched.target_ffn_dim
     values[CHANGED] = run.changes or None
-    return values | {fact: run.facts.get(fact) for fact in FACTS}
+    plugins = run.plugin_code.keys() & set(several)
+    values[PLUGINS] = versions_text(run.plugin_code, plugins) or None
+    facts = facts_of(run.facts)
+    for fact in FACTS:
+        values[fact] = getattr(facts, fact)
+    return values
 
 
-def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
+def count_targets_as_matched(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Set model.match_params_to=V in runs of variant V if runs of other variants have this setting.
 
     Do the same for model.match_flops_to. If a run of variant V already has a value of the key,
     change no run of variant V.
 
     Args:
-        values: for each run, the config values by key; changed in place.
+        values: for each run, the config values by key.
     """
-    unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
+    targets: dict[str, set[str]] = {}
     for match in MATCHES:
-        targets = {each[match] for each in values}
-        targets -= {each["attention"] for each in values if each[match]}
-        for each in unmatched:
-            if each["attention"] in targets:
-                each[match] = each["attention"]
+        targets[match] = {run_values[match] for run_values in values}
+        targets[match] -= {
+            run_values["attention"] for run_values in values if run_values[match] is not None
+        }
+    counted = []
+    for run_values in values:
+        if all(run_values[match] is None for match in MATCHES):
+            variant = run_values["attention"]
+            matched = {match: variant for match in MATCHES if variant in targets[match]}
+            run_values = run_values | matched
+        counted.append(run_values)
+    return counted
+
+
+def following_keys(runs: list[Run], declared: Declarations) -> set[str]:
+    """Return the keys that have in all runs the value of the key that their default refers to."""
+    names = set()
+    for name, declaration in declared.items():
+        source = declaration.follows
+        if source and all(run.config.get(name) == run.config.get(source) for run in runs):
+            names.add(name)
+    return names
+
+
+def keys_of_fact(fact: str, declared: Declarations) -> set[str]:
+    """Return the config keys that are not compared between runs with equal values of `fact`."""
+    return {name for name, declaration in declared.items() if declaration.fact == fact}
+
+
+def keys_compared_by_fact(values: list[dict[str, Any]], declared: Declarations) -> set[str]:
+    """Return the config keys whose differences do not matter, because a fact is compared instead.
+
+    A key still matters if its value differs between runs without the fact, or if it explains the
+    different values of the fact in all other runs.
+    """
+    names = set()
+    for fact in FACTS:
+        known = [run_values for run_values in values if run_values[fact] is not None]
+        unknown = [run_values for run_values in values if run_values[fact] is None]
+        if not known:
+            continue
+        for key in keys_of_fact(fact, declared):
+            if not determine([fact], key, known) and not differs(key, unknown):
+                names.add(key)
+    return names
+
+
+def causes_of(name: str, declared: Declarations) -> set[str]:
+    """Return the keys and facts that can explain a difference in a fact or key."""
+    causes = keys_of_fact(name, declared)
+    for key in list(causes):
+        source = declared[key].follows
+        if source:
+            causes.add(source)
+    for cause in CAUSES.get(name, ()):
+        causes.add(cause)
+        if cause in FACTS:
+            causes |= causes_of(cause, declared)
+    return causes
+
+
+def explained_names(
+    differing: set[str], values: list[dict[str, Any]], declared: Declarations
+) -> set[str]:
+    """Return the facts and keys of `differing` whose values other keys of `differing` determine."""
+    names = set()
+    for name in differing.intersection([*FACTS, *CAUSES]):
+        if determine(differing & causes_of(name, declared), name, values):
+            names.add(name)
+    return names
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the `model.attention` keys, with values, that differ from the variant's defaults."""
-    return {
-        key: run.config[key]
-        for key, value in variant_keys(run.variant, run.cfg.resolved.schemas["attention"]).items()
-        if run.config[key] != value and not within(key, IGNORED)
-    }
+    """Return the `model.attention` keys, with values, that differ from the variant's defaults.
+
+    Omit keys that decide only speed.
+    """
+    defaults = variant_keys(run.variant, run.cfg.resolved.schemas["attention"])
+    changed = {}
+    for key, default in defaults.items():
+        declared = declaration_of(key, run.declarations)
+        if run.config[key] != default and is_deciding(key, declared):
+            changed[key] = run.config[key]
+    return changed
+
+
+@cache
+def default_values() -> dict[str, Any]:
+    """Return the defaults of the config classes, by key."""
+    return flatten(yaml_dict(TrainConfig()))
 
 
 @cache
 def variant_keys(variant: str, schema: str) -> dict[str, Any]:
     attention = OmegaConf.structured(variant_config(variant, schema))
     return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
-
-
-def within(key: str, sections: Iterable[str]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def differs(key: str, values: list[dict[str, Any]]) -> bool:

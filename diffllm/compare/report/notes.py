@@ -3,14 +3,19 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from diffllm.compare.conditions import ATTENTION, disagrees
 from diffllm.compare.report.keys import (
-    CORPUS,
     FACTS,
+    HASH,
+    HEADLINE,
     HELDOUT,
     HELDOUT_SPLIT,
-    MATCHES,
-    SPEED,
+    SEEDS,
+    all_declarations,
+    default_values,
     differs,
+    keys_of_fact,
+    overrides,
     shown_value,
     value_text,
 )
@@ -18,22 +23,16 @@ from diffllm.compare.report.numbers import compact, finite, plural, short
 from diffllm.compare.report.results import NAMED, progress, size_against
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist, skipped_text
+from diffllm.config.changes import is_within
+from diffllm.core.keys import declaration_of
 from diffllm.data.shards import thin_heldout
+from diffllm.metrics.facts import facts_of, machine_facts
 
 TOLERANCE = 0.005
 """Relative difference in parameters above which a note warns."""
 COMPUTE_OPTIMAL = 20
 """Tokens per parameter of compute-optimal training (Hoffmann et al., 2022, arXiv 2203.15556,
 "Chinchilla"). A run with fewer tokens is called early training."""
-SETTINGS = (
-    "data.source", "data.dataset", "data.name", "data.split", "data.paths", "data.packing",
-    "data.mask_documents", "corpus", "model.vocab_size", "data.tokenizer", "steps",
-    "global_batch_size", "seq_len", "train.skip_step", "optim.lr", "optim.schedule",
-    "optim.warmup_steps", "optim.min_lr_ratio", "optim.weight_decay", "optim.beta1", "optim.beta2",
-    "optim.clip_norm", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
-    "model.head_dim", "model.ffn_dim", *MATCHES, "data.heldout_fraction", HELDOUT,
-    HELDOUT_SPLIT, "eval.sequences", "device", "ranks", "precision", "compute_dtype", "torch",
-)  # fmt: skip
 
 
 def thin_note(runs: Iterable[Run]) -> str:
@@ -132,42 +131,98 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
 
 
 def speed_notes(runs: list[Run]) -> list[str]:
-    values = [run.config | run.facts for run in runs]
-    known = {key: [each for each in values if key in each] for key in SPEED}
-    found = [
-        f"{key} ({', '.join(sorted({shown_value(each[key]) for each in those}))})"
-        for key, those in known.items()
-        if differs(key, those)
-    ]
-    said = f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(found)}."
-    return [said] if found else []
+    values = []
+    for run in runs:
+        # Older versions did not record some facts; a missing fact is not a difference.
+        facts = {name: fact for name, fact in vars(facts_of(run.facts)).items() if fact is not None}
+        values.append(run.config | facts)
+    declared = all_declarations(runs)
+    speed_keys = [name for name, key in declared.items() if key.effect == "speed"]
+    names = sorted({*machine_facts(), *speed_keys})
+    texts = []
+    for name in names:
+        recorded = [run_values for run_values in values if name in run_values]
+        if differs(name, recorded):
+            different = sorted({shown_value(run_values[name]) for run_values in recorded})
+            texts.append(f"{name} ({', '.join(different)})")
+    if not texts:
+        return []
+    return [f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(texts)}."]
 
 
-def setting_of(run: Run, key: str) -> Any:
-    """Return the value of `key` in run.json or, if run.json lacks the key, in the config.
+def code_notes(rows: list[Row]) -> list[str]:
+    """Return a note if rows were trained by different versions of diffllm's source files.
 
-    The training corpus of a run that `diffllm import` created is not known. For such a run, return
-    "unknown" for the key "corpus", and None for config keys of the corpus, such as data.source.
+    Versions may differ between seeds, if the runs of each seed have the same version.
     """
-    if "imported" in run.facts and key in ("corpus", *CORPUS):
-        return "unknown" if key == "corpus" else None
-    return run.facts.get(key, run.config.get(key))
+    versions = []
+    rows_by_version: dict[str, list[str]] = {}
+    for row in rows:
+        for run in row.runs:
+            version = (facts_of(run.facts).code or "unknown")[:HASH]
+            versions.append((row.label, run.cfg.seed, version))
+            labels = rows_by_version.setdefault(version, [])
+            if row.label not in labels:
+                labels.append(row.label)
+    if not disagrees(versions):
+        return []
+    texts = [
+        f"{version} ({shortlist(labels, NAMED)})" for version, labels in rows_by_version.items()
+    ]
+    return [f"Rows were trained by different versions of diffllm's code: {', '.join(texts)}."]
 
 
 def settings(rows: list[Row]) -> dict[str, str]:
+    """Return the values of the settings of all runs, as text, by key or fact.
+
+    These are the keys in HEADLINE, then all keys that decide numbers, order or a measurement and
+    are not at their default, then facts.
+    """
     runs = [run for row in rows for run in row.runs]
-    found = {
-        key: [value_text(key, value) for run in runs
-              if (value := setting_of(run, key)) not in (None, [], "")]
-        for key in SETTINGS
-    }  # fmt: skip
-    gits = [git for run in runs if isinstance(git := run.facts.get("git"), dict)]
-    found["commit"] = [
-        f"{commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
-        for git in gits
-        if isinstance(commit := git.get("commit"), str)
-    ]
-    return {key: " or ".join(dict.fromkeys(texts)) for key, texts in found.items() if texts}
+    values: dict[str, list[str]] = {}
+    for run in runs:
+        for name, value in settings_of(run).items():
+            if value not in (None, [], ""):
+                values.setdefault(name, []).append(value_text(name, value))
+    order = {name: place for place, name in enumerate((*HEADLINE, *all_declarations(runs)))}
+    names = sorted(values, key=lambda name: order.get(name, len(order)))
+    return {name: " or ".join(dict.fromkeys(values[name])) for name in names}
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings of one run, by key or fact; see `settings`.
+
+    The training corpus of a run that `diffllm import` created is not known: its fact is "unknown",
+    and the config keys of the corpus are omitted.
+    """
+    defaults = default_values()
+    values: dict[str, Any] = {"model": run.cfg.resolved.choices["model"]}
+    for name, value in run.config.items():
+        declared = declaration_of(name, run.declarations)
+        # A mixture can have 500 sources; config.yaml lists them.
+        if declared.harmless or name in SEEDS or is_within(name, ["resolved", "data.sources"]):
+            continue
+        if name.startswith(ATTENTION) or declared.effect == "logging":
+            continue
+        default = defaults.get(name)
+        if declared.follows:
+            default = run.config.get(declared.follows)
+        if name in HEADLINE or value != default:
+            values[name] = value
+    values |= overrides(run)
+    facts = vars(facts_of(run.facts))
+    for name in (*FACTS, *machine_facts()):
+        values[name] = facts[name]
+    values[HELDOUT_SPLIT] = run.facts.get(HELDOUT_SPLIT)
+    if "imported" in run.facts:
+        for name in keys_of_fact("corpus", run.declarations):
+            values.pop(name, None)
+        values["corpus"] = "unknown"
+    git = run.facts.get("git")
+    if isinstance(git, dict) and isinstance(commit := git.get("commit"), str):
+        changes = ", with uncommitted changes" if git.get("dirty") else ""
+        values["commit"] = f"{commit[:12]}{changes}"
+    return values
 
 
 def runs_summary(rows: list[Row]) -> str:

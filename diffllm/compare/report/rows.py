@@ -13,6 +13,7 @@ import numpy as np
 from diffllm.compare.report.keys import (
     ATTENTION,
     CHANGED,
+    HEADLINE,
     Keys,
     determine,
     distinguish,
@@ -210,9 +211,6 @@ def run_value(run: Run, metric: Metric) -> float | None:
 
 LONGEST = 48
 
-TELLING = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.warmup_steps")
-"""Keys that short descriptions of groups name first."""
-
 
 @dataclass
 class Group:
@@ -339,7 +337,7 @@ def distinguishing(
 
 
 def telling(key: str) -> tuple[int, str]:
-    return (*TELLING, key).index(key), key
+    return (*HEADLINE, key).index(key), key
 
 
 def in_short(group: Group, width: int) -> str:

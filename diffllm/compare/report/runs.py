@@ -17,6 +17,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_lines, readable, similar_path, user_path
+from diffllm.core.keys import Declaration, declarations
 from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import (
@@ -104,6 +105,11 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         return flatten(yaml_dict(self.cfg))
+
+    @cached_property
+    def declarations(self) -> dict[str, Declaration]:
+        """Declarations of all config keys, those of plugins included, by dotted key."""
+        return declarations(self.cfg)
 
     @property
     def plugin_code(self) -> dict[str, str]:

@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from diffllm.compare.report.keys import FACTS, FREE, HASH, shown_value, within
+from diffllm.compare.report.keys import FACTS, HASH, keys_of_fact, shown_value
 from diffllm.compare.report.numbers import compact, percent
+from diffllm.config import TrainConfig
+from diffllm.config.changes import is_within
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import listed
+from diffllm.core.keys import class_declarations
 
 Values = Mapping[str, Any]
 """Facts of run.json and settings of a run, by name or dotted key."""
@@ -43,7 +46,8 @@ RECORDED = (
 )  # fmt: skip
 """Facts of run.json among the conditions."""
 HASHES = ("corpus", "tokenizer", "heldout_texts")
-UNREAD = tuple(key for key in FREE if key.startswith("data."))
+DECLARED = class_declarations(TrainConfig)
+UNREAD = [name for name, key in DECLARED.items() if key.resumable and name.startswith("data.")]
 
 
 def settings_of(config: Values) -> dict[str, str]:
@@ -57,7 +61,7 @@ def settings_of(config: Values) -> dict[str, str]:
     return {
         key: value_words(key, value)
         for key, value in values.items()
-        if within(key, keys) and not within(key, UNREAD)
+        if is_within(key, keys) and not is_within(key, UNREAD)
     }
 
 
@@ -71,7 +75,8 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
     placed = [(arm, values) for arm, runs in arms.items() for values in runs]
     settled = {
         key
-        for fact, keys in FACTS.items()
+        for fact in FACTS
+        for keys in [keys_of_fact(fact, DECLARED)]
         if all(values.get(fact) is not None for _, values in placed)
         for key in keys
     }
@@ -79,7 +84,7 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
     for word, condition in CONDITIONS.items():
         if word in {*declared}:
             continue
-        names = {key for _, values in placed for key in values if within(key, condition.keys)}
+        names = {key for _, values in placed for key in values if is_within(key, condition.keys)}
         said = [differing(key, placed, condition.tolerance) for key in sorted(names - settled)]
         if found := [text for text in said if text]:
             add = f"if the study intends this, add {word} to unequal"

@@ -35,7 +35,7 @@ class PrepareConfig:
         None,
         least=1,
         most=4096,
-        effect="speed",
+        effect="none",  # The time of training does not depend on this number.
         help="Number of processes; null: one per core, but at most one per remaining part of "
         "the corpus.",
     )
