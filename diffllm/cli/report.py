@@ -44,6 +44,7 @@ def report_command(argv: list[str]) -> None:
         content = {
             "baseline": comparison.baseline,
             "rows": [row.values for row in comparison.rows],
+            "differences": [difference._asdict() for difference in comparison.row_differences],
             "files": [str(file) for file in written],
             "wandb": str(gaps) if gaps else None,
         }

@@ -37,6 +37,8 @@ class Difference(NamedTuple):
     role: Role
     values: dict[str, list[str]]
     """The arms with each value, by the value as text."""
+    reason: str = ""
+    """Reason for the role, for readers of a page."""
 
 
 def role(

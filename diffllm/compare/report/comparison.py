@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.compare.conditions import Difference
 from diffllm.compare.report.curves import BUDGETS, equal_gap
+from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, overrides
 from diffllm.compare.report.notes import (
@@ -40,6 +42,7 @@ class Comparison:
         differences: config keys whose values prevent a comparison between groups.
         groups: sets of rows whose losses can be compared.
         score_notes: those `notes` that also apply to the evaluation scores in `evaluated`.
+        row_differences: all keys and facts in which rows differ, also those without influence.
     """
 
     title: str
@@ -50,6 +53,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     evaluated: list[Evaluated] = field(default_factory=list)
     score_notes: list[str] = field(default_factory=list)
+    row_differences: list[Difference] = field(default_factory=list)
 
 
 def read(
@@ -124,7 +128,15 @@ def compare(
         row.incomparable = keys.incomparable
         row.values = row_values(row) | columns(evaluated, i)
     return Comparison(
-        title, rows, chosen, keys.incomparable, groups, notes + about, evaluated, of_scores + about
+        title,
+        rows,
+        chosen,
+        keys.incomparable,
+        groups,
+        notes + about,
+        evaluated,
+        of_scores + about,
+        row_differences(rows),
     )
 
 

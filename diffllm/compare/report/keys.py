@@ -296,6 +296,6 @@ def shown_value(value: Any) -> str:
 def value_text(key: str, value: Any) -> str:
     if key == CHANGED:
         return "; ".join(value) if value else "nothing"
-    if key in FACTS and (value is None or isinstance(value, str)):
+    if key in ("code", *FACTS) and (value is None or isinstance(value, str)):
         return "unknown" if value is None else value[:HASH]
     return shown_value(value)

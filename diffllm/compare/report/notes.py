@@ -26,7 +26,7 @@ from diffllm.compare.report.runs import Run, shortlist, skipped_text
 from diffllm.config.changes import is_within
 from diffllm.core.keys import declaration_of
 from diffllm.data.shards import thin_heldout
-from diffllm.metrics.facts import facts_of, machine_facts
+from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
 
 TOLERANCE = 0.005
 """Relative difference in parameters above which a note warns."""
@@ -176,24 +176,33 @@ def settings(rows: list[Row]) -> dict[str, str]:
     """Return the values of the settings of all runs, as text, by key or fact.
 
     These are the keys in HEADLINE, then all keys that decide numbers, order or a measurement and
-    are not at their default, then facts.
+    are not at their default in every run, then facts.
     """
     runs = [run for row in rows for run in row.runs]
-    values: dict[str, list[str]] = {}
-    for run in runs:
-        for name, value in settings_of(run).items():
+    by_run = [settings_of(run) for run in runs]
+    keys = [key for key in all_declarations(runs) if key not in fact_declarations()]
+    order = {name: place for place, name in enumerate(dict.fromkeys((*HEADLINE, *keys)))}
+    names = sorted(
+        {name for values in by_run for name in values},
+        key=lambda name: (order.get(name, len(order)), name),
+    )
+    texts = {}
+    for name in names:
+        shown: list[str] = []
+        for run, values in zip(runs, by_run, strict=True):
+            value = values.get(name, run.config.get(name))
             if value not in (None, [], ""):
-                values.setdefault(name, []).append(value_text(name, value))
-    order = {name: place for place, name in enumerate((*HEADLINE, *all_declarations(runs)))}
-    names = sorted(values, key=lambda name: order.get(name, len(order)))
-    return {name: " or ".join(dict.fromkeys(values[name])) for name in names}
+                shown.append(value_text(name, value))
+        if shown:
+            texts[name] = " or ".join(dict.fromkeys(shown))
+    return texts
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Return the settings of one run, by key or fact; see `settings`.
+    """Return the settings of one run that are not at their default, by key or fact.
 
     The training corpus of a run that `diffllm import` created is not known: its fact is "unknown",
-    and the config keys of the corpus are omitted.
+    and the config keys of the corpus have the value None.
     """
     defaults = default_values()
     values: dict[str, Any] = {"model": run.cfg.resolved.choices["model"]}
@@ -216,7 +225,7 @@ def settings_of(run: Run) -> dict[str, Any]:
     values[HELDOUT_SPLIT] = run.facts.get(HELDOUT_SPLIT)
     if "imported" in run.facts:
         for name in keys_of_fact("corpus", run.declarations):
-            values.pop(name, None)
+            values[name] = None
         values["corpus"] = "unknown"
     git = run.facts.get("git")
     if isinstance(git, dict) and isinstance(commit := git.get("commit"), str):

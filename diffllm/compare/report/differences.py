@@ -1,0 +1,136 @@
+"""List every difference between the rows of a report, with its role in the comparison."""
+
+from diffllm.compare.conditions import ATTENTION, Difference, Role, disagrees, role
+from diffllm.compare.report.keys import COMPUTED, SEEDS, all_declarations, value_text
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.runs import Run
+from diffllm.config.changes import is_within
+from diffllm.core.keys import Declaration, declaration_of
+from diffllm.metrics.facts import fact_declarations, facts_of
+
+OMITTED = ("run", "resolved", *COMPUTED, *SEEDS)
+"""Keys and sections that differ between any two runs, or whose computed values are compared."""
+ORDER: tuple[Role, ...] = ("question", "condition", "declared", "harmless")
+
+
+def row_differences(rows: list[Row]) -> list[Difference]:
+    """Return the keys and facts in which rows differ, with the rows that have each value.
+
+    Omit the attention variant and the columns of the table of results. A row can have several
+    values of a key that does not influence the loss.
+    """
+    runs = [run for row in rows for run in row.runs]
+    declared = all_declarations(runs)
+    compared = {name for row in rows for name in row.differing}
+    columns = {name for row in rows for name in row.values}
+    differences = []
+    for name in sorted(compared - {"attention"}):
+        differences += compared_difference(rows, name, declaration_of(name, declared))
+    differences += initial_seeds(rows)
+    names = {*fact_declarations()}
+    for run in runs:
+        names |= run.config.keys()
+    for name in sorted(names - compared - columns):
+        if not is_within(name, OMITTED):
+            differences += other_difference(rows, name, declaration_of(name, declared))
+    return sorted(differences, key=lambda difference: ORDER.index(difference.role))
+
+
+def compared_difference(rows: list[Row], name: str, declared: Declaration) -> list[Difference]:
+    """Return a difference in a key or fact that distinguishes rows; [] if all rows agree."""
+    values: dict[str, list[str]] = {}
+    for row in rows:
+        values.setdefault(value_text(name, row.differing.get(name)), []).append(row.label)
+    if len(values) < 2:
+        return []
+    reasons: dict[Role, str] = {
+        "question": "setting of the attention variant",
+        "condition": "rows with different values have no gap",
+        "declared": "rows may differ; their labels show the value",
+    }
+    key_role = role(name, declared, "report")
+    return [Difference(name, key_role, values, reasons[key_role])]
+
+
+def other_difference(rows: list[Row], name: str, declared: Declaration) -> list[Difference]:
+    """Return a difference in a key or fact that does not distinguish rows; [] if rows agree."""
+    key_role = role(name, declared, "report")
+    if key_role == "question":  # Variants have different defaults; labels show overrides.
+        return []
+    if key_role == "condition":
+        # The key is not compared, because a fact or another key is compared in its place.
+        key_role, why = "harmless", f"{declared.fact or declared.follows} is compared instead"
+    elif key_role == "harmless":
+        why = harmless_reason(declared)
+    elif declared.computes:
+        why = "rows may differ"
+    else:
+        why = "decides only how often values are measured"
+    runs: list[tuple[str, int, str]] = []
+    values: dict[str, list[str]] = {}
+    for row in rows:
+        for run in row.runs:
+            # Attention variants have different keys.
+            if name.startswith(ATTENTION) and name not in run.config:
+                continue
+            text = value_text(name, recorded_value(run, name))
+            runs.append((row.label, run.cfg.seed, text))
+            labels = values.setdefault(text, [])
+            if row.label not in labels:
+                labels.append(row.label)
+    if len(values) < 2 or not disagrees(runs):
+        return []
+    return [Difference(name, key_role, values, why)]
+
+
+def recorded_value(run: Run, name: str) -> object:
+    """Return a fact of run.json ("unknown" if it is missing), or the value of a config key."""
+    if name not in fact_declarations():
+        return run.config.get(name)
+    fact = getattr(facts_of(run.facts), name)
+    return "unknown" if fact is None else fact
+
+
+def harmless_reason(declared: Declaration) -> str:
+    if declared.effect == "speed":
+        return "decides only speed"
+    if declared.effect == "logging":
+        return "decides only which values are logged, and how often"
+    if "path" in declared.kinds:
+        return "decides only where files are"
+    return "has no influence on training and evaluation"
+
+
+def initial_seeds(rows: list[Row]) -> list[Difference]:
+    """Return the difference of rows whose runs of one seed have different model.init_seed.
+
+    Gaps are paired by both seeds, so these runs are not compared.
+    """
+    texts_by_seed: dict[int, list[set[str]]] = {}
+    values: dict[str, list[str]] = {}
+    for row in rows:
+        texts: dict[int, set[str]] = {}
+        for run in row.runs:
+            seed, init_seed = run.seeds
+            text = "seed" if init_seed == seed else str(init_seed)
+            texts.setdefault(seed, set()).add(text)
+            labels = values.setdefault(text, [])
+            if row.label not in labels:
+                labels.append(row.label)
+        for seed, row_texts in texts.items():
+            texts_by_seed.setdefault(seed, []).append(row_texts)
+    for texts_by_row in texts_by_seed.values():
+        if any(row_texts != texts_by_row[0] for row_texts in texts_by_row):
+            why = "gaps compare only runs with equal initial values"
+            return [Difference("model.init_seed", "condition", values, why)]
+    return []
+
+
+def row_settings(row: Row, differences: list[Difference]) -> str:
+    """Return the settings of a row in which rows differ, such as "attention=gated optim.lr=0.1"."""
+    words = [f"attention={row.keys['attention']}"]
+    for difference in differences:
+        texts = [text for text, labels in difference.values.items() if row.label in labels]
+        if texts:
+            words.append(f"{difference.key}={' or '.join(texts)}")
+    return " ".join(words)
