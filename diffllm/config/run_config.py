@@ -121,10 +121,12 @@ class ResolvedConfig:
         effect="none",
         help="The YAML chosen in each group, or an imported model's name.",
     )
-    defaults: str = key(
-        "",
+    defaults: str | None = key(
+        None,
         effect="none",
-        help="The set of defaults below the overrides, and the reason for this set.",
+        compare=False,
+        help="The set of defaults below the overrides, and the reason for this set; null if an "
+        "override sets the experiment.",
     )
     schemas: dict[str, str] = key(
         {},

@@ -1,4 +1,4 @@
-"""Declarations of config keys: what a key decides, where its value may differ, and its help text.
+"""Declarations of config keys: effect, places where values may differ, bounds and help text.
 
 All rules that treat config keys differently are derived from these declarations: resume, sweeps,
 reports, studies, command lines and docs/configuration.md.
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from diffllm.core.bounds import RULES, sections
 
 Effect = Literal["numbers", "order", "measurement", "logging", "speed", "none"]
-"""What the value of a key decides.
+"""Influence of a key on a run.
 
 numbers: the parameters that training computes.
 order: the tokens that each step reads.
@@ -60,7 +60,7 @@ class Declaration:
 
     @property
     def computes(self) -> bool:
-        """Whether the key decides what a run computes: numbers or order."""
+        """Whether the key affects the results of training: numbers or order."""
         return self.effect in ("numbers", "order")
 
     @property
@@ -85,19 +85,21 @@ def key(
     fact: str | None = None,
     may_differ: Place | tuple[Place, ...] = (),
     resumable: bool | None = None,
+    compare: bool = True,
     **bounds: float,
 ) -> Any:
     """Declare a config key: a field of a config dataclass.
 
     Args:
         default: value without an override. Each config gets its own copy of a list or dict.
-        effect: what the value decides, see `Effect`.
+        effect: influence on a run, see `Effect`.
         help: meaning and unit, for `--help` and docs/configuration.md.
         kind: further properties, see `Kind`.
         fact: entry of run.json, or config key, that is compared in place of this key.
         may_differ: places where a difference is allowed, see `Place`.
         resumable: whether the value may change when a run resumes; None: if the key decides neither
             numbers nor order.
+        compare: whether configs with different values are unequal.
         bounds: least (>=), above (>), most (<=) and below (<), as in `core.bounds.bounded`.
 
     Raises TypeError for an unknown effect, kind, place or bound.
@@ -122,8 +124,8 @@ def key(
     )
     metadata = {"declaration": declared, **bounds}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: deepcopy(default), compare=compare, metadata=metadata)
+    return field(default=default, compare=compare, metadata=metadata)
 
 
 def check_words(name: str, words: Iterable[str], allowed: Iterable[str]) -> None:
