@@ -141,7 +141,7 @@ def defaults_text(deciding: list[str]) -> str | None:
     Return None if an override sets the experiment.
     """
     if not deciding:
-        return "experiment=quickstart, because no override affects the results"
+        return "experiment=quickstart, because no override except seeds affects the results"
     if any(key_of_word(word) == "experiment" for word in deciding):
         return None
     return (
@@ -215,7 +215,8 @@ def check_fields(cfg: TrainConfig) -> None:
             raise ConfigError(unknown_key(f"{prefix}{unknown}", names))
 
 
-LENGTHS = ("steps", "max_tokens", "epochs")
+LENGTHS = ("steps", *(n for n, d in class_declarations(TrainConfig).items() if d.fact == "steps"))
+"""The key `steps`, and the keys that determine the steps."""
 ROUNDING = 1e-6
 
 
@@ -252,8 +253,9 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
-        for name in {"max_tokens", "epochs"} - given:
-            cfg[name] = None
+        for name in LENGTHS[1:]:
+            if name not in given:
+                cfg[name] = None
     kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
     if len(given) > 1 or len(kept) > 1:
         raise ConfigError(

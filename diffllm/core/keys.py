@@ -22,7 +22,7 @@ logging: the steps at which values are logged.
 speed: time and memory; other values change only by rounding.
 none: names, places and messages.
 """
-Kind = Literal["path", "machine", "seed", "text", "run"]
+Kind = Literal["path", "machine", "seed", "text", "run", "sweep"]
 """Other properties of a key.
 
 path: the value is a path, or contains a path.
@@ -30,6 +30,7 @@ machine: the value belongs to the machine, and may differ between ranks.
 seed: runs of one arm differ in this key.
 text: the value may contain line breaks.
 run: the value belongs to one run; a run that starts from other weights does not take it over.
+sweep: a sweep sets the value.
 """
 Place = Literal["report", "study", "stage"]
 """Where a key may differ although the key decides numbers, order or a measurement.
@@ -57,6 +58,12 @@ class Declaration:
     """Whether the value may change when a run resumes."""
     follows: str | None = None
     """Key whose value is the default of this key."""
+    read_by: tuple[str, ...] = ()
+    """Data sources, or scalings of RoPE, that read the key; empty: all."""
+    implies: str | None = None
+    """Data source that an override of this key selects."""
+    auto: str | None = None
+    """Interpolation that computes the value `auto`."""
 
     @property
     def computes(self) -> bool:
@@ -86,6 +93,9 @@ def key(
     may_differ: Place | tuple[Place, ...] = (),
     resumable: bool | None = None,
     compare: bool = True,
+    read_by: tuple[str, ...] = (),
+    implies: str | None = None,
+    auto: str | None = None,
     **bounds: float,
 ) -> Any:
     """Declare a config key: a field of a config dataclass.
@@ -100,6 +110,9 @@ def key(
         resumable: whether the value may change when a run resumes; None: if the key decides neither
             numbers nor order.
         compare: whether configs with different values are unequal.
+        read_by: data sources, or scalings of RoPE, that read the key; empty: all.
+        implies: data source that an override of this key selects.
+        auto: interpolation that computes the value `auto`, such as "${auto_tokens:}".
         bounds: least (>=), above (>), most (<=) and below (<), as in `core.bounds.bounded`.
 
     Raises TypeError for an unknown effect, kind, place or bound.
@@ -121,6 +134,9 @@ def key(
         frozenset(places),
         resumable,
         follows=reference[1] if reference else None,
+        read_by=read_by,
+        implies=implies,
+        auto=auto,
     )
     metadata = {"declaration": declared, **bounds}
     if isinstance(default, list | dict):
