@@ -159,13 +159,18 @@ def declaration(config_field: Field[Any]) -> Declaration:
 def declarations(config: Any) -> dict[str, Declaration]:
     """Return the declarations of all keys of a config dataclass, by dotted key.
 
-    Sources of a mixture are included, for example "data.sources.web.paths".
+    Sources of a mixture are included, for example "data.sources.web.paths". A field without `key`
+    has the declaration of the mapping or dataclass that contains the field, if this is declared.
     """
-    return {
-        f"{prefix}{config_field.name}": declaration(config_field)
-        for prefix, section in sections(config)
-        for config_field in fields(section)
-    }
+    found: dict[str, Declaration] = {}
+    for prefix, section in sections(config):
+        for config_field in fields(section):
+            name = f"{prefix}{config_field.name}"
+            if "declaration" in config_field.metadata:
+                found[name] = declaration(config_field)
+            elif not is_dataclass(getattr(section, config_field.name)):
+                found[name] = declaration_of(name, found)
+    return found
 
 
 def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declaration]:
