@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from diffllm.core.keys import key
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.data.text.file_index import combined_hash
@@ -31,9 +30,7 @@ add_metric(
 @schema(group="attention", name="scaled", package="model.attention")
 @dataclass
 class ScaledConfig(AttentionConfig):
-    initial: float = key(1.0, above=0, effect="numbers", help="Initial scale of each head.")
-    rows: int = key(64, least=1, effect="speed", help="Rows of a block of the kernel.")
-    floor: float = 0.0
+    initial: float = 1.0
 
     def build(self, model, layer_idx):
         return ScaledAttention(model, self)

@@ -127,6 +127,7 @@ class ResolvedConfig:
     defaults: str | None = key(
         None,
         effect="none",
+        kind="machine",  # The reason can contain a path.
         compare=False,
         help="The set of defaults below the overrides, and the reason for this set; null if an "
         "override sets the experiment.",

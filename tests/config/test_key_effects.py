@@ -223,7 +223,12 @@ TABLES = [
         {"The length belongs to the run, so a stage does not compare it.": ("model.seq_len",)},
         keys="model.",
     ),
-    Table("OF_THE_MACHINE", OF_THE_MACHINE, lambda _, declared: "machine" in declared.kinds),
+    Table(
+        "OF_THE_MACHINE",
+        OF_THE_MACHINE,
+        lambda _, declared: "machine" in declared.kinds,
+        {"The text contains overrides, such as paths of one machine.": ("run.defaults",)},
+    ),
     Table(
         "LOGGING",
         LOGGING,

@@ -71,19 +71,6 @@ def test_training_uses_variant_and_data_source_and_metric_of_plugin(trained):
 
 
 @pytest.mark.slow
-def test_keys_of_plugin_may_change_at_resume_by_their_effect(trained, place, words):
-    """A key without `key(...)` must keep its value, like a key that decides numbers."""
-    cwd, env = place
-    resume = [*words, f"run.dir={trained}"]
-    done = train([*resume, "model.attention.rows=7"], cwd, env)
-    assert done.code == 0, done.err
-    assert "is finished" in done.out
-    for name, change in (("initial", "1.0 in the run, 2.0"), ("floor", "0.0 in the run, 2.0")):
-        refused = train([*resume, f"model.attention.{name}=2"], cwd, env)
-        assert_ends(refused, f"model.attention.{name}: {change} in this command")
-
-
-@pytest.mark.slow
 def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, monkeypatch):
     cwd, env = place
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
