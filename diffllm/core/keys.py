@@ -166,8 +166,9 @@ def declarations(config: Any) -> dict[str, Declaration]:
     for prefix, section in sections(config):
         for config_field in fields(section):
             name = f"{prefix}{config_field.name}"
-            if "declaration" in config_field.metadata:
-                found[name] = declaration(config_field)
+            declared = declared_in(type(section), config_field.name)
+            if declared is not None:
+                found[name] = declared
             elif not is_dataclass(getattr(section, config_field.name)):
                 found[name] = declaration_of(name, found)
     return found
@@ -182,8 +183,20 @@ def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declar
         if is_dataclass(kind):
             found |= class_declarations(kind, f"{name}.")  # type: ignore[arg-type]
         else:
-            found[name] = declaration(config_field)
+            found[name] = declared_in(config_class, config_field.name) or UNDECLARED
     return found
+
+
+def declared_in(config_class: type, name: str) -> Declaration | None:
+    """Return the declaration of a field, or None for a field without `key`.
+
+    A field without `key` that replaces the default of a base class has the declaration of the base.
+    """
+    for base in config_class.__mro__:
+        config_field = getattr(base, "__dataclass_fields__", {}).get(name)
+        if config_field is not None and "declaration" in config_field.metadata:
+            return declaration(config_field)
+    return None
 
 
 def declaration_of(name: str, declared: Declarations) -> Declaration:

@@ -284,12 +284,12 @@ def test_derived_keys_differ_from_former_table_only_by_decisions(table):
 # Keys with another property
 
 
-def test_keys_that_follow_another_key_are_those_of_former_tables():
+def test_keys_with_reference_as_default_equal_the_former_tables():
     follows = {name: declared.follows for name, declared in KEYS.items() if declared.follows}
     assert follows == FOLLOWS
 
 
-def test_facts_that_replace_keys_are_those_of_former_table_and_decisions():
+def test_facts_replace_the_keys_of_former_table_and_decisions():
     """Steps and plugins were compared by special cases, and sources of a mixture by no rule."""
     by_fact: dict[str, set[str]] = {}
     for name, declared in KEYS.items():
@@ -298,7 +298,7 @@ def test_facts_that_replace_keys_are_those_of_former_table_and_decisions():
     decided = {
         "steps": {"max_tokens", "epochs"},
         "plugin_code": {"plugins"},
-        # data.data_dir decides the text, like data.name; it was a condition of its own.
+        # data.data_dir decides the text, like data.name; it was compared separately.
         "corpus": {*CORPUS, "data.data_dir"},
     }
     assert by_fact == {fact: set(names) for fact, names in FACTS.items()} | decided
@@ -360,7 +360,7 @@ REPORT = {
     "Skipped updates change the parameters; forged studies differed in this key.": (
         "declared", "condition", ("train.skip_step",),
     ),
-    "The starting point is a condition of its own; the path of a checkpoint is a name.": (
+    "The starting point is compared separately; the path of a checkpoint is only a name.": (
         "condition", "harmless", ("resume",),
     ),
 }  # fmt: skip

@@ -22,6 +22,12 @@ class Source:
 
 
 @dataclass
+class OtherSource(Source):
+    paths: list[str] = field(default_factory=lambda: ["b"])
+    number: int = 1
+
+
+@dataclass
 class Section:
     size: int = key(4, least=1, below=9, effect="speed", help="Number of items.")
     levels: dict[str, int] = key({"easy": 1}, effect="measurement", help="Levels.")
@@ -97,6 +103,12 @@ def test_declarations_contain_keys_of_nested_sections_and_entries():
 def test_longest_declared_prefix_declares_a_key(name, declared_by):
     declared = declarations(Config())
     assert declaration_of(name, declared) is declared[declared_by]
+
+
+def test_field_that_replaces_a_default_has_the_declaration_of_the_base_class():
+    of_class = class_declarations(OtherSource)
+    assert of_class == {"paths": class_declarations(Source)["paths"], "number": UNDECLARED}
+    assert declarations(OtherSource()) == of_class
 
 
 def test_unknown_key_has_the_strictest_declaration():
