@@ -23,6 +23,7 @@ from diffllm.config.overrides import (
     check_secrets,
     explain,
     implied_source,
+    key_of_word,
     one_line,
     unknown_key,
 )
@@ -32,7 +33,7 @@ from diffllm.config.values import check_paths, check_values, leaves
 from diffllm.config.words import for_hydra, parsed_override, with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
-from diffllm.core.keys import class_declarations, declaration_of
+from diffllm.core.keys import Declaration, class_declarations, declaration_of
 from diffllm.core.registry import SCHEMAS
 from diffllm.model.attention.base import AttentionConfig
 
@@ -80,7 +81,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
             parsed = [parsed_override(for_hydra(word)) for word in typed]
             check_overrides(parsed, yaml_names)
             overrides = [str(override.input_line) for override in parsed]
-            deciding = [override for override in parsed if decides_results(override.key_or_group)]
+            deciding = deciding_words(parsed)
             if not deciding:
                 overrides.insert(0, "experiment=quickstart")
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
@@ -105,33 +106,46 @@ def compose_config(overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def decides_results(key_or_group: str) -> bool:
-    """Return whether an override of a key, section or group decides what a run computes.
+def deciding_words(overrides: list[Override]) -> list[str]:
+    """Return the overrides that affect the results of a run, in their order on the command line.
 
     A seed does not count: it selects a repetition of the same experiment.
     """
-    declared = class_declarations(TrainConfig)
+    declared = registered_declarations()
+    words = []
+    for override in overrides:
+        name = override.key_or_group
+        inside = [declaration for key, declaration in declared if is_within(key, [name])]
+        if not inside:  # an entry of a mapping, a group without keys, or an unknown key
+            inside = [declaration_of(name, dict(declared))]
+        if any(found.computes and "seed" not in found.kinds for found in inside):
+            words.append(str(override.input_line))
+    return words
+
+
+def registered_declarations() -> list[tuple[str, Declaration]]:
+    """Return (dotted key, declaration) of all keys, also of registered variants and data sources.
+
+    Several variants may declare a key with the same name.
+    """
+    declared = list(class_declarations(TrainConfig).items())
     for (group, _), config_class in SCHEMAS.items():
         prefix = "model.attention." if group == "attention" else f"{group}."
-        declared |= class_declarations(config_class, prefix)
-    inside = [found for name, found in declared.items() if is_within(name, [key_or_group])]
-    if not inside:
-        inside = [declaration_of(key_or_group, declared)]
-    return any(found.computes and "seed" not in found.kinds for found in inside)
+        declared += class_declarations(config_class, prefix).items()
+    return declared
 
 
-def defaults_text(deciding: list[Override]) -> str:
-    """Describe the defaults below the overrides; `deciding` are the overrides that decide results.
+def defaults_text(deciding: list[str]) -> str | None:
+    """Describe the defaults below the overrides; overrides in `deciding` affect the results.
 
-    Return "" if an override sets the experiment.
+    Return None if an override sets the experiment.
     """
     if not deciding:
-        return "experiment=quickstart, because no override decides what the run computes"
-    if any(override.key_or_group == "experiment" for override in deciding):
-        return ""
-    word = str(deciding[0].input_line)
+        return "experiment=quickstart, because no override except seeds affects the results"
+    if any(key_of_word(word) == "experiment" for word in deciding):
+        return None
     return (
-        f"conf/train.yaml, because {word} decides what the run computes; for the defaults of the "
+        f"conf/train.yaml, because {deciding[0]} affects the results; for the defaults of the "
         "quickstart, add experiment=quickstart"
     )
 
@@ -201,7 +215,8 @@ def check_fields(cfg: TrainConfig) -> None:
             raise ConfigError(unknown_key(f"{prefix}{unknown}", names))
 
 
-LENGTHS = ("steps", "max_tokens", "epochs")
+LENGTHS = ("steps", *(n for n, d in class_declarations(TrainConfig).items() if d.fact == "steps"))
+"""The key `steps`, and the keys that determine the steps."""
 ROUNDING = 1e-6
 
 
@@ -238,8 +253,9 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
-        for name in {"max_tokens", "epochs"} - given:
-            cfg[name] = None
+        for name in LENGTHS[1:]:
+            if name not in given:
+                cfg[name] = None
     kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
     if len(given) > 1 or len(kept) > 1:
         raise ConfigError(

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 from diffllm.config.compose import compose_config, yaml_names
 from diffllm.config.overrides import AUTO, FILLED_IN, GROUPS
 from diffllm.config.plugins import config_directory, directories
-from diffllm.core.keys import Effect, declaration
+from diffllm.core.keys import UNDECLARED, Effect, declared_in
 from diffllm.model.attention.base import AttentionConfig
 
 SENTENCE = re.compile(r"(?<=\.)\s+")
@@ -139,7 +139,8 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
         declared = hints[field.name]
         kinds = [kind for kind in (declared, *get_args(declared)) if isinstance(kind, EnumType)]
         allowed = list(kinds[0].__members__) if kinds else []
-        declared = declaration(field)
+        # A plugin can replace the default of a key without `key`.
+        declared = declared_in(config, field.name) or UNDECLARED
         keys.append(Key(full, default_text(node), allowed, declared.help, declared.effect))
     yield KeySection(name, config, keys)
     for node, full in inside:

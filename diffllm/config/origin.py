@@ -17,7 +17,13 @@ from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
 from diffllm.checkpoint.hf.tokenizer import imported_prefix
 from diffllm.config.changes import is_of_model
-from diffllm.config.compose import compose_config, variant_config, variants, yaml_names
+from diffllm.config.compose import (
+    compose_config,
+    defaults_text,
+    variant_config,
+    variants,
+    yaml_names,
+)
 from diffllm.config.overrides import check_shared
 from diffllm.config.run_config import CARRIED
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
@@ -202,6 +208,9 @@ def compose_with_origin(words: list[str]) -> DictConfig:
     composed = compose_config([*implied(origin, given), *words])
     if "model" not in given:
         composed.resolved.choices["model"] = origin.name
+    if "experiment" not in given:
+        # The user did not type the implied overrides.
+        composed.resolved.defaults = defaults_text([f"resume={given['resume']}"])
     return composed
 
 

@@ -11,9 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from diffllm.config.run_config import EvalConfig
 from diffllm.config.synonyms import suggestion
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
-from diffllm.data.config import READ_BY
+from diffllm.core.keys import class_declarations
+from diffllm.data.config import DataConfig
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = "resolved"
@@ -22,8 +24,11 @@ COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError, OSError,
 )  # fmt: skip
-
-AUTO = {"eval.tokens": "${auto_tokens:}"}
+AUTO = {
+    name: declared.auto
+    for name, declared in class_declarations(EvalConfig, "eval.").items()
+    if declared.auto
+}
 """Numbers that may also be the word "auto", and the interpolation that computes the number."""
 
 LONGEST_QUOTED = 200
@@ -155,13 +160,16 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
-    set_keys = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") is not None}
-    nonempty = {n: s for n, s in set_keys.items() if keys[f"data.{n}"] not in ([], {})}
+    set_keys = {}
+    for key, declared in class_declarations(DataConfig, "data.").items():
+        if declared.implies and keys.get(key) is not None:
+            set_keys[key] = declared.implies
+    nonempty = {key: source for key, source in set_keys.items() if keys[key] not in ([], {})}
     # The empty list of data.paths= must not select the default corpus.
     by_key = nonempty or set_keys
     sources = set(by_key.values())
     if len(sources) > 1:
-        named = " and ".join(f"data.{name} (data={source})" for name, source in by_key.items())
+        named = " and ".join(f"{key} (data={source})" for key, source in by_key.items())
         raise ConfigError(f"{named} select different data sources; remove one of them")
     return [f"data={source}" for source in sources if cfg.data.source != source]
 

@@ -21,12 +21,13 @@ class RunConfig:
     name: str | None = key(
         None,
         effect="none",
+        kind="sweep",
         help="Name of the run; null: generated from the variant and the time.",
     )
     dir: str | None = key(
         None,
         effect="none",
-        kind="path",
+        kind=("path", "sweep"),
         help="Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>.",
     )
     allow_changes: list[str] = key(
@@ -48,6 +49,7 @@ class RunConfig:
     swept: list[str] = key(
         [],
         effect="none",
+        kind="sweep",
         help="Keys whose values name the runs of a sweep; set by `train.py -m`.",
     )
     study: str | None = key(
@@ -81,6 +83,7 @@ class EvalConfig:
         above=0,
         effect="measurement",
         fact="heldout_tokens",
+        auto="${auto_tokens:}",
         help="Held-out tokens for the last loss; auto: 1/4 of the run's tokens, at most 1e7; "
         "null: all. Documents are complete, spread evenly over the split, and equal in runs of "
         "equal length. The last document can exceed the number.",
@@ -121,10 +124,13 @@ class ResolvedConfig:
         effect="none",
         help="The YAML chosen in each group, or an imported model's name.",
     )
-    defaults: str = key(
-        "",
+    defaults: str | None = key(
+        None,
         effect="none",
-        help="The set of defaults below the overrides, and the reason for this set.",
+        kind="machine",  # The reason can contain a path.
+        compare=False,
+        help="The set of defaults below the overrides, and the reason for this set; null if an "
+        "override sets the experiment.",
     )
     schemas: dict[str, str] = key(
         {},

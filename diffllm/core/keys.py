@@ -1,4 +1,4 @@
-"""Declarations of config keys: what a key decides, where its value may differ, and its help text.
+"""Declarations of config keys: effect, places where values may differ, bounds and help text.
 
 All rules that treat config keys differently are derived from these declarations: resume, sweeps,
 reports, studies, command lines and docs/configuration.md.
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from diffllm.core.bounds import RULES, sections
 
 Effect = Literal["numbers", "order", "measurement", "logging", "speed", "none"]
-"""What the value of a key decides.
+"""Influence of a key on a run.
 
 numbers: the parameters that training computes.
 order: the tokens that each step reads.
@@ -22,7 +22,7 @@ logging: the steps at which values are logged.
 speed: time and memory; other values change only by rounding.
 none: names, places and messages.
 """
-Kind = Literal["path", "machine", "seed", "text", "run"]
+Kind = Literal["path", "machine", "seed", "text", "run", "sweep"]
 """Other properties of a key.
 
 path: the value is a path, or contains a path.
@@ -30,6 +30,7 @@ machine: the value belongs to the machine, and may differ between ranks.
 seed: runs of one arm differ in this key.
 text: the value may contain line breaks.
 run: the value belongs to one run; a run that starts from other weights does not take it over.
+sweep: a sweep sets the value.
 """
 Place = Literal["report", "study", "stage"]
 """Where a key may differ although the key decides numbers, order or a measurement.
@@ -57,10 +58,16 @@ class Declaration:
     """Whether the value may change when a run resumes."""
     follows: str | None = None
     """Key whose value is the default of this key."""
+    read_by: tuple[str, ...] = ()
+    """Data sources, or scalings of RoPE, that read the key; empty: all."""
+    implies: str | None = None
+    """Data source that an override of this key selects."""
+    auto: str | None = None
+    """Interpolation that computes the value `auto`."""
 
     @property
     def computes(self) -> bool:
-        """Whether the key decides what a run computes: numbers or order."""
+        """Whether the key affects the results of training: numbers or order."""
         return self.effect in ("numbers", "order")
 
     @property
@@ -85,19 +92,27 @@ def key(
     fact: str | None = None,
     may_differ: Place | tuple[Place, ...] = (),
     resumable: bool | None = None,
+    compare: bool = True,
+    read_by: tuple[str, ...] = (),
+    implies: str | None = None,
+    auto: str | None = None,
     **bounds: float,
 ) -> Any:
     """Declare a config key: a field of a config dataclass.
 
     Args:
         default: value without an override. Each config gets its own copy of a list or dict.
-        effect: what the value decides, see `Effect`.
+        effect: influence on a run, see `Effect`.
         help: meaning and unit, for `--help` and docs/configuration.md.
         kind: further properties, see `Kind`.
         fact: entry of run.json, or config key, that is compared in place of this key.
         may_differ: places where a difference is allowed, see `Place`.
         resumable: whether the value may change when a run resumes; None: if the key decides neither
             numbers nor order.
+        compare: whether configs with different values are unequal.
+        read_by: data sources, or scalings of RoPE, that read the key; empty: all.
+        implies: data source that an override of this key selects.
+        auto: interpolation that computes the value `auto`, such as "${auto_tokens:}".
         bounds: least (>=), above (>), most (<=) and below (<), as in `core.bounds.bounded`.
 
     Raises TypeError for an unknown effect, kind, place or bound.
@@ -119,11 +134,14 @@ def key(
         frozenset(places),
         resumable,
         follows=reference[1] if reference else None,
+        read_by=read_by,
+        implies=implies,
+        auto=auto,
     )
     metadata = {"declaration": declared, **bounds}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: deepcopy(default), compare=compare, metadata=metadata)
+    return field(default=default, compare=compare, metadata=metadata)
 
 
 def check_words(name: str, words: Iterable[str], allowed: Iterable[str]) -> None:
@@ -141,13 +159,19 @@ def declaration(config_field: Field[Any]) -> Declaration:
 def declarations(config: Any) -> dict[str, Declaration]:
     """Return the declarations of all keys of a config dataclass, by dotted key.
 
-    Sources of a mixture are included, for example "data.sources.web.paths".
+    Sources of a mixture are included, for example "data.sources.web.paths". A field without `key`
+    has the declaration of the mapping or dataclass that contains the field, if this is declared.
     """
-    return {
-        f"{prefix}{config_field.name}": declaration(config_field)
-        for prefix, section in sections(config)
-        for config_field in fields(section)
-    }
+    found: dict[str, Declaration] = {}
+    for prefix, section in sections(config):
+        for config_field in fields(section):
+            name = f"{prefix}{config_field.name}"
+            declared = declared_in(type(section), config_field.name)
+            if declared is not None:
+                found[name] = declared
+            elif not is_dataclass(getattr(section, config_field.name)):
+                found[name] = declaration_of(name, found)
+    return found
 
 
 def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declaration]:
@@ -159,8 +183,20 @@ def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declar
         if is_dataclass(kind):
             found |= class_declarations(kind, f"{name}.")  # type: ignore[arg-type]
         else:
-            found[name] = declaration(config_field)
+            found[name] = declared_in(config_class, config_field.name) or UNDECLARED
     return found
+
+
+def declared_in(config_class: type, name: str) -> Declaration | None:
+    """Return the declaration of a field, or None for a field without `key`.
+
+    A field without `key` that replaces the default of a base class has the declaration of the base.
+    """
+    for base in config_class.__mro__:
+        config_field = getattr(base, "__dataclass_fields__", {}).get(name)
+        if config_field is not None and "declaration" in config_field.metadata:
+            return declaration(config_field)
+    return None
 
 
 def declaration_of(name: str, declared: Declarations) -> Declaration:

@@ -3,11 +3,12 @@
 import re
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from itertools import chain, pairwise
+from functools import cache
+from itertools import pairwise
 
 from diffllm.core.bounds import at_most, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.core.keys import key
+from diffllm.core.keys import class_declarations, key
 from diffllm.core.registry import SOURCES
 
 
@@ -41,29 +42,15 @@ class Packing(Enum):
 MIXTURE, TOKENS = "mixture", "tokens"
 PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
 """Sources without documents of text."""
-READ_BY = {
-    "paths": "files", "dataset": "hub", "name": "hub", "data_dir": "hub", "revision": "hub",
-    "sources": MIXTURE,
-}  # fmt: skip
-"""Fields that imply a source."""
-COLUMNS = ("text_column", "prompt_column")
-READ = {
-    "stdlib": (),
-    "packages": (),
-    "synthetic": (),
-    "files": ("paths", *COLUMNS, "sample_by"),
-    "hub": ("dataset", "name", "data_dir", "split", "revision", *COLUMNS),
-    TOKENS: ("paths",),
-    MIXTURE: ("sources",),
-}
-"""Fields that each built-in source reads."""
+BUILT_IN = ("stdlib", "packages", "synthetic", "files", "hub", TOKENS, MIXTURE)
+"""Sources that refuse the keys of other sources; the source of a plugin can read every key."""
 NEEDED = {
     "files": ("paths", "[file, directory, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
     "hub": ("dataset", "<owner/name>"),
     MIXTURE: ("sources", "{name: {source: files, paths: [...], weight: 1}}"),
 }
-"""Required fields, with an example."""
+"""Required key of a source, with an example."""
 MOST_WEIGHT = 1e18
 MOST_SOURCES, MOST_POINTS, MOST_WEIGHTS = 500, 500, 10_000
 NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -82,6 +69,8 @@ class TextConfig:
     paths: list[str] = key(
         [],
         effect="order",
+        read_by=("files", TOKENS),
+        implies="files",
         kind=("path", "machine"),
         fact="corpus",
         resumable=True,
@@ -92,23 +81,28 @@ class TextConfig:
     text_column: str = key(
         "text",
         effect="order",
+        read_by=("files", "hub"),
         fact="corpus",
         help="Column that holds the text, in parquet and json.",
     )
     prompt_column: str | None = key(
         None,
         effect="order",
+        read_by=("files", "hub"),
         help="Column of the prompt before each text; prompts are context, without loss.",
     )
     sample_by: SampleBy = key(
         SampleBy.document,
         effect="order",
+        read_by=("files",),
         fact="corpus",
         help="Unit of a text file that becomes one document.",
     )
     dataset: str | None = key(
         None,
         effect="order",
+        read_by=("hub",),
+        implies="hub",
         kind="path",
         fact="corpus",
         help="Hub dataset owner/name (data=hub).",
@@ -116,24 +110,31 @@ class TextConfig:
     name: str | None = key(
         None,
         effect="order",
+        read_by=("hub",),
+        implies="hub",
         fact="corpus",
         help="Configuration of the hub dataset, if it has several.",
     )
     data_dir: str | None = key(
         None,
         effect="order",
+        read_by=("hub",),
+        implies="hub",
         fact="corpus",
         help="Folder of the hub dataset to read, if it has several.",
     )
     split: str = key(
         "train",
         effect="order",
+        read_by=("hub",),
         fact="corpus",
         help="Split of the hub dataset, for training and held-out documents.",
     )
     revision: str | None = key(
         None,
         effect="order",
+        read_by=("hub",),
+        implies="hub",
         fact="corpus",
         help="Branch, tag or commit of the hub dataset; null: the newest commit at first use.",
     )
@@ -149,14 +150,16 @@ class TextConfig:
             raise ConfigError(
                 f"{where}prompt_column={self.prompt_column} must differ from {where}text_column"
             )
-        for name in chain(*READ.values()) if self.source in READ else ():
+        readers = read_by() if self.source in BUILT_IN else {}
+        for name, sources in readers.items():
             value = getattr(self, name, None)
             is_set = value and value != getattr(TextConfig, name, None)
-            if is_set and name not in READ[self.source]:
+            if is_set and self.source not in sources:
+                usable = [other for other, among in readers.items() if self.source in among]
                 raise ConfigError(
                     f"{where}{name}={getattr(value, 'value', value)} cannot be set with "
                     f"{where}source={self.source}; keys of this source: "
-                    f"{', '.join(READ[self.source]) or '(no keys)'}"
+                    f"{', '.join(usable) or '(no keys)'}"
                 )
         name, example = NEEDED.get(self.source, ("source", ""))
         if not getattr(self, name):
@@ -204,6 +207,8 @@ class DataConfig(TextConfig):
     sources: dict[str, SourceConfig] = key(
         {},
         effect="order",
+        read_by=(MIXTURE,),
+        implies=MIXTURE,
         help="Sources of a mixture by name, each with the keys above, weight, epochs_at_most.",
     )
     curriculum: list[Point] = key(
@@ -377,6 +382,13 @@ class DataConfig(TextConfig):
                 raise ConfigError(
                     f"{where}.at={point.at:g} must be greater than {former.at:g}{previous}"
                 )
+
+
+@cache
+def read_by() -> dict[str, tuple[str, ...]]:
+    """Return {key: sources that read the key} for the keys that only some sources read."""
+    declared = class_declarations(DataConfig).items()
+    return {name: declaration.read_by for name, declaration in declared if declaration.read_by}
 
 
 def check_sizes(sources: int, points: int) -> None:

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, H heads, d head_dim.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.keys import key
+from diffllm.core.keys import declaration, key
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
 
@@ -71,12 +71,14 @@ class RopeConfig:
         least=1,
         effect="numbers",
         may_differ="stage",
+        read_by=("linear", "llama3", "yarn"),
         help="Length of the new context divided by `original_seq_len`.",
     )
     original_seq_len: int | None = key(
         None,
         effect="numbers",
         may_differ="stage",
+        read_by=("llama3", "yarn"),
         help="Original context length in tokens; required by llama3 and yarn.",
     )
     low_freq_factor: float = key(
@@ -84,12 +86,14 @@ class RopeConfig:
         above=0,
         effect="numbers",
         may_differ="stage",
+        read_by=("llama3",),
         help="For llama3: divide frequencies below this many turns in the original context.",
     )
     high_freq_factor: float = key(
         4.0,
         effect="numbers",
         may_differ="stage",
+        read_by=("llama3",),
         help="For llama3: keep frequencies above this many turns in the original context.",
     )
     beta_slow: float = key(
@@ -97,18 +101,21 @@ class RopeConfig:
         above=0,
         effect="numbers",
         may_differ="stage",
+        read_by=("yarn",),
         help="For yarn: the counterpart of low_freq_factor.",
     )
     beta_fast: float = key(
         32.0,
         effect="numbers",
         may_differ="stage",
+        read_by=("yarn",),
         help="For yarn: the counterpart of high_freq_factor.",
     )
     yarn_ramp: YarnRamp = key(
         YarnRamp.transformers,
         effect="numbers",
         may_differ="stage",
+        read_by=("yarn",),
         help="For yarn: convention for the ends of the blend: transformers, exact or olmo_core. "
         "olmo_core differs only if the slowest pair makes more than beta_slow turns in the "
         "original context.",
@@ -118,16 +125,18 @@ class RopeConfig:
         above=0,
         effect="numbers",
         may_differ="stage",
+        read_by=("yarn",),
         help="For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1.",
     )
 
     def validate(self) -> None:
-        for name, scalings in USED_BY.items():
-            if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
-                needed = " or ".join(scaling.name for scaling in scalings)
+        for rope_field in fields(self):
+            value = getattr(self, rope_field.name)
+            scalings = declaration(rope_field).read_by
+            if scalings and value != rope_field.default and self.scaling.name not in scalings:
                 raise ConfigError(
-                    f"model.rope.{name}={getattr(self, name)} needs model.rope.scaling={needed}, "
-                    f"not {self.scaling.name}"
+                    f"model.rope.{rope_field.name}={value} needs model.rope.scaling="
+                    f"{' or '.join(scalings)}, not {self.scaling.name}"
                 )
         if self.scaling is RopeScaling.none:
             return
@@ -149,19 +158,6 @@ class RopeConfig:
                     f"model.rope.{low}={getattr(self, low)} must be less than "
                     f"model.rope.{high}={getattr(self, high)}"
                 )
-
-
-LONGER = (RopeScaling.linear, RopeScaling.llama3, RopeScaling.yarn)
-USED_BY = {
-    "factor": LONGER,
-    "original_seq_len": LONGER[1:],
-    "low_freq_factor": (RopeScaling.llama3,),
-    "high_freq_factor": (RopeScaling.llama3,),
-    "beta_slow": (RopeScaling.yarn,),
-    "beta_fast": (RopeScaling.yarn,),
-    "yarn_ramp": (RopeScaling.yarn,),
-    "attention_factor": (RopeScaling.yarn,),
-}
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:

@@ -56,12 +56,15 @@ def wandb_arguments(
         facts: content of run.json.
         variables: environment variables of the run.
     """
+    config = yaml_dict(cfg)
+    # Two commands with equal configs can have different defaults.
+    del config["resolved"]["defaults"]
     # The runs of a sweep or study share WANDB_NAME, but need different names.
     variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
     return {
         "directory": path,
         "job_type": cfg.resolved.choices["model"],
-        "config": {**yaml_dict(cfg), **without_online(facts)},
+        "config": {**config, **without_online(facts)},
         "name": cfg.run.name or variables.get(variable),
     }
 

@@ -32,7 +32,7 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.overrides import GROUPS
 from diffllm.config.values import check_values, leaves
-from diffllm.core.bounds import check_bounds
+from diffllm.core.bounds import RULES, check_bounds
 from diffllm.core.errors import LONGEST, ConfigError
 from diffllm.metrics.diagnostics import probe_positions
 from diffllm.model import ModelConfig, build_model
@@ -57,7 +57,7 @@ WRONG: dict[object, list[str]] = {
     Enum: ["nothing", "0.5", "''", "'two words'", *NOT_A_SECTION],
 }
 ANY_TEXT = ("data.sample_prompt",)
-PARTS_OF_A_RUN = ("resolved.choices", "resolved.matched")
+PARTS_OF_A_RUN = ("resolved.",)
 
 
 @pytest.fixture(autouse=True)
@@ -414,8 +414,9 @@ def bounds_below(node: Any, prefix: str = "") -> Iterator[tuple[str, str, float]
         value = getattr(node, f.name)
         if is_dataclass(value):
             yield from bounds_below(value, f"{prefix}{f.name}.")
-        for rule, bound in f.metadata.items():
-            yield f"{prefix}{f.name}", rule, bound
+        for rule in RULES:
+            if rule in f.metadata:
+                yield f"{prefix}{f.name}", rule, f.metadata[rule]
 
 
 BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PARTS_OF_A_RUN)]

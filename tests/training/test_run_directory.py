@@ -203,10 +203,13 @@ def test_resume_of_parameter_matched_run_keeps_ffn_width(matched, monkeypatch):
     monkeypatch.setattr(loading, "match", None)  # Loading must use the saved width.
     saved = load_run_config(matched)
     assert saved == again
-    assert (saved.run.matched.target_ffn_dim, saved.run.matched.target) == (384, "diff_v2")
+    assert (saved.resolved.matched.target_ffn_dim, saved.resolved.matched.target) == (
+        384,
+        "diff_v2",
+    )
     params = sum(p.numel() for p in build_model(saved.model).parameters())
-    assert params == saved.run.matched.params
-    assert saved.model.ffn_dim == saved.run.matched.ffn_dim > 384
+    assert params == saved.resolved.matched.params
+    assert saved.model.ffn_dim == saved.resolved.matched.ffn_dim > 384
 
 
 def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_path):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import class_declarations
 from diffllm.model import without_storage
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config
@@ -22,7 +23,7 @@ from diffllm.model.attention.diff_v2 import DiffV2Config
 from diffllm.model.attention.gated import GatedConfig
 from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig
-from diffllm.model.ffn.router import Score
+from diffllm.model.ffn.router import MoEConfig, Score
 from diffllm.model.rope import (
     RopeConfig,
     RopeScaling,
@@ -160,8 +161,12 @@ VARIANTS: dict[str, type[AttentionConfig]] = {
     "standard": StandardConfig, "gated": GatedConfig,
     "diff_v1": DiffV1Config, "diff_v2": DiffV2Config,
 }  # fmt: skip
-OF_MACHINE = ("backend", "values")
-"""Attention settings that select a kernel and do not change the computed function."""
+
+
+def kernel_settings(config_class: type) -> set[str]:
+    """Return the settings that select a kernel and do not change the computed function."""
+    declared = class_declarations(config_class)
+    return {name for name, declaration in declared.items() if declaration.effect == "speed"}
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
@@ -185,18 +190,19 @@ def own_layout(model: ModelConfig) -> Layout | None:
         "head_dim": model.head_dim * members,
         "num_attention_heads": decoder.layers[0].attention.n_query_heads,
         "qk_norm": model.qk_norm,
-        "attention": {"variant": variant, **json_settings(asdict(model.attention))},
-        "moe": json_settings(asdict(model.moe)) if model.moe.n_experts else None,
+        "attention": {"variant": variant, **json_settings(model.attention)},
+        "moe": json_settings(model.moe) if model.moe.n_experts else None,
     }
     return Layout(ARCHITECTURE, config, exported, imported)
 
 
-def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace enum members in `values` by names, and drop settings that only select a kernel."""
+def json_settings(config: AttentionConfig | MoEConfig) -> dict[str, Any]:
+    """Return a config as a dict, with names of enum members, and without kernel settings."""
+    dropped = kernel_settings(type(config))
     return {
         key: value.name if isinstance(value, Enum) else value
-        for key, value in values.items()
-        if key not in OF_MACHINE
+        for key, value in asdict(config).items()
+        if key not in dropped
     }
 
 

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diffllm.checkpoint.hf.layout import ARCHITECTURE, OF_MACHINE, VARIANTS, Mapped, layout_of
+from diffllm.checkpoint.hf.layout import ARCHITECTURE, VARIANTS, Mapped, kernel_settings, layout_of
 from diffllm.core.errors import CheckpointError, ConfigError, DataError, listed
 from diffllm.core.files import open_regular, read_json, readable
 from diffllm.data.tokenizer import FAST, MODEL, Tokenizer
@@ -173,7 +173,8 @@ def own(config: Config) -> ModelConfig:
     variant = Config(settings)["variant"]
     if variant not in VARIANTS:
         raise ValueError(f"has attention {variant}, which is not one of {', '.join(VARIANTS)}")
-    for key in ("variant", *OF_MACHINE):  # Older exports contain OF_MACHINE.
+    # Older exports contain kernel settings.
+    for key in ("variant", *kernel_settings(VARIANTS[variant])):
         settings.pop(key, None)
     attention = config_from_values(VARIANTS[variant], settings, "attention")
     heads = config["num_attention_heads"]

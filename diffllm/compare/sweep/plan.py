@@ -18,7 +18,7 @@ from omegaconf import ListConfig
 
 from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Job
-from diffllm.config import TrainConfig, load_config
+from diffllm.config import RunConfig, TrainConfig, load_config
 from diffllm.config.changes import is_within, what_differs
 from diffllm.config.compose import hydra
 from diffllm.config.loading import configs_of, without_imports
@@ -42,6 +42,7 @@ from diffllm.config.words import (
 )
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
+from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.core.names import shortened
 from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_run import check_wandb
@@ -90,6 +91,7 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
             overrides = [parsed_override(quote_text(word, sweep=True), loader) for word in words]
         except HydraException as error:
             raise ConfigError(explain(error, words)) from error
+    of_run = class_declarations(RunConfig, "run.")
     own: dict[str, Override] = {}
     launcher: list[str] = []
     for word, override in zip(words, overrides, strict=True):
@@ -98,7 +100,7 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
         swept = override.is_sweep_override()
         if not swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
             launcher.append(word)
-        elif key in ("run.name", "run.dir", "run.swept") or (swept and key.startswith("run.")):
+        elif "sweep" in declaration_of(key, of_run).kinds or (swept and key.startswith("run.")):
             raise ConfigError(
                 f"{word}: a sweep chooses the names of its runs; remove this override, and set one "
                 "run.sweep=<name>"
@@ -157,7 +159,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 def value_of(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
     value: Any = cfg
-    for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
+    for part in ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value.name if isinstance(value, Enum) else value
 

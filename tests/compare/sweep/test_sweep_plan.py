@@ -109,6 +109,18 @@ def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
+@pytest.mark.parametrize(
+    ("words", "experiment"),
+    [(["seed=0,1"], "quickstart"), (["seed=0,1", "optim.lr=1e-3,2e-3"], "none")],
+)
+def test_runs_of_sweep_over_seeds_have_defaults_of_quickstart(words, experiment) -> None:
+    directory, runs = plan_sweep(split_overrides(["run.sweep=mine", *words])[0], 1)
+    directory.lock.release()
+    for run in runs:
+        cfg = load_config(run["words"])
+        assert cfg.resolved.choices["experiment"] == experiment
+
+
 def test_resumed_sweep_raises_error_if_command_does_not_set_all_swept_keys() -> None:
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set each of these"):
