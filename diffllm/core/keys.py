@@ -8,20 +8,22 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from diffllm.core.bounds import RULES, sections
 
 Effect = Literal["numbers", "order", "measurement", "logging", "speed", "none"]
-"""Influence of a key on a run.
-
-numbers: the parameters that training computes.
-order: the tokens that each step reads.
-measurement: evaluated values, but not the training.
-logging: the steps at which values are logged.
-speed: time and memory; other values change only by rounding.
-none: names, places and messages.
-"""
+"""Influence of a key on a run, see `EFFECTS`."""
+EFFECTS: dict[Effect, str] = {
+    "numbers": "the parameters that training computes",
+    "order": "the tokens that each step reads",
+    "measurement": "evaluated values, but not the training",
+    "logging": "the steps at which values are logged",
+    "speed": "time and memory; other values change only by rounding",
+    "none": "names, places and messages",
+}
+"""Descriptions of the effects."""
 Kind = Literal["path", "machine", "seed", "text", "run", "sweep"]
 """Other properties of a key.
 
@@ -102,7 +104,7 @@ def key(
 
     Args:
         default: value without an override. Each config gets its own copy of a list or dict.
-        effect: influence on a run, see `Effect`.
+        effect: influence on a run, see `EFFECTS`.
         help: meaning and unit, for `--help` and docs/configuration.md.
         kind: further properties, see `Kind`.
         fact: entry of run.json, or config key, that is compared in place of this key.
@@ -119,7 +121,7 @@ def key(
     """
     kinds = (kind,) if isinstance(kind, str) else kind
     places = (may_differ,) if isinstance(may_differ, str) else may_differ
-    check_words("effect", [effect], get_args(Effect))
+    check_words("effect", [effect], EFFECTS)
     check_words("kind", kinds, get_args(Kind))
     check_words("may_differ", places, get_args(Place))
     check_words("bounds", bounds, RULES)
@@ -148,6 +150,23 @@ def check_words(name: str, words: Iterable[str], allowed: Iterable[str]) -> None
     for word in words:
         if word not in allowed:
             raise TypeError(f"{name}={word!r} is not one of {', '.join(allowed)}")
+
+
+def inherit_declarations(config_class: type) -> None:
+    """Copy declarations and bounds of base classes to fields without `key`, in place.
+
+    For example, `source: str = "mine"` in a subclass of `DataConfig` changes only the default.
+    """
+    config_fields = vars(config_class).get("__dataclass_fields__", {})
+    for name, config_field in config_fields.items():
+        if "declaration" in config_field.metadata:
+            continue
+        for base in config_class.__mro__[1:]:
+            base_field = vars(base).get("__dataclass_fields__", {}).get(name)
+            if base_field is not None:
+                metadata = {**base_field.metadata, **config_field.metadata}
+                config_field.metadata = MappingProxyType(metadata)
+                break
 
 
 def declaration(config_field: Field[Any]) -> Declaration:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from hydra.core.config_store import ConfigStore
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import inherit_declarations
 
 T = TypeVar("T", bound=type)
 Source = TypeVar("Source", bound=Callable[..., Any])
@@ -17,7 +18,9 @@ SOURCES: dict[str, Callable[..., Any]] = {}
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:
     """Return a class decorator that registers a config dataclass as ``<group>/<name>_schema``.
 
-    YAML files of the group contain ``<name>_schema`` in their defaults list. Raises ConfigError if
+    YAML files of the group contain ``<name>_schema`` in their defaults list.
+    `diffllm.core.keys.key` declares the fields of the dataclass. A field with a plain default takes
+    over the declaration and the bounds of the same field in the base class. Raises ConfigError if
     another class is registered as `name` in `group`.
 
     Args:
@@ -27,6 +30,7 @@ def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T
 
     def register(cls: T) -> T:
         check_free(f"the {group} {name}", SCHEMAS.get((group, name)), cls)
+        inherit_declarations(cls)
         SCHEMAS[group, name] = cls
         ConfigStore.instance().store(
             group=group, name=f"{name}_schema", node=cls, package=package or group

@@ -30,12 +30,7 @@ USUAL = 256
 class SyntheticConfig(DataConfig):
     """Config of a corpus of generated examples; each example is one document."""
 
-    source: str = key(
-        "synthetic",
-        effect="order",
-        fact="corpus",
-        help="Kind of the corpus; set by data=.",
-    )
+    source: str = "synthetic"
     task: str = key(
         "mqar",
         effect="order",
