@@ -3,14 +3,21 @@
 import contextlib
 import io
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 
+from diffllm.compare.conditions import role
+from diffllm.config import TrainConfig
+from diffllm.config.changes import is_fixed, is_within
 from diffllm.config.compose import compose_config, variants
 from diffllm.config.help import Key, KeySection, choices, sections_of
+from diffllm.config.overrides import FILLED_IN
+from diffllm.core.keys import EFFECTS, Place, class_declarations, declaration, key
+from diffllm.metrics.facts import fact_declarations
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS, SECTIONS
 
@@ -23,14 +30,41 @@ A command chooses one option per group and sets keys: `python train.py model=sma
 attention=diff_v2 optim.lr=6e-4`. `python train.py --help` prints all keys of the chosen options.
 The order of precedence, lowest first: defaults, [environment variables](environment.md), the YAML
 of each option, `experiment=`, the command line.
+
+## Effects of keys
+
+The column "Decides" of the tables below is the effect of a key, which its field declares. Resume,
+reports, studies and defaults follow from the effect:
+
+{effects}
+- **Resume.** `run.allow_changes=[KEY]` permits the change of a fixed key, and records the change.
+- **Reports** compute gaps between runs that agree. The label of a row shows a difference in the
+  settings of the attention variant.
+- **Studies.** `unequal` declares differences between arms; the attention variant needs no
+  declaration. Keys that decide speed must agree if the metric is a time or a speed.
+- **Defaults.** If no override decides numbers or order, `experiment=quickstart` sets the defaults.
+  Seeds do not count.
+
+The keys of [plugins](plugins.md#config-keys) and the [facts](#facts-of-a-run) of `run.json` have
+effects, too. A key without a declared effect decides numbers.
+
+{exceptions}
 """
+FACTS = """\
+Reports and studies compare these facts, which a start writes to `run.json`.
+"""
+EXCEPTIONS: dict[Place, str] = {
+    "report": "may differ between rows of a report, whose labels show the value",
+    "study": "may differ between the arms of a study",
+    "stage": "may change in the next stage, `resume=stage:PATH`",
+}
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 MORE_SIZES = ("moe.n_experts", "moe.top_k", "moe.expert_dim")
 
 
 def configuration() -> str:
     """Return docs/configuration.md: choices, shapes of the models, keys of each section."""
-    parts = [CONFIGURATION, "## Choices\n"]
+    parts = [CONFIGURATION.format(effects=effects(), exceptions=exceptions()), "## Choices\n"]
     for group, options in choices().items():
         rows = "\n".join(f"| `{group}={name}` | {cell(words)} |" for name, words in options.items())
         parts.append(f"| `{group}=` | |\n|---|---|\n{rows}\n")
@@ -42,7 +76,59 @@ def configuration() -> str:
         else:
             heading = f"### {section.name}\n\n{section.title}\n" if section.name else ""
             parts.append(heading + ("\n" if heading else "") + table(section.keys))
+    parts += ["## Facts of a run\n", FACTS, facts()]
     return "\n".join(parts)
+
+
+def effects() -> str:
+    """Return a table of the effects, with the rules of resume, reports and studies."""
+    lines = ["| Decides | Influence | At resume | In a report | In a study |", "|---" * 5 + "|"]
+    for effect, influence in EFFECTS.items():
+        declared = declaration(key(effect=effect, help=""))
+        roles = [role("any", declared, "report"), role("any", declared, "study")]
+        cells = ["may differ" if found == "harmless" else "must agree" for found in roles]
+        resume = "fixed" if is_fixed(declared) else "may change"
+        lines.append(f"| {' | '.join([effect, influence, resume, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def exceptions() -> str:
+    """Return a table of the exceptions that fields of the config declare, except of attention."""
+    declared = class_declarations(TrainConfig)
+    settable = [name for name in declared if not is_within(name, [FILLED_IN])]
+    resumable = [name for name in settable if declared[name].computes and declared[name].resumable]
+    lines = ["| Exception | Keys |", "|---|---|"]
+    lines.append(f"| may change at resume | {listed_keys(resumable, declared)} |")
+    for place, rule in EXCEPTIONS.items():
+        names = [name for name in settable if place in declared[name].may_differ]
+        lines.append(f"| {rule} | {listed_keys(names, declared)} |")
+    facts = dict.fromkeys(found.fact for found in declared.values() if found.fact)
+    for fact in facts:
+        names = [name for name in declared if declared[name].fact == fact]
+        lines.append(
+            f"| `{fact}` is compared in place of the key | {listed_keys(names, declared)} |"
+        )
+    return "\n".join(lines)
+
+
+def facts() -> str:
+    """Return a table of the facts of run.json that reports and studies compare."""
+    lines = ["| Fact | Decides | Meaning |", "|---|---|---|"]
+    for name, declared in fact_declarations().items():
+        lines.append(f"| `{name}` | {declared.effect} | {cell(declared.help)} |")
+    return "\n".join(lines) + "\n"
+
+
+def listed_keys(names: list[str], declared: Iterable[str]) -> str:
+    """Return a list of keys; "model.rope.*" replaces all `declared` keys of the section."""
+    parts: dict[str, None] = {}
+    for name in names:
+        section = f"{name.rpartition('.')[0]}."
+        is_whole = len(section) > 1 and all(
+            other in names for other in declared if other.startswith(section)
+        )
+        parts[f"`{section}*`" if is_whole else f"`{name}`"] = None
+    return ", ".join(parts)
 
 
 def shapes() -> str:
@@ -75,9 +161,10 @@ def attention_sections() -> list[str]:
 
 
 def table(keys: list[Key]) -> str:
-    head = "| Key | Default | Meaning |\n|---|---|---|\n"
+    head = "| Key | Default | Decides | Meaning |\n|---|---|---|---|\n"
     return head + "".join(
-        f"| `{key.name}` | `{key.default}` | {cell(words_of(key))} |\n" for key in keys
+        f"| `{key.name}` | `{key.default}` | {key.effect} | {cell(words_of(key))} |\n"
+        for key in keys
     )
 
 
