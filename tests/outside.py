@@ -31,6 +31,8 @@ add_metric(
 @dataclass
 class ScaledConfig(AttentionConfig):
     initial: float = 1.0
+    temperature: float = key(1.0, effect="numbers", above=0, help="Divisor of the queries.")
+    tile: int = key(64, effect="speed", least=1, help="Keys per tile.")
 
     def build(self, model, layer_idx):
         return ScaledAttention(model, self)
@@ -42,7 +44,11 @@ class ScaledAttention(Attention):
     def __init__(self, model, cfg):
         super().__init__(model)
         self.head_scale = torch.nn.Parameter(torch.empty(self.n_heads))
-        self.initial = cfg.initial
+        self.initial, self.temperature = cfg.initial, cfg.temperature
+
+    def project(self, x, rope):
+        q, k, v = super().project(x, rope)
+        return q / self.temperature, k, v
 
     def context(self, x, q, k, v, mask, aux):
         if aux is not None:
@@ -60,7 +66,8 @@ class ScaledAttention(Attention):
 @dataclass
 class CountingConfig(DataConfig):
     source: str = "counting"
-    documents: int = 400
+    documents: int = key(400, effect="order", least=1, help="Number of texts.")
+    readers: int = key(1, effect="speed", help="Number of readers.")
 
 
 @source("counting")
