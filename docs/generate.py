@@ -43,7 +43,8 @@ reports, studies and defaults follow from the effect:
 - **Studies.** `unequal` declares differences between arms; the attention variant needs no
   declaration. Keys that decide speed must agree if the metric is a time or a speed.
 - **Defaults.** If no override decides numbers or order, `experiment=quickstart` sets the defaults.
-  Seeds do not count.
+  The first lines of a run name the defaults and the reason.
+- **Seeds** distinguish the runs of a row or arm, and do not change the defaults.
 
 The keys of [plugins](plugins.md#config-keys) and the [facts](#facts-of-a-run) of `run.json` have
 effects, too. A key without a declared effect decides numbers.
