@@ -195,6 +195,15 @@ ERRORS = {
         "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
         "metric train/loss conflicts with the existing metric train/loss",
     ),
+    "an unknown effect": (
+        "from diffllm.core.keys import key\ntile = key(64, effect='fast', help='Keys per tile.')",
+        "TypeError: effect='fast' is not one of numbers, order, measurement, logging, speed, none",
+        "bad.py, line 2",
+    ),
+    "a key without effect": (
+        "from diffllm.core.keys import key\ntile = key(64, help='Keys per tile.')",
+        "TypeError: key() missing 1 required keyword-only argument: 'effect'",
+    ),
 }
 
 
