@@ -87,13 +87,13 @@ def configuration() -> str:
 
 def effects() -> str:
     """Return a table of the effects, with the rules of resume, reports and studies."""
-    lines = ["| Decides | Influence | Resume | Report | Study |", "|---" * 5 + "|"]
+    lines = ["| Decides | Resume | Report | Study | Influence |", "|---" * 5 + "|"]
     for effect, influence in EFFECTS.items():
         declared = declaration(key(effect=effect, help=""))
         roles = [role("any", declared, "report"), role("any", declared, "study")]
         cells = ["any" if found == "harmless" else "equal" for found in roles]
         resume = "fixed" if is_fixed(declared) else "any"
-        lines.append(f"| {' | '.join([effect, influence, resume, *cells])} |")
+        lines.append(f"| {' | '.join([effect, resume, *cells, influence])} |")
     return "\n".join(lines) + "\n"
 
 
