@@ -30,6 +30,7 @@ add_metric(
 @schema(group="attention", name="scaled", package="model.attention")
 @dataclass
 class ScaledConfig(AttentionConfig):
+    context_scale: float = 1.5
     initial: float = 1.0
     temperature: float = key(1.0, effect="numbers", above=0, help="Divisor of the queries.")
     tile: int = key(64, effect="speed", least=1, help="Keys per tile.")

@@ -313,6 +313,9 @@ def test_unknown_or_invalid_plugin_key_gives_single_error_line(place, mine, word
     misspelt = [*words, "--config-dir", str(tmp_path), "attention=misspelt"]
     assert_ends(train(misspelt, cwd, env), "attention=misspelt: unknown key model.attention.tiles")
     assert_ends(train([*words, "model.attention.tile=0"], cwd, env), "tile=0 must be at least 1")
+    # The plugin changes the default of this key of the base class; the bound remains.
+    scaled = train([*words, "model.attention.context_scale=0"], cwd, env)
+    assert_ends(scaled, "model.attention.context_scale=0.0 must be positive")
 
 
 def test_help_contains_descriptions_of_plugin_keys(place, words):
