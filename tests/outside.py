@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffllm.core.keys import key
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.data.text.file_index import combined_hash

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
-from diffllm.core.bounds import RULES, sections
+from diffllm.core.bounds import RULES, metadata_of, sections
 
 Effect = Literal["numbers", "order", "measurement", "logging", "speed", "none"]
 """Influence of a key on a run, see `EFFECTS`."""
@@ -152,23 +151,6 @@ def check_words(name: str, words: Iterable[str], allowed: Iterable[str]) -> None
             raise TypeError(f"{name}={word!r} is not one of {', '.join(allowed)}")
 
 
-def inherit_declarations(config_class: type) -> None:
-    """Copy declarations and bounds of base classes to fields without `key`, in place.
-
-    For example, `source: str = "mine"` in a subclass of `DataConfig` changes only the default.
-    """
-    config_fields = vars(config_class).get("__dataclass_fields__", {})
-    for name, config_field in config_fields.items():
-        if "declaration" in config_field.metadata:
-            continue
-        for base in config_class.__mro__[1:]:
-            base_field = vars(base).get("__dataclass_fields__", {}).get(name)
-            if base_field is not None:
-                metadata = {**base_field.metadata, **config_field.metadata}
-                config_field.metadata = MappingProxyType(metadata)
-                break
-
-
 def declaration(config_field: Field[Any]) -> Declaration:
     """Return the declaration of a dataclass field, or UNDECLARED for a field without `key`."""
     declared: Declaration = config_field.metadata.get("declaration", UNDECLARED)
@@ -211,11 +193,7 @@ def declared_in(config_class: type, name: str) -> Declaration | None:
 
     A field without `key` that replaces the default of a base class has the declaration of the base.
     """
-    for base in config_class.__mro__:
-        config_field = getattr(base, "__dataclass_fields__", {}).get(name)
-        if config_field is not None and "declaration" in config_field.metadata:
-            return declaration(config_field)
-    return None
+    return metadata_of(config_class, name).get("declaration")
 
 
 def declaration_of(name: str, declared: Declarations) -> Declaration:

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 from hydra.core.config_store import ConfigStore
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.keys import inherit_declarations
 
 T = TypeVar("T", bound=type)
 Source = TypeVar("Source", bound=Callable[..., Any])
@@ -30,7 +29,6 @@ def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T
 
     def register(cls: T) -> T:
         check_free(f"the {group} {name}", SCHEMAS.get((group, name)), cls)
-        inherit_declarations(cls)
         SCHEMAS[group, name] = cls
         ConfigStore.instance().store(
             group=group, name=f"{name}_schema", node=cls, package=package or group
