@@ -30,7 +30,12 @@ USUAL = 256
 class SyntheticConfig(DataConfig):
     """Config of a corpus of generated examples; each example is one document."""
 
-    source: str = "synthetic"
+    source: str = key(
+        "synthetic",
+        effect="order",
+        fact="corpus",
+        help="Kind of the corpus; set by data=.",
+    )
     task: str = key(
         "mqar",
         effect="order",
