@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffllm.core.keys import key
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.data.text.file_index import combined_hash
@@ -30,7 +31,10 @@ add_metric(
 @schema(group="attention", name="scaled", package="model.attention")
 @dataclass
 class ScaledConfig(AttentionConfig):
+    context_scale: float = 1.5
     initial: float = 1.0
+    temperature: float = key(1.0, effect="numbers", above=0, help="Divisor of the queries.")
+    tile: int = key(64, effect="speed", least=1, help="Keys per tile.")
 
     def build(self, model, layer_idx):
         return ScaledAttention(model, self)
@@ -42,7 +46,11 @@ class ScaledAttention(Attention):
     def __init__(self, model, cfg):
         super().__init__(model)
         self.head_scale = torch.nn.Parameter(torch.empty(self.n_heads))
-        self.initial = cfg.initial
+        self.initial, self.temperature = cfg.initial, cfg.temperature
+
+    def project(self, x, rope):
+        q, k, v = super().project(x, rope)
+        return q / self.temperature, k, v
 
     def context(self, x, q, k, v, mask, aux):
         if aux is not None:
@@ -60,7 +68,8 @@ class ScaledAttention(Attention):
 @dataclass
 class CountingConfig(DataConfig):
     source: str = "counting"
-    documents: int = 400
+    documents: int = key(400, effect="order", least=1, help="Number of texts.")
+    readers: int = key(1, effect="speed", help="Number of readers.")
 
 
 @source("counting")

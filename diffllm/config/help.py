@@ -78,7 +78,10 @@ def help_text(overrides: list[str]) -> str:
     parts.append("Choices, such as attention=standard; each is a YAML file in conf/")
     for group, options in choices().items():
         parts.append(f"{group}={cfg.resolved.choices[group]}\n{rows(options.items())}")
-    parts.append("Keys, such as optim.lr=1e-3, with their defaults")
+    parts.append(
+        "Keys, such as optim.lr=1e-3, with their defaults; docs/configuration.md also has the "
+        "effect of each key"
+    )
     parts += map(section_text, sections_of(cfg))
     return "\n\n".join(parts)
 

@@ -267,7 +267,9 @@ def imported(name: str) -> ModuleSpec:
                 f"plugins=[{name}]: cannot find module {missing}; add its directory to PYTHONPATH"
             ) from None
         frames = traceback.extract_tb(error.__traceback__)
-        where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+        # A wrong argument of a function of diffllm is an error in a line of the plugin.
+        skipped = ("importlib", str(Path(__file__).parents[1]))
+        where = [f for f in frames if not any(part in f.filename for part in skipped)]
         at = f" ({where[-1].filename}, line {where[-1].lineno})" if where else ""
         text = " ".join("".join(traceback.format_exception_only(error)).split())  # str() may raise
         raise ConfigError(f"plugins=[{name}] cannot be imported: {text}{at}") from error

@@ -52,6 +52,21 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 yield from sections(part, f"{prefix}{name}.")
 
 
+def metadata_of(config_class: type, name: str) -> dict[str, Any]:
+    """Return the metadata of a field of a config dataclass.
+
+    A field without `key` also has the metadata of the field that it replaces in a base class.
+    """
+    metadata: dict[str, Any] = {}
+    for base in config_class.__mro__:
+        config_field = getattr(base, "__dataclass_fields__", {}).get(name)
+        if config_field is not None:
+            metadata = {**config_field.metadata, **metadata}
+        if "declaration" in metadata:
+            break
+    return metadata
+
+
 def check_bounds(prefix: str, config: Any) -> None:
     """Raise ConfigError if a field of `config` or of a nested dataclass violates its bounds.
 
@@ -62,11 +77,11 @@ def check_bounds(prefix: str, config: Any) -> None:
     """
     for section, node in sections(config, prefix):
         for f in fields(node):
-            value = getattr(node, f.name)
+            value, metadata = getattr(node, f.name), metadata_of(type(node), f.name)
             for rule, (keeps, words) in RULES.items():
-                if value is None or rule not in f.metadata or keeps(value, f.metadata[rule]):
+                if value is None or rule not in metadata or keeps(value, metadata[rule]):
                     continue
-                must = AT_ZERO.get((rule, f.metadata[rule]), f"{words} {f.metadata[rule]}")
+                must = AT_ZERO.get((rule, metadata[rule]), f"{words} {metadata[rule]}")
                 raise ConfigError(f"{section}{f.name.rstrip('_')}={value} must {must}")
 
 

@@ -10,18 +10,19 @@ from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from diffllm.core.bounds import RULES, sections
+from diffllm.core.bounds import RULES, metadata_of, sections
 
 Effect = Literal["numbers", "order", "measurement", "logging", "speed", "none"]
-"""Influence of a key on a run.
-
-numbers: the parameters that training computes.
-order: the tokens that each step reads.
-measurement: evaluated values, but not the training.
-logging: the steps at which values are logged.
-speed: time and memory; other values change only by rounding.
-none: names, places and messages.
-"""
+"""Influence of a key on a run, see `EFFECTS`."""
+EFFECTS: dict[Effect, str] = {
+    "numbers": "the parameters that training computes",
+    "order": "the tokens that each step reads",
+    "measurement": "evaluated values, but not the training",
+    "logging": "the steps at which values are logged",
+    "speed": "time and memory; other values change only by rounding",
+    "none": "names, places and messages",
+}
+"""Descriptions of the effects."""
 Kind = Literal["path", "machine", "seed", "text", "run", "sweep"]
 """Other properties of a key.
 
@@ -102,7 +103,7 @@ def key(
 
     Args:
         default: value without an override. Each config gets its own copy of a list or dict.
-        effect: influence on a run, see `Effect`.
+        effect: influence on a run, see `EFFECTS`.
         help: meaning and unit, for `--help` and docs/configuration.md.
         kind: further properties, see `Kind`.
         fact: entry of run.json, or config key, that is compared in place of this key.
@@ -119,7 +120,7 @@ def key(
     """
     kinds = (kind,) if isinstance(kind, str) else kind
     places = (may_differ,) if isinstance(may_differ, str) else may_differ
-    check_words("effect", [effect], get_args(Effect))
+    check_words("effect", [effect], EFFECTS)
     check_words("kind", kinds, get_args(Kind))
     check_words("may_differ", places, get_args(Place))
     check_words("bounds", bounds, RULES)
@@ -192,11 +193,7 @@ def declared_in(config_class: type, name: str) -> Declaration | None:
 
     A field without `key` that replaces the default of a base class has the declaration of the base.
     """
-    for base in config_class.__mro__:
-        config_field = getattr(base, "__dataclass_fields__", {}).get(name)
-        if config_field is not None and "declaration" in config_field.metadata:
-            return declaration(config_field)
-    return None
+    return metadata_of(config_class, name).get("declaration")
 
 
 def declaration_of(name: str, declared: Declarations) -> Declaration:

@@ -17,7 +17,9 @@ SOURCES: dict[str, Callable[..., Any]] = {}
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:
     """Return a class decorator that registers a config dataclass as ``<group>/<name>_schema``.
 
-    YAML files of the group contain ``<name>_schema`` in their defaults list. Raises ConfigError if
+    YAML files of the group contain ``<name>_schema`` in their defaults list.
+    `diffllm.core.keys.key` declares the fields of the dataclass. A field with a plain default takes
+    over the declaration and the bounds of the same field in the base class. Raises ConfigError if
     another class is registered as `name` in `group`.
 
     Args:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from runs.command import (
     tool,
     train,
     train_command,
+    unfinish,
 )
 from tiers import slow_but
 
@@ -193,6 +195,15 @@ ERRORS = {
         "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
         "metric train/loss conflicts with the existing metric train/loss",
     ),
+    "an unknown effect": (
+        "from diffllm.core.keys import key\ntile = key(64, effect='fast', help='Keys per tile.')",
+        "TypeError: effect='fast' is not one of numbers, order, measurement, logging, speed, none",
+        "bad.py, line 2",
+    ),
+    "a key without effect": (
+        "from diffllm.core.keys import key\ntile = key(64, help='Keys per tile.')",
+        "TypeError: key() missing 1 required keyword-only argument: 'effect'",
+    ),
 }
 
 
@@ -203,6 +214,120 @@ def test_command_prints_single_error_line_if_plugin_import_fails(place, tmp_path
     (tmp_path / "bad.py").write_text(source, encoding="utf-8")
     env = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"}
     assert_ends(tool(["count", "plugins=[bad]"], tmp_path, env), "plugins=[bad]", *parts)
+
+
+# Config keys of plugins: `tile` and `readers` decide speed, `temperature` decides numbers,
+# `documents` decides the order, and `initial` has no declared effect.
+
+
+def test_resume_accepts_changes_of_plugin_keys_only_if_keys_decide_speed(trained, place, words):
+    cwd, env = place
+    again = [*words, f"run.dir={shutil.copytree(trained, cwd / 'again')}"]
+    unfinish(cwd / "again", 6)
+    for key in ("model.attention.temperature", "model.attention.initial", "data.documents"):
+        assert_ends(train([*again, f"{key}=300"], cwd, env), f"({key}: ", ", 300", "this command)")
+    done = train([*again, "model.attention.tile=128", "data.readers=2"], cwd, env)
+    assert done.code == 0, done.err
+    assert "resumes from step 4" in done.out + done.err
+    config = (cwd / "again" / "config.yaml").read_text(encoding="utf-8")
+    assert "tile: 128" in config
+    assert "readers: 2" in config
+    assert_same_weights(cwd / "again", trained, 6)
+
+
+def edited_copy(run: Path, name: str, **values: int) -> None:
+    """Copy a run directory to a sibling, and replace values of keys in its config.yaml."""
+    path = run.with_name(name)
+    shutil.copytree(run, path)
+    text = (path / "config.yaml").read_text(encoding="utf-8")
+    for key, value in values.items():
+        text, count = re.subn(rf"\b{key}: \d+(\.0)?$", f"{key}: {value}", text, flags=re.M)
+        assert count, key
+    (path / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def test_report_distinguishes_runs_by_plugin_keys_only_of_numbers_and_order(
+    trained, place, tmp_path
+):
+    _, env = place
+    shutil.copytree(trained, tmp_path / "first")
+    edited_copy(tmp_path / "first", "faster", seed=1, tile=128, readers=2)
+    edited_copy(tmp_path / "first", "hotter", seed=2, temperature=2)
+    edited_copy(tmp_path / "first", "fewer", seed=3, documents=300)
+    done = tool(["report", str(tmp_path), "out=page", "--json", PLUGIN], tmp_path, env)
+    assert done.code == 0, done.err
+    rows = {
+        (row["model.attention.temperature"], row["data.documents"]): row
+        for row in json.loads(done.out)["rows"]
+    }
+    assert {values: row["seeds"] for values, row in rows.items()} == {
+        (1.0, 400): 2,
+        (2.0, 400): 1,
+        (1.0, 300): 1,
+    }
+    assert not any("model.attention.tile" in row or "data.readers" in row for row in rows.values())
+    assert rows[1.0, 300]["incomparable"] == ["data.documents"]
+    # Rows that differ only in settings of the attention variant are in one group.
+    assert rows[1.0, 400]["group"] == rows[2.0, 400]["group"] != rows[1.0, 300]["group"]
+
+
+STUDY = """\
+claim: the arms have equal losses
+base: [experiment=count_up, wandb.mode=disabled, data.num_workers=0]
+arms: {{first: [attention=scaled], second: [attention=scaled, {override}]}}
+baseline: first
+seeds: [0, 1, 2]
+rule: {{kind: equivalence, arm: second, against: first, margin: 0.1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("data.documents=300", True),
+        ("data.readers=2", False),
+        ("model.attention.tile=128", False),
+        ("model.attention.temperature=2", False),
+    ],
+)
+def test_study_refuses_arms_that_differ_in_plugin_key_of_order(
+    place, mine, tmp_path, override, refused
+):
+    _, env = place
+    (tmp_path / "study.yaml").write_text(STUDY.format(override=override), encoding="utf-8")
+    words = ["study", "run", "study.yaml", "out=runs", "--dry-run", "--config-dir", str(mine)]
+    done = tool([*words, PLUGIN], tmp_path, env)
+    if refused:
+        assert_ends(done, "arms differ in data.documents: 400 in first; 300 in second")
+    else:
+        assert done.code == 0, done.err
+
+
+def test_unknown_or_invalid_plugin_key_gives_single_error_line(place, mine, words, tmp_path):
+    cwd, env = place
+    file = tmp_path / "attention" / "misspelt.yaml"
+    file.parent.mkdir()
+    file.write_text(
+        "# @package model.attention\ndefaults: [scaled, _self_]\ntiles: 32\n", encoding="utf-8"
+    )
+    misspelt = [*words, "--config-dir", str(tmp_path), "attention=misspelt"]
+    assert_ends(train(misspelt, cwd, env), "attention=misspelt: unknown key model.attention.tiles")
+    assert_ends(train([*words, "model.attention.tile=0"], cwd, env), "tile=0 must be at least 1")
+    # The plugin changes the default of this key of the base class; the bound remains.
+    scaled = train([*words, "model.attention.context_scale=0"], cwd, env)
+    assert_ends(scaled, "model.attention.context_scale=0.0 must be positive")
+
+
+def test_help_contains_descriptions_of_plugin_keys(place, words):
+    cwd, env = place
+    lines = train([*words, "--help"], cwd, env).out.splitlines()
+    for name, description in (
+        ("model.attention.tile=64", "Keys per tile."),
+        ("data.documents=400", "Number of texts."),
+        ("data.source=counting", "Kind of the corpus; set by data=."),  # of the base class
+    ):
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        assert line.endswith(description)
 
 
 PLANTED = "raise ValueError('planted')"

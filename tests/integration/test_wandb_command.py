@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs.command import changes, metrics, refusal_of, snapshot, tool, train
+import yaml
+from runs.command import ROOT, changes, metrics, refusal_of, snapshot, tool, train
 from runs.written import write_run
 from wandb_file import OfflineRun
 from wandb_server import HISTORY, StoredRun, WandbServer
@@ -73,6 +75,17 @@ def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment
         None,
     )
     assert (tmp_path / written["directory"]) == content.path.parent
+
+
+def test_command_writes_older_run_with_names_of_computed_values_of_this_version(
+    tmp_path, environment
+):
+    run = shutil.copytree(ROOT / "tests/data_files/made_before/runs/run", tmp_path / "run")
+    before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["run"]
+    assert tool(["wandb", "run=run", "mode=offline"], tmp_path, environment).code == 0
+    config = OfflineRun(run).config
+    assert config["resolved"]["choices"] == before["choices"]
+    assert "choices" not in config["run"]
 
 
 def summary_of(run: OfflineRun) -> dict[str, object]:
