@@ -3,13 +3,16 @@
 from diffllm.compare.conditions import ATTENTION, Difference, Role, disagrees, role
 from diffllm.compare.report.keys import COMPUTED, SEEDS, all_declarations, value_text
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run
+from diffllm.compare.report.runs import Run, shortlist
 from diffllm.config.changes import is_within
 from diffllm.core.keys import Declaration, declaration_of
+from diffllm.core.printing import Cell, Table
 from diffllm.metrics.facts import fact_declarations, facts_of
 
 OMITTED = ("run", "resolved", *COMPUTED, *SEEDS)
 """Keys and sections that differ between any two runs, or whose computed values are compared."""
+MOST_LABELS = 4
+"""Row labels per value in the table of differences."""
 ORDER: tuple[Role, ...] = ("question", "condition", "declared", "harmless")
 
 
@@ -134,3 +137,22 @@ def row_settings(row: Row, differences: list[Difference]) -> str:
         if texts:
             words.append(f"{difference.key}={' or '.join(texts)}")
     return " ".join(words)
+
+
+def differences_table(differences: list[Difference]) -> Table:
+    """Return a table of the keys in which rows differ: role with reason, and rows of each value."""
+    roles = {"question": "variant", "declared": "allowed"}
+    lines: list[list[str | Cell]] = []
+    for difference in differences:
+        name = roles.get(difference.role, difference.role)
+        values = []
+        for text, labels in difference.values.items():
+            values.append(f"{text}: {shortlist(labels, MOST_LABELS)}")
+        cells = [Cell(name, small=(difference.reason,)), Cell(small=tuple(values))]
+        lines.append([difference.key, *cells])
+    return Table.of(["Key", "Role", "Values"], lines, range(3))
+
+
+def row_settings_table(rows: list[Row], differences: list[Difference]) -> Table:
+    lines = [[row.label, row_settings(row, differences)] for row in rows]
+    return Table.of(["Row", "Settings"], lines, range(2))

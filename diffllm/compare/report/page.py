@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from diffllm.compare.report import tables
+from diffllm.compare.report import differences, tables
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.curves import POINTS, rows_of_gaps, sample_gaps, seed_noise
 from diffllm.compare.report.figures import RC, RowStyle, row_styles
@@ -101,6 +101,7 @@ def page(comparison: Comparison) -> str:
     return template("page.html.jinja").render(
         comparison=comparison,
         tables=tables,
+        differences=differences,
         summary=runs_summary(rows),
         apart=apart_text(groups, comparison.differences) if groups else "",
         groups=groups,

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from diffllm.compare.conditions import Difference
 from diffllm.compare.report.curves import BUDGETS
-from diffllm.compare.report.differences import row_settings
 from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.figures import RowStyle
 from diffllm.compare.report.numbers import (
@@ -34,14 +32,11 @@ from diffllm.compare.report.results import (
     tested_rows,
 )
 from diffllm.compare.report.rows import Group, Row, row_value, run_value
-from diffllm.compare.report.runs import Run, shortlist
+from diffllm.compare.report.runs import Run
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
 from diffllm.metrics.table import METRICS, metric_of
 from diffllm.statistics.arm_comparison import ArmComparison
-
-MOST_LABELS = 4
-"""Row labels per value in the table of differences."""
 
 
 class PageColumn(NamedTuple):
@@ -348,25 +343,6 @@ def groups_table(groups: list[Group]) -> Table:
         for group in groups
     ]
     return Table.of(heads, lines, range(len(heads)))
-
-
-def differences_table(differences: list[Difference]) -> Table:
-    """Return a table of the keys in which rows differ: role with reason, and rows of each value."""
-    roles = {"question": "variant", "declared": "allowed"}
-    lines: list[list[str | Cell]] = []
-    for difference in differences:
-        name = roles.get(difference.role, difference.role)
-        values = []
-        for text, labels in difference.values.items():
-            values.append(f"{text}: {shortlist(labels, MOST_LABELS)}")
-        cells = [Cell(name, small=(difference.reason,)), Cell(small=tuple(values))]
-        lines.append([difference.key, *cells])
-    return Table.of(["Key", "Role", "Values"], lines, range(3))
-
-
-def row_settings_table(rows: list[Row], differences: list[Difference]) -> Table:
-    lines = [[row.label, row_settings(row, differences)] for row in rows]
-    return Table.of(["Row", "Settings"], lines, range(2))
 
 
 def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:

@@ -120,7 +120,7 @@ def test_derived_sets_equal_former_tables_except_decided_differences():
     assert changed == {
         # Skipped updates change the parameters, but no table named the key.
         "train.skip_step": ("swept", "condition"),
-        # The path is a place; the starting point is compared as a value of its own.
+        # The path is a place; a separate value states the starting point.
         "resume": ("condition", "harmless"),
     }
     facts = {fact: keys_of_fact(fact, DECLARED) for fact in FACTS}
