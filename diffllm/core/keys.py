@@ -141,13 +141,18 @@ def declaration(config_field: Field[Any]) -> Declaration:
 def declarations(config: Any) -> dict[str, Declaration]:
     """Return the declarations of all keys of a config dataclass, by dotted key.
 
-    Sources of a mixture are included, for example "data.sources.web.paths".
+    Sources of a mixture are included, for example "data.sources.web.paths". A field without `key`
+    has the declaration of its section, if the section has one: for example `resolved.matched`.
     """
-    return {
-        f"{prefix}{config_field.name}": declaration(config_field)
-        for prefix, section in sections(config)
-        for config_field in fields(section)
-    }
+    found: dict[str, Declaration] = {}
+    # A section comes after the section that contains it.
+    for prefix, section in sections(config):
+        of_section = found.get(prefix.rstrip("."), UNDECLARED)
+        for config_field in fields(section):
+            declared = declaration(config_field)
+            name = f"{prefix}{config_field.name}"
+            found[name] = of_section if declared is UNDECLARED else declared
+    return found
 
 
 def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declaration]:
