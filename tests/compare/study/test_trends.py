@@ -141,7 +141,7 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
             for seed in range(5):
                 value = 5 - place + gap + place * NOISE[seed] * bool(gap)
                 run = StudyRun(f"{name}-{seed}", seed, 1e-3, value, value, 1000, 2048)
-                run.facts["parameters"] = count
+                run = replace(run, facts=RunFacts(parameters=count))
                 if (name, seed) not in missing:
                     made.runs.append(run)
                     made.values[seed] = value
