@@ -57,6 +57,10 @@ COMPUTED = {
     "heldout_texts": Declaration("Hash of the held-out documents.", "measurement"),
 }
 """Compared values that are neither config keys nor facts of run.json."""
+STEPS = ("tokens", "global_batch_size", "seq_len")
+"""Keys that decide the number of steps."""
+INTERVALS = ("eval.interval", "log_interval", "diagnostics")
+"""Intervals whose default values are shares of the number of steps."""
 HASHES = ("corpus", "tokenizer", "heldout_texts")
 
 
@@ -205,7 +209,16 @@ def differences(
                 arms.append(arm)
         part = role(name, declaration, "study", allowed, measures_time)
         found.append(Difference(name, part, by_value))
+    if any(difference.key in STEPS for difference in found):
+        found = [with_interval_declared(difference) for difference in found]
     return found
+
+
+def with_interval_declared(difference: Difference) -> Difference:
+    """Return a difference with the role "declared" if arms of unequal steps must have it."""
+    if difference.role == "condition" and is_within(difference.key, INTERVALS):
+        return difference._replace(role="declared")
+    return difference
 
 
 def largest_ratio(name: str, runs: Sequence[Comparand]) -> float | None:

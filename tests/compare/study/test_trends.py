@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from diffllm.compare.study.verdict_page import markdown, verdict_html
 from diffllm.core.errors import ConfigError
 from diffllm.evaluation.evaluation import results_of, store_result
 from diffllm.evaluation.position import Position
+from diffllm.metrics.facts import RunFacts
 
 TOKENS = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
 POSITION = TOKENS.replace("tokens", "position")
