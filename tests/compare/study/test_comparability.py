@@ -51,7 +51,7 @@ WITHOUT_VALUE = {
         "a section",
     ),
 }  # fmt: skip
-"""Names that are conditions without a value of their own, and the reasons."""
+"""Names of conditions that have no compared value, and the reasons."""
 SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
 
 
