@@ -17,12 +17,13 @@ from typing import Any
 
 import matplotlib
 
+from diffllm.compare.conditions import Comparand
 from diffllm.compare.report.figures import RC, row_styles, to_svg
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.decision import Tested, apply_rules
+from diffllm.compare.study.differences import undeclared
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.unequal import undeclared
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import (
     BOUNDS,
@@ -73,11 +74,11 @@ def judged_again(study: Study, numbers: dict[str, Any]) -> str:
         name: StudyArm(name, arm["lr"], values={int(s): v for s, v in arm["values"].items()})
         for name, arm in numbers["arms"].items()
     }
-    sizes = {
-        name: [{key: arm[key] for key in ("parameters", "flops_per_token", "tokens")}]
+    sizes = [
+        Comparand(name, 0, {key: arm[key] for key in ("parameters", "flops_per_token", "tokens")})
         for name, arm in numbers["arms"].items()
-    }
-    problems = undeclared(sizes, study.unequal)
+    ]
+    problems = undeclared(sizes, study.allowed)
     lines = [f"**Judged again by the rules of {RULES_OF}.**"]
     if problems:
         said = "; ".join(problem.partition(" (if the study")[0] for problem in problems)

@@ -57,11 +57,10 @@ def role(
         allowed: keys, facts and sections that the study or sweep declares as differences.
         measures_time: whether the compared value is a time or a speed.
     """
-    if declared.effect == "none":
+    if declared.effect == "none" or (declared.effect == "speed" and not measures_time):
         return "harmless"
-    if declared.effect == "speed":
-        return "condition" if measures_time else "harmless"
-    if name == "attention" or name.startswith(ATTENTION):
+    is_of_attention = name == "attention" or name.startswith(ATTENTION)
+    if is_of_attention and declared.effect != "speed":
         return "question"
     if is_within(name, allowed) or place in declared.may_differ:
         return "declared"

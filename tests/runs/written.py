@@ -52,7 +52,9 @@ def config_of(words: tuple[str, ...]) -> TrainConfig:
     cfg = composed(tuple(word for word in words if word not in own.values()))
     if "seed" in own:
         seed = int(own["seed"].removeprefix("seed="))
-        cfg = replace(cfg, seed=seed, model=replace(cfg.model, init_seed=seed))
+        is_pinned = any(word.startswith("model.init_seed=") for word in words)
+        init_seed = cfg.model.init_seed if is_pinned else seed
+        cfg = replace(cfg, seed=seed, model=replace(cfg.model, init_seed=init_seed))
     if "run.dir" in own:
         cfg = replace(cfg, run=replace(cfg.run, dir=own["run.dir"].removeprefix("run.dir=")))
     return cfg

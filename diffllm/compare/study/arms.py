@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from diffllm.compare.report.curves import LOSS
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, Series
+from diffllm.compare.study.differences import settings_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
@@ -26,9 +27,9 @@ from diffllm.compare.study.planned_runs import (
 )
 from diffllm.compare.study.study_hash import config_digest, is_hashed
 from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
-from diffllm.compare.study.unequal import RECORDED, settings_of
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
+from diffllm.metrics.facts import RunFacts, facts_of
 from diffllm.metrics.records import finite
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
@@ -36,29 +37,6 @@ from diffllm.statistics.estimates import Estimate, Times, estimate
 DIGITS = 7
 """Significant digits of stored document losses."""
 NONE = Series(np.zeros(0, np.int64), np.zeros(0))
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Properties of a run from run.json; a property is None if run.json does not contain it.
-
-    `corpus`, `tokenizer` and `code` (the diffllm source files) are hashes. `corpus_note` describes
-    differences from the reference corpus. `heldout_tokens` is the number of held-out tokens per
-    evaluation. `ranks` is the world size. `device` is "CPU" or the name of the GPU.
-    """
-
-    parameters: float | None = None
-    flops_per_token: float | None = None
-    heldout_tokens: float | None = None
-    ranks: float | None = None
-    corpus: str | None = None
-    corpus_note: str | None = None
-    tokenizer: str | None = None
-    compute_dtype: str | None = None
-    torch: str | None = None
-    python: str | None = None
-    device: str | None = None
-    code: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +56,9 @@ class StudyRun:
     """Logged metric over training tokens, arrays (n,); NaN if not finite, empty if not logged."""
     documents: DocumentLosses | None = None
     """None if the metric is not the held-out loss, or if the run has no losses of documents."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Entries of run.json, by the field names of `Facts`."""
+    facts: RunFacts = field(default_factory=RunFacts)
     settings: dict[str, str] = field(default_factory=dict)
+    """Formatted values of the compared config keys, see `settings_of`."""
     variant: str = ""
     plugin_code: dict[str, str] = field(default_factory=dict)
     """Hash of the code of each plugin."""
@@ -107,7 +85,7 @@ class StudyRun:
 
         Example: {"seq_len": "2,048", "torch": "2.9.0"}.
         """
-        found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
+        found = {**self.settings, **vars(self.facts)}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
         return found
@@ -115,7 +93,7 @@ class StudyRun:
     @property
     def flops_per_token(self) -> float | None:
         """Training FLOPs per token; None for runs of older versions of diffllm."""
-        return finite(self.facts.get("flops_per_token"))
+        return finite(self.facts.flops_per_token)
 
     def reached(self, level: float) -> tuple[float, bool]:
         """Return the training tokens at which the metric first was at least `level`, and True.
@@ -169,7 +147,8 @@ class StudyArm:
         mean, first = self.mean, self.runs[0] if self.runs else None
         return {
             "variant": first and first.variant,
-            **{name: first and first.facts.get(name) for name in ("parameters", "flops_per_token")},
+            "parameters": first and first.facts.parameters,
+            "flops_per_token": first and first.facts.flops_per_token,
             "tokens": first and first.planned_tokens,
             "rates": sorted({run.lr for run in self.runs}),
             "lr": self.lr,
@@ -227,7 +206,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
         curve=curve,
         documents=documents,
         facts=facts_of(run.facts),
-        settings=settings_of(run.config),
+        settings=settings_of(run.cfg, study.sets_rates, run.facts.get("previous")),
         variant=run.variant,
         plugin_code=run.plugin_code,
         mark=run.cfg.run.study or "",
@@ -237,17 +216,6 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
         digest=own,
         thin=thin_note([run]),
     )
-
-
-def facts_of(run_json: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Facts` from the content of run.json; None for missing fields."""
-    python = (run_json.get("environment") or {}).get("python")
-    code = (run_json.get("diffllm") or {}).get("hash")
-    return {
-        **{fact.name: run_json.get(fact.name) for fact in fields(Facts)},
-        "python": python if isinstance(python, str) else None,
-        "code": code if isinstance(code, str) else None,
-    }
 
 
 def rounded(losses: DocumentLosses) -> DocumentLosses:

@@ -171,7 +171,7 @@ def equal_gap(study: Study, own: StudyArm, base: StudyArm) -> EqualGaps:
     at_tokens: Estimate | str = f"{NOT_MEASURED}: the arms differ in tokens"
     if len(tokens) == 1:
         at_tokens = gap_of(study, own, base)
-    sizes = [arm.runs[0].facts.get("parameters") if arm.runs else None for arm in (own, base)]
+    sizes = [arm.runs[0].facts.parameters if arm.runs else None for arm in (own, base)]
     if None in sizes:
         parameters: Estimate | str = f"{NOT_MEASURED}: parameters are not recorded"
     elif abs(share := sizes[0] / sizes[1] - 1) > TOLERANCE:  # type: ignore[operator]

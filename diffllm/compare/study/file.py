@@ -3,10 +3,10 @@
 import hashlib
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.study.unequal import CONDITIONS
+from diffllm.compare.study.differences import allowed_names, check_unequal
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
@@ -34,6 +34,8 @@ OF_THE_SUMMARY = {
 LR_SENSITIVITY, TASKS = "lr_sensitivity", "tasks/"
 AT_POSITION = f"{POSITION}/"
 """Prefix of the metrics position/N: held-out loss at the positions N to 2N - 1 of documents."""
+MACHINE_METRICS = ("tokens_per_s", "seconds", "perf/")
+"""Prefixes of metrics that depend on the machine."""
 LOWER_IS_BETTER = (
     "heldout_", "train_loss", "train/loss", "eval/loss", "seconds", LR_SENSITIVITY, AT_POSITION,
 )  # fmt: skip
@@ -133,7 +135,7 @@ class Study:
     test: str = "paired"
     """paired or welch."""
     unequal: list[str] = field(default_factory=list)
-    """Conditions in which arms may differ; see docs/studies.md."""
+    """Words, keys, sections and facts in which arms may differ; see docs/studies.md."""
     lr: Rates | None = None
     lr_sweep: list[float] | None = None
     """Increasing learning rates at which all arms run."""
@@ -146,6 +148,16 @@ class Study:
     @property
     def sets_rates(self) -> bool:
         return self.lr is not None or self.lr_sweep is not None
+
+    @property
+    def allowed(self) -> list[str]:
+        """Keys, sections and facts in which arms may differ."""
+        return allowed_names(self.unequal)
+
+    @property
+    def measures_time(self) -> bool:
+        """Whether the metric is a time, a speed or memory, which depends on the machine."""
+        return self.metric.startswith(MACHINE_METRICS)
 
     @property
     def quantity(self) -> str:
@@ -228,8 +240,8 @@ def check_study(study: Study) -> None:
         )
     for rule in study.rules:
         check_trend_metric(study, rule)
-    for i, word in enumerate(study.unequal):
-        one_of(f"unequal[{i}]", word, tuple(CONDITIONS))
+    words = [*study.base, *chain.from_iterable(study.arms.values())]
+    check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
     check_metric_at_flops(study)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)

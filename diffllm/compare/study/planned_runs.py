@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from diffllm.compare.study.differences import starting_point
 from diffllm.compare.study.file import Study
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
@@ -194,6 +195,8 @@ def strayed(
     """
     found = changes_to(saved, planned, counts)
     changes = {key: values for key, values in found.items() if key != "run.study"}
+    if starting_point(saved) != starting_point(planned):
+        changes["resume"] = (saved.resume, planned.resume)
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
     return change_during_run(run_path)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from diffllm.compare.report.runs import Series
-from diffllm.compare.study.arms import Facts, StudyRun
+from diffllm.compare.study.arms import StudyRun
 from diffllm.compare.study.evidence import Evidence
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import planned_by_name
@@ -22,6 +22,7 @@ from diffllm.compare.study.trend_data import PositionLosses
 from diffllm.core.files import read_json, readable
 from diffllm.core.typed import made
 from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.facts import RunFacts
 from diffllm.metrics.records import LARGEST
 
 FORMAT = 1
@@ -110,7 +111,7 @@ class Values:
     study_hash: str
     """Hash of `sha256` and `digests` together."""
     metric: str
-    facts: list[Facts]
+    facts: list[RunFacts]
     settings: list[dict[str, str]]
     texts: list[Texts]
     runs: list[RunValues]
@@ -123,7 +124,7 @@ class Values:
 
 def values_text(study: Study, evidence: Evidence) -> str:
     """Return the content of values.json as JSON, with one line per run."""
-    facts: list[Facts] = []
+    facts: list[RunFacts] = []
     settings: list[dict[str, str]] = []
     texts: list[Texts] = []
     planned = planned_by_name(study)
@@ -140,7 +141,7 @@ def values_text(study: Study, evidence: Evidence) -> str:
             RunValues(
                 **{key: getattr(run, key) for key in SHARED},
                 arm=planned[name].arm,
-                facts=place_of(Facts(**run.facts), facts),
+                facts=place_of(run.facts, facts),
                 settings=place_of(run.settings, settings),
                 tokens=run.curve.tokens.tolist(),
                 values=plain(run.curve.values),
@@ -277,17 +278,17 @@ def run_of(found: Values, run: RunValues) -> StudyRun:
     if run.positions is not None:
         places, losses = (np.array(x, np.float64) for x in (run.positions, run.position_losses))
         positions = PositionLosses(places, losses, run.position_settings)
-    facts = asdict(found.facts[run.facts])
-    whole = {
+    facts = found.facts[run.facts]
+    whole: dict[str, Any] = {
         name: int(value)
-        for name, value in facts.items()
+        for name, value in vars(facts).items()
         if isinstance(value, float) and value.is_integer()
     }
     return StudyRun(
         **{key: getattr(run, key) for key in SHARED},
         curve=Series(np.array(run.tokens, np.int64), np.array(run.values, np.float64)),
         documents=documents,
-        facts={**facts, **whole},
+        facts=replace(facts, **whole),
         settings=found.settings[run.settings],
         positions=positions,
         digest=found.digests[run.name],

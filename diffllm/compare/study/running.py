@@ -7,13 +7,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.conditions import Comparand
 from diffllm.compare.study.design import check_design
+from diffllm.compare.study.differences import settings_of, undeclared
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (
     RATES,
     Planned,
     choose_all,
     config_of_planned,
+    deciding_runs,
     first_runs,
     next_runs,
     start_words,
@@ -21,7 +24,6 @@ from diffllm.compare.study.planned_runs import (
 )
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends
-from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
@@ -38,7 +40,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
-from diffllm.config.saved import flatten, load_run_config, plugin_changes, yaml_dict
+from diffllm.config.saved import load_run_config, plugin_changes
 from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
@@ -165,8 +167,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             check_wandb(cfg.wandb)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
-    conditions = {arm: [planned_conditions(cfg)] for arm, cfg in configs.items()}
-    if problems := undeclared(conditions, study.unequal):
+    if problems := undeclared(planned_comparands(study, configs), study.allowed):
         said = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
         if not begun:
             raise ConfigError(said)
@@ -190,7 +191,22 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             raise ConfigError(f"{path} differs from the study ({problem}); choose another out=DIR")
 
 
-def planned_conditions(cfg: TrainConfig) -> dict[str, Any]:
-    sizes = totals(cfg.model, cfg.visible_keys)
-    own = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
-    return {**settings_of(flatten(yaml_dict(cfg))), **own}
+def planned_comparands(study: Study, configs: dict[str, TrainConfig]) -> list[Comparand]:
+    """Return the compared values of the first and the last seed of each arm, before any run.
+
+    Two seeds are necessary, because a constant model.init_seed can equal one seed.
+
+    Args:
+        configs: config of the first seed, by arm.
+    """
+    last = study.seeds[-1]
+    lr = study.lr.grid[0] if study.lr else None
+    comparands = []
+    for arm, cfg in configs.items():
+        sizes = totals(cfg.model, cfg.visible_keys)
+        facts = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
+        last_cfg = config_of_planned(deciding_runs(study, arm, last, lr)[0])
+        for seed, seed_cfg in ((study.seeds[0], cfg), (last, last_cfg)):
+            values = {**settings_of(seed_cfg, study.sets_rates), **facts}
+            comparands.append(Comparand(arm, seed, values))
+    return comparands

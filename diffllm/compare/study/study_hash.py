@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from diffllm.compare.study.differences import starts_elsewhere
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import config_of_planned, planned_by_name
 from diffllm.config import TrainConfig
@@ -41,6 +42,9 @@ def config_digest(cfg: TrainConfig, study: Study) -> str:
             hashed[FORMER_SECTION[key]] = value
         elif is_hashed(declaration_of(key, declared)):
             hashed[key] = value
+    # A path of another model decides the results, but the path of a run to resume does not.
+    if starts_elsewhere(cfg):
+        hashed["resume"] = cfg.resume
     if study.lr:
         hashed.pop("optim.lr", None)
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()

@@ -99,7 +99,7 @@ def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 
 
 def parameters_of(arm: StudyArm) -> float:
-    count = finite(arm.runs[0].facts.get("parameters"))
+    count = finite(arm.runs[0].facts.parameters)
     if not count or count <= 0:
         raise ConfigError(
             f"{arm.runs[0].name}: run.json does not contain the number of parameters; "

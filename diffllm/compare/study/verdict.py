@@ -5,19 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.conditions import Comparand, Difference
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.budgets import EqualGaps, equal_gaps
-from diffllm.compare.study.comparability import exploratory, not_comparable
 from diffllm.compare.study.decision import apply_rules, tested_numbers
+from diffllm.compare.study.differences import TOLERANCES, differences, undeclared
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.rule_tests import Tested
+from diffllm.config.plugins import several_versions
 from diffllm.core.errors import ConfigError
+from diffllm.metrics.facts import fact_declarations
 from diffllm.metrics.records import finite
 
 NOT_COMPARABLE, EXPLORATORY = "not comparable", "exploratory"
-FACTS = ("corpus", "python", "torch", "device", "ranks", "code", "compute_dtype", "heldout_tokens")
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class Verdict:
     equal: list[EqualGaps]
     """Loss gaps between arms at equal tokens, parameters and FLOPs."""
     evidence: Evidence
+    differences: list[Difference]
+    """Differences between the arms that the study declares or that have no influence."""
 
     def numbers(self) -> dict[str, Any]:
-        facts = [run.facts for arm in self.arms for run in arm.runs]
+        facts = [vars(run.facts) for arm in self.arms for run in arm.runs]
         return {
             "verdict": self.verdict,
             "would_be": self.would_be,
@@ -49,6 +53,7 @@ class Verdict:
             "hash": self.study.hash,
             "study_hash": self.evidence.hash_of(self.study),
             "unequal": self.study.unequal,
+            "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(each) for each in self.tested],
             "equal": [each.numbers() for each in self.equal],
             "arms": {arm.name: arm.numbers() for arm in self.arms},
@@ -60,8 +65,9 @@ class Verdict:
                 for choice in self.choices
             },
             "facts": {
-                name: sorted({str(each[name]) for each in facts if each.get(name) is not None})
-                for name in FACTS
+                name: sorted({str(each[name]) for each in facts if each[name] is not None})
+                for name in fact_declarations()
+                if name not in TOLERANCES
             },
         }
 
@@ -93,4 +99,50 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
         reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
     equal = equal_gaps(study, by_name)
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence)
+    runs = comparands(arms)
+    shown = [
+        difference
+        for difference in differences(runs, study.allowed, study.measures_time)
+        if difference.role != "condition"
+    ]
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence, shown)
+
+
+def comparands(arms: list[StudyArm]) -> list[Comparand]:
+    return [Comparand(arm.name, run.seed, run.conditions) for arm in arms for run in arm.runs]
+
+
+def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
+    """Return the reasons why the runs of a study cannot be compared."""
+    problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
+    runs = [run for arm in arms for run in arm.runs]
+    if strayed := [run for run in runs if run.strayed]:
+        more = f"; so do {len(strayed) - 1} more runs" if len(strayed) > 1 else ""
+        first = strayed[0]
+        problems.append(f"{first.name} is not the run of the study: {first.strayed}{more}")
+    notes = {run.facts.corpus_note for run in runs if run.facts.corpus_note}
+    problems += [f"corpus: {note}" for note in sorted(notes)]
+    for name, versions in several_versions([run.plugin_code for run in runs]).items():
+        problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
+    return problems + undeclared(comparands(arms), study.allowed, study.measures_time)
+
+
+def exploratory(
+    study: Study, arms: list[StudyArm], choices: list[ChosenRate], evidence: Evidence
+) -> list[str]:
+    """Return the reasons why the claim was not fixed before all runs ended."""
+    marks = [run.mark for arm in arms for run in arm.runs]
+    if choices:
+        marks += evidence.rate_marks.values()
+    # Older versions stored the hash of the file.
+    known = (evidence.hash_of(study), study.hash)
+    edited = [mark for mark in marks if mark.partition("/")[0] not in known]
+    problems = []
+    if edited:
+        began = f"began under another version of {study.path.name}, or outside of a study"
+        problems.append(f"{len(edited)} of {len(marks)} runs {began}")
+    waiting = [name for arm in arms for name in arm.missing]
+    waiting += [run.name for choice in choices for run in choice.wanted]
+    if waiting:
+        problems.append(f"{len(waiting)} runs have not ended: {', '.join(waiting[:3])}")
+    return problems

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BOUNDS = "one-sided bounds"
+REASONS = {
+    "declared": "declared",
+    "question": "part of the attention variant",
+    "harmless": "no influence on the metric",
+}
+"""Text about a difference between arms, by its role."""
 COMPARED = {
     "tokens": "tokens",
     "rates": "learning rate",
@@ -215,6 +221,8 @@ def verdict_html(found: Verdict) -> str:
         problems=problems(found),
         gaps=gaps_image(found),
         arms=arms_table(found),
+        overrides=override_lines(found.study),
+        differences=difference_lines(found),
         equal=equal_gaps_table(found.equal) if found.equal else None,
         equal_words=interpolation_words(found.equal, found.study.rule.alpha),
         rules=[rule_line(each, found.study) for each in found.tested],
@@ -262,6 +270,22 @@ def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> 
     return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
 
 
+def override_lines(study: Study) -> list[str]:
+    """Return one line with the overrides of each arm."""
+    return [f"{arm}: {' '.join(words) or 'none'}" for arm, words in study.arms.items()]
+
+
+def difference_lines(found: Verdict) -> list[str]:
+    """Return one line for each difference between arms that is declared or has no influence."""
+    lines = []
+    for difference in found.differences:
+        values = "; ".join(
+            f"{text} in {', '.join(arms)}" for text, arms in difference.values.items()
+        )
+        lines.append(f"{difference.key} ({REASONS[difference.role]}): {values}")
+    return lines
+
+
 def origin(numbers: dict[str, Any]) -> str:
     facts = numbers["facts"]
     corpus = ", ".join(f"`{each}`" for each in facts["corpus"])
@@ -302,6 +326,9 @@ def markdown(found: Verdict) -> str:
             *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
             "",
             arms_table(found).markdown(),
+            "",
+            *(f"- Overrides of `{line}`" for line in override_lines(study)),
+            *(f"- Difference in `{line}`" for line in difference_lines(found)),
             "",
             *equal_lines(found),
             f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "

@@ -14,6 +14,7 @@ from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import markdown, verdict_html
 from diffllm.core.errors import ConfigError
+from diffllm.metrics.facts import RunFacts
 
 ARMS = {
     "arms": "{half: [attention=standard_half_context], v2: [attention=diff_v2]}",
@@ -100,7 +101,7 @@ def test_apply_rules_raises_error_for_zero_metric_on_log_scale(tmp_path):
     arms = {}
     for name, tokens, values in (("v2", [100, 200], [0.0, 0.5]), ("half", [100], [0.1])):
         curve = Series(np.array(tokens), np.array(values))
-        facts = {"flops_per_token": 10.0}
+        facts = RunFacts(flops_per_token=10.0)
         run = StudyRun(name, 0, 1e-3, 4.0, 0.5, 200, 4096, curve, facts=facts)
         arms[name] = StudyArm(name, None, [run], {0: math.log(0.5)})
     rule = LOWER.replace("at: tokens", "at: flops")

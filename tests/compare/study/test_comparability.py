@@ -1,13 +1,20 @@
 """Conditions in which the arms of a study must agree, before its runs and in its verdict."""
 
+from dataclasses import replace
+
 import pytest
 from runs.written import study_file, write_arms
 
 from diffllm.cli import main
+from diffllm.compare.conditions import Comparand, role
+from diffllm.compare.study.differences import differences, settings_of, undeclared
 from diffllm.compare.study.running import check_study_runs
+from diffllm.compare.study.study_hash import config_digest
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import markdown
+from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
+from diffllm.core.keys import declarations
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 HALF, BETTER = [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
@@ -36,6 +43,15 @@ IN_FACTS = {
     "precision": ({"compute_dtype": "bfloat16"}, "compute_dtype: float32 in half; bfloat16 in v2"),
     "torch": ({"torch": "2.11.0"}, "torch: 2.13.0 in half; 2.11.0 in v2"),
 }
+WITHOUT_VALUE = {
+    "seed": "equal in the runs of a seed",
+    **dict.fromkeys(
+        ("prepare", "parallel", "distributed", "checkpoint", "diagnostics", "metrics", "wandb",
+         "profile", "run", "resolved"),
+        "a section",
+    ),
+}  # fmt: skip
+"""Names of conditions that have no compared value, and the reasons."""
 SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
 
 
@@ -105,11 +121,104 @@ def test_verdict_ignores_small_differences_of_parameters_and_flops(tmp_path):
     assert found.verdict == "shown", found.reasons
 
 
-def test_verdict_ignores_code_and_hardware_differences_between_arms(tmp_path):
-    own = {"diffllm": {"hash": "a1b2"}, "device": "NVIDIA H100", "ranks": 8}
-    found = judged(tmp_path, [], half={"diffllm": {"hash": "c3d4"}}, v2=own)
+def test_verdict_on_loss_shows_machine_differences_as_harmless(tmp_path):
+    found = judged(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
     assert found.verdict == "shown", found.reasons
-    assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
+    page = markdown(found)
+    assert "- Difference in `device (no influence on the metric): CPU in half; NVIDIA H100" in page
+    assert "- Overrides of `v2: attention=diff_v2`" in page
+
+
+CHANGES = {
+    "eval.suites_interval": "eval.suites_interval=7",
+    "train.skip_step": "train.skip_step=off",
+    "model.init_seed": "model.init_seed=0",
+    "model.z_loss": "model.z_loss=0.001",
+    "model.qk_norm": "model.qk_norm=true",
+    "model.rope.theta": "model.rope.theta=5000",
+    "model.tie_embeddings": "model.tie_embeddings=true",
+    "lr": "optim.lr=0.005",
+}
+"""By entry of `unequal`: an override of one arm."""
+
+
+@pytest.mark.parametrize("word", CHANGES)
+def test_each_key_that_decides_results_is_a_condition(tmp_path, monkeypatch, word):
+    reason = f"add {word} to unequal)"
+    for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
+        (tmp_path / place).mkdir()
+        found = judged(tmp_path / place, unequal, CHANGES[word])
+        assert found.verdict == verdict, found.reasons
+        assert found.reasons[0].endswith(reason) == (verdict != "shown")
+        if unequal:
+            assert "(declared): " in markdown(found)
+
+
+def test_starting_point_is_a_condition_and_part_of_the_hash(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER)
+    new = load_config(["attention=diff_v2"])
+    configs = {
+        resume: replace(new, resume=resume)
+        for resume in ("auto", "never", "outputs/a", "weights:outputs/a", "weights:b", "stage:b")
+    }
+    digests = {resume: config_digest(cfg, study) for resume, cfg in configs.items()}
+    assert digests["auto"] == digests["never"] == digests["outputs/a"]
+    assert len({*digests.values()}) == 4
+    for resume, cfg in configs.items():
+        settings = [settings_of(arm, chosen_rates=False) for arm in (new, cfg)]
+        runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
+        problems = undeclared(runs, [])
+        assert bool(problems) == resume.startswith(("weights:", "stage:"))
+        assert all("add resume to unequal" in problem for problem in problems)
+        assert undeclared(runs, ["resume"]) == []
+
+
+def test_code_may_differ_between_seeds_but_not_between_arms(tmp_path):
+    codes = {arm: {"diffllm": {"hash": code}} for arm, code in (("half", "a1"), ("v2", "b2"))}
+    for place, unequal, verdict in (("a", [], "not comparable"), ("b", ["code"], "shown")):
+        (tmp_path / place).mkdir()
+        found = judged(tmp_path / place, unequal, half=codes["half"], v2=codes["v2"])
+        assert found.verdict == verdict, found.reasons
+    by_seed = [
+        Comparand(arm, seed, {"code": f"version {seed}"}) for arm in "ab" for seed in range(3)
+    ]
+    assert differences(by_seed, []) == []
+
+
+@pytest.mark.parametrize(("fact", "value"), [("device", "NVIDIA H100"), ("ranks", 8)])
+def test_machine_is_a_condition_of_metrics_of_time(fact, value):
+    runs = [Comparand("a", 0, {fact: "other"}), Comparand("b", 0, {fact: value})]
+    assert undeclared(runs, []) == []
+    assert f"add {fact} to unequal" in undeclared(runs, [], measures_time=True)[0]
+    assert undeclared(runs, [fact], measures_time=True) == []
+
+
+def test_metrics_of_time_and_memory_depend_on_machine(tmp_path):
+    for metric in ("seconds", "tokens_per_s", "perf/tokens_per_s", "perf/mfu"):
+        assert study_file(tmp_path / "study.yaml", LOWER, metric=metric).measures_time
+    assert not study_file(tmp_path / "study.yaml", LOWER).measures_time
+
+
+def test_difference_in_key_is_refused_if_and_only_if_its_declaration_is_a_condition():
+    cfg = load_config(["attention=diff_v2"])
+    settings = settings_of(cfg, chosen_rates=False)
+    refused = set()
+    for name, declaration in declarations(cfg).items():
+        value = settings.get(name)
+        if value is not None and name != "resume":
+            runs = [Comparand("a", 0, {name: value}), Comparand("b", 0, {name: f"{value}0"})]
+            refused |= {name} if undeclared(runs, []) else set()
+            assert undeclared(runs, [name]) == []
+            is_condition = role(name, declaration, "study") == "condition"
+            assert (name in refused) == is_condition, name
+        elif role(name, declaration, "study") == "condition":
+            is_section = any(key.startswith(f"{name}.") for key in settings)
+            is_length = name in ("steps", "max_tokens", "epochs")
+            is_content = declaration.fact in ("corpus", "tokenizer")
+            is_empty = name in ("data.sources", "eval.levels")
+            exceptions = (is_section, is_length, is_content, is_empty)
+            assert any(exceptions) or name in WITHOUT_VALUE, name
+    assert {"model.z_loss", "eval.suites_interval", "train.skip_step"} <= refused
 
 
 def test_started_study_resumes_despite_undeclared_difference_between_arms(tmp_path, capsys):

@@ -5,7 +5,10 @@ import json
 import pytest
 from runs.written import study_file, write_arms
 
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.verdict import judge
+from diffllm.config.plugins import config_directory
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 
@@ -38,6 +41,20 @@ def test_all_runs_and_verdict_store_same_study_hash(written):
     marks = {load_run_config(path).run.study for path in out.iterdir()}
     assert {mark.partition("/")[0] for mark in marks} == {numbers["study_hash"]}
     assert numbers["study_hash"] != numbers["hash"] == study.hash
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("damping_2", "0c4a712121f1"),
+        ("large_lr", "33440c17de2c"),
+        ("loss_30m", "93fedbd8bc64"),
+        ("retrieval_mqar", "af1a8435fd3e"),
+    ],
+)
+def test_planned_hash_of_committed_study_keeps_its_value(name, prefix):
+    study = load_study(config_directory() / "study" / f"{name}.yaml")
+    assert study_hash(study, planned_digests(study)).startswith(prefix)
 
 
 def test_study_verdict_accepts_runs_with_hash_of_study_file(written):

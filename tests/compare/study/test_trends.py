@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from diffllm.compare.study.verdict_page import markdown, verdict_html
 from diffllm.core.errors import ConfigError
 from diffllm.evaluation.evaluation import results_of, store_result
 from diffllm.evaluation.position import Position
+from diffllm.metrics.facts import RunFacts
 
 TOKENS = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
 POSITION = TOKENS.replace("tokens", "position")
@@ -141,7 +142,7 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
             for seed in range(5):
                 value = 5 - place + gap + place * NOISE[seed] * bool(gap)
                 run = StudyRun(f"{name}-{seed}", seed, 1e-3, value, value, 1000, 2048)
-                run.facts["parameters"] = count
+                run = replace(run, facts=RunFacts(parameters=count))
                 if (name, seed) not in missing:
                     made.runs.append(run)
                     made.values[seed] = value
