@@ -6,6 +6,7 @@ compared runs must agree in them. The effect of a key decides, see `core.keys`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 from diffllm.config.changes import is_within
@@ -73,14 +74,17 @@ def role(
 def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
     """Return whether arms differ in a value, given as (arm, seed, value) of each run.
 
-    Arms agree if the runs of each seed agree. Values may differ between seeds: for example, seeds 0
-    to 3 of all arms may have run with an earlier version of the code.
+    Two arms agree if their runs of each common seed agree. Values may differ between seeds: for
+    example, seeds 0 to 3 of all arms may have run with an earlier version of the code. Arms without
+    a common seed agree if they have the same values.
     """
-    by_seed: dict[int, set[str]] = {}
-    by_arm: dict[str, set[str]] = {}
+    by_arm: dict[str, dict[int, set[str]]] = {}
     for arm, seed, value in runs:
-        by_seed.setdefault(seed, set()).add(value)
-        by_arm.setdefault(arm, set()).add(value)
-    value_sets = list(by_arm.values())
-    same_sets = all(values == value_sets[0] for values in value_sets)
-    return not same_sets or any(len(values) > 1 for values in by_seed.values())
+        by_arm.setdefault(arm, {}).setdefault(seed, set()).add(value)
+    for first, second in combinations(by_arm.values(), 2):
+        common_seeds = first.keys() & second.keys()
+        if any(first[seed] != second[seed] for seed in common_seeds):
+            return True
+        if not common_seeds and set().union(*first.values()) != set().union(*second.values()):
+            return True
+    return False
