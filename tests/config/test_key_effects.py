@@ -242,8 +242,8 @@ TABLES = [
         "SPEED",
         SPEED,
         lambda _, declared: declared.effect == "speed",
-        {"The number of loader batches and of processes changes only the speed.": (
-            "data.prefetch_factor", "prepare.processes",
+        {"The number of batches that a loader prepares changes only the speed.": (
+            "data.prefetch_factor",
         )},
     ),
     Table(
