@@ -78,7 +78,7 @@ def judged_again(study: Study, numbers: dict[str, Any]) -> str:
         Comparand(name, 0, {key: arm[key] for key in ("parameters", "flops_per_token", "tokens")})
         for name, arm in numbers["arms"].items()
     ]
-    problems = undeclared(sizes, study.allowed)
+    problems = undeclared(sizes, *study.terms)
     lines = [f"**Judged again by the rules of {RULES_OF}.**"]
     if problems:
         said = "; ".join(problem.partition(" (if the study")[0] for problem in problems)

@@ -167,7 +167,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             check_wandb(cfg.wandb)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
-    if problems := undeclared(planned_comparands(study, configs), study.allowed):
+    if problems := undeclared(planned_comparands(study, configs), *study.terms):
         said = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
         if not begun:
             raise ConfigError(said)

@@ -102,7 +102,7 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     runs = comparands(arms)
     shown = [
         difference
-        for difference in differences(runs, study.allowed, study.measures_time)
+        for difference in differences(runs, *study.terms)
         if difference.role != "condition"
     ]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence, shown)
@@ -124,7 +124,7 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    return problems + undeclared(comparands(arms), study.allowed, study.measures_time)
+    return problems + undeclared(comparands(arms), *study.terms)
 
 
 def exploratory(
