@@ -156,6 +156,14 @@ def test_resume_error_for_changed_config_mentions_changed_key(begun, override, k
     assert snapshot(begun) == before
 
 
+def test_resume_error_names_experiment_of_the_run(begun):
+    """An older version chose other defaults for the same command."""
+    cfg = tiny("seed=7")
+    cfg.resolved.choices["experiment"] = "quickstart"
+    with pytest.raises(ConfigError, match=r"choose another run.name, add experiment=none, or"):
+        RunDirectory(begun, cfg).check()
+
+
 FREE = [
     "log_interval=3",
     "parallel=hsdp",
