@@ -131,8 +131,7 @@ class Page:
         self.study = (STUDIES / self.json["study"]).read_text(encoding="utf-8")
         self.raw = None
         if (raw := path.with_name("values.json")).exists():
-            paired = not re.search(r"^test: welch", self.study, re.M)
-            self.raw = Raw(raw, self.json["scale"], paired)
+            self.raw = Raw(raw, self.json["scale"])
 
     @cached_property
     def rules(self) -> list[Rule]:

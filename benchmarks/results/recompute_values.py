@@ -40,9 +40,9 @@ def ends(values: list[float], digits: int = 4) -> list[float]:
 class Raw:
     """Runs of a study, from its values.json."""
 
-    def __init__(self, path: Path, scale: str, paired: bool) -> None:
+    def __init__(self, path: Path, scale: str) -> None:
         self.json = json.loads(path.read_text(encoding="utf-8"))
-        self.log, self.paired = scale == "log", paired
+        self.log = scale == "log"
         self.runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
         for run in self.json["runs"]:
             self.runs.setdefault(run["arm"], {}).setdefault(run["seed"], []).append(run)
@@ -76,43 +76,16 @@ class Raw:
         found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
         return {seed: loss for seed, loss in found.items() if loss is not None}
 
-    def at_flops(self, arm: str, other: str) -> tuple[dict[int, float], dict[int, float], float]:
-        """Return the losses of two arms at the largest FLOPs that all compared runs reached."""
-        curves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}]
-        for side, name in enumerate((arm, other)):
-            for seed in self.losses(name):
-                run = self.runs[name][seed][0]
-                each = self.json["facts"][run["facts"]]["flops_per_token"]
-                values = np.array(run["values"], float)
-                kept = np.isfinite(values)
-                curves[side][seed] = np.array(run["tokens"])[kept] * each, values[kept]
-        common = curves[0].keys() & curves[1].keys()
-        compared = [
-            c for side in curves for seed, c in side.items() if seed in common or not self.paired
-        ]
-        flops = min(x[-1] for x, _ in compared)
-        own, base = (
-            {seed: float(np.interp(np.log(flops), np.log(x), y)) for seed, (x, y) in side.items()}
-            for side in curves
-        )
-        return own, base, flops
-
     def gap(self, own: dict[int, float], base: dict[int, float], alpha: float) -> list[float]:
         """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
-        if self.paired:
-            seeds = sorted(own.keys() & base.keys())
-            return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
-        first, second = np.array([*own.values()]), np.array([*base.values()])
-        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(1 - 2 * alpha)
-        return [first.mean() - second.mean(), found.low, found.high]
+        seeds = sorted(own.keys() & base.keys())
+        return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
 
     def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
-        """Return the numbers of a row of the table of gaps at equal cost."""
+        """Return the numbers of a row of the table of gaps at equal tokens and parameters."""
         gap = self.gap(self.losses(arm), self.losses(other), alpha)
         share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
-        *sides, flops = self.at_flops(arm, other)
-        at_parameters = gap if abs(share) <= 0.005 else [100 * abs(share)]
-        return [*gap, *at_parameters, *self.gap(*sides, alpha), flops]
+        return [*gap, *(gap if abs(share) <= 0.005 else [100 * abs(share)])]
 
     def expected(self, page: dict[str, Any]) -> Expected:
         """Return the expected tables and gaps of the study's verdict.md.
@@ -142,11 +115,11 @@ class Raw:
                     times = self.times(side, rule["reaches"])
                     sentence = f"{{}} of {{}} runs of {side} reach it"
                     found.sentences.append((sentence, [sum(hit for _, hit in times), len(times)]))
-            elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
+            elif len(own.keys() & base.keys()) > 1 and rule["gap"] is not None:
                 sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
                 found.sentences.append((sentence, [self.gap(own, base, rule["alpha"])[0]]))
         for each in page["equal"]:
-            if not isinstance(each["at_flops"], str) and not isinstance(each["at_tokens"], str):
+            if not isinstance(each["at_tokens"], str):
                 pair = each["arm"], each["against"]
                 found.tables.append(
                     (" − ".join(pair), self.equal_row(*pair, page["rules"][0]["alpha"]))

@@ -90,11 +90,6 @@ class StudyRun:
             found["heldout_texts"] = text_hash(self.documents)
         return found
 
-    @property
-    def flops_per_token(self) -> float | None:
-        """Training FLOPs per token; None for runs of older versions of diffllm."""
-        return finite(self.facts.flops_per_token)
-
     def reached(self, level: float) -> tuple[float, bool]:
         """Return the training tokens at which the metric first was at least `level`, and True.
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from diffllm.compare.report.numbers import compact, ends
+from diffllm.compare.report.numbers import compact
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
-from diffllm.compare.study.rule_tests import BELOW, Tested, measure, side_of
+from diffllm.compare.study.removed_rules import replacement_of
+from diffllm.compare.study.rule_tests import BELOW, NEVER, Tested, measure, side_of
 from diffllm.compare.study.trend import arms_of_rule
+from diffllm.statistics.arm_comparison import compare_arms
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
@@ -23,11 +25,12 @@ SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
 WITHIN = "refuted, within the margin"
 UNEQUAL = "equivalent, not equal"
 NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underpowered"
+NO_LONGER_JUDGED = "no longer judged"
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
-    found = [measure(study, rule, *arms_of_rule(study, rule, arms)) for rule in study.rules]
+    found = [tested_rule(study, rule, arms) for rule in study.rules]
     families = {"within": [each.within for each in found]}
     for side in ("showing", "refuting"):
         sides = [getattr(each, side) for each in found]
@@ -48,6 +51,13 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     return decided
 
 
+def tested_rule(study: Study, rule: Rule, arms: dict[str, StudyArm]) -> Tested:
+    if replacement_of(study, rule):
+        outcome = compare_arms(arms[rule.arm].values, arms[rule.against].values)
+        return Tested(rule, outcome, showing=NEVER, refuting=NEVER)
+    return measure(study, rule, *arms_of_rule(study, rule, arms))
+
+
 def holm_of_known(p_values: Sequence[float | None]) -> list[float | None]:
     """Apply Holm's correction to the p-values that are not None; None entries remain None."""
     adjusted = iter(holm([p for p in p_values if p is not None]))
@@ -61,6 +71,8 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
         exact_tests: number of the study's rules for which an exact p-value was computed.
     """
     rule = tested.rule
+    if replacement := replacement_of(study, rule):
+        return NO_LONGER_JUDGED, replacement
     if tested.chance:
         return NOT_DECIDABLE, tested.chance
     significant = {name: p is not None and p < rule.alpha for name, p in tested.adjusted.items()}
@@ -68,7 +80,7 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
         if significant[side]:
             verdict = verdict_of_significant(tested, side, significant["within"])
             reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
-            if problem := not_robust(study, tested, side, exact_tests):
+            if problem := not_robust(tested, side, exact_tests):
                 return NOT_ROBUST, f"{reason}; {problem}"
             return verdict, reason
     said = words(study, tested)
@@ -93,7 +105,7 @@ def equivalent(tested: Tested) -> str:
     return UNEQUAL if p is not None and p < tested.rule.alpha else EQUIVALENT
 
 
-def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str:
+def not_robust(tested: Tested, side: str, exact_tests: int) -> str:
     """Return a message if the exact test or the bootstrap contradicts a significant t test.
 
     Return "" otherwise.
@@ -107,15 +119,11 @@ def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str
         return ""
     exact, documents = (tested.adjusted[f"{side}_{of}"] for of in ("exact", "documents"))
     if exact is not None and exact >= alpha > tested.smallest * decides.tests * exact_tests:
-        return f"the {exact_name(study)} does not confirm it (adjusted p {exact:.2g})"
+        return f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
     if documents is not None and documents >= alpha:
         resampled = "the bootstrap over documents and seeds"
         return f"{resampled} does not confirm it (adjusted p {documents:.2g})"
     return ""
-
-
-def exact_name(study: Study) -> str:
-    return "sign-flip test" if study.test == "paired" else "permutation test"
 
 
 def words(study: Study, tested: Tested, side: str = "") -> str:
@@ -154,8 +162,7 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
     else:
         said = f"{level} bounds {low} and {high}"
     wider = " over documents and seeds" * (bounds != gap.interval(1 - 2 * rule.alpha))
-    seeds = f"{gap.seeds} paired" if study.test == "paired" else f"{gap.seeds} and {gap.base_seeds}"
-    text = f"{mean} ({said}{wider}, {seeds} seeds){diverged}"
+    text = f"{mean} ({said}{wider}, {gap.seeds} paired seeds){diverged}"
     if names := tested.undocumented:
         more = ", ..." * (len(names) > 3)
         text += "; documents were not resampled, because these runs have no losses of documents: "
@@ -196,6 +203,5 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p_adjusted": tested.p_adjusted,
         **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
         "seed_correlation": other.correlation,
-        **ends("gap_welch", other.welch),
         "diverged": {rule.arm: other.own.diverged, rule.against: other.base.diverged},
     }

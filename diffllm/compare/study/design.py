@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterator
 
 from diffllm.compare.study.file import MOST_SEEDS, Power, Rule, Study, better
+from diffllm.compare.study.removed_rules import replacement_of
 from diffllm.core.errors import ConfigError
 from diffllm.statistics.gap_tests import MOST_ALPHA
 from diffllm.statistics.power_analysis import (
     largest_sd,
     least_seeds,
     paired_equivalence_power,
-    welch_equivalence_power,
 )
 from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
@@ -31,6 +31,8 @@ def check_design(study: Study) -> None:
     are not checked, because older versions of diffllm accepted more designs.
     """
     for where, rule in named_rules(study):
+        if replacement := replacement_of(study, rule):
+            raise ConfigError(f"{where}: {replacement}")
         if rule.alpha > MOST_ALPHA:
             raise ConfigError(f"{where}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
         if rule.kind in PERMUTATION_KINDS:
@@ -91,16 +93,14 @@ def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -
             f"{where}.margin={rule.margin:g} must be at most power.gap={power.gap:g}: arms that "
             "differ by power.gap would otherwise count as equivalent; use a smaller margin"
         )
-    margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
+    margin, n = rule.margin, len(study.seeds)
     family = study.rules
     if rule.kind != "equivalence":  # all margins form one family
         family = [each for each in family if each.margin is not None]
     alpha = rule.alpha / len(family)
 
     def chance(sd: float, seeds: int) -> float:
-        if paired:
-            return paired_equivalence_power(margin, sd * math.sqrt(2), seeds, alpha)
-        return welch_equivalence_power(margin, sd, seeds, alpha)
+        return paired_equivalence_power(margin, sd * math.sqrt(2), seeds, alpha)
 
     if (found := chance(power.sd, n)) >= LEAST_POWER:
         return
@@ -126,7 +126,7 @@ def design_notes(study: Study) -> list[str]:
     """Return a warning for each alpha that is too small for exact tests with the study's seeds."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
-    notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
+    notes = (exact_note("paired", n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
     return [note for note in notes if note]
 
 

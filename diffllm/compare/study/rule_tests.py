@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.budgets import arms_at_budget
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
 from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_more
 from diffllm.statistics.bootstrap import LEAST_SEEDS, DrawnGaps, drawn_gaps, withheld
 from diffllm.statistics.estimates import Times, estimate
-from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
-from diffllm.statistics.permutation import label, log_rank, sign_flip
+from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence
+from diffllm.statistics.permutation import log_rank, sign_flip
 from diffllm.statistics.smallest_p import smallest_p
 
 CEILING = 0.99
@@ -98,7 +97,6 @@ class Tested:
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     """Compute all tests of a rule, whose claim compares the arm `own` with the arm `base`."""
-    own, base = arms_at_budget(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
         times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
@@ -108,14 +106,14 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             showing = refuting = None
         tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
         return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
-    gap = outcome.paired if study.test == "paired" else outcome.welch
+    gap = outcome.paired
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
         drawn = over_documents(study, own, base) if rule.kind != "trend" else None
         tested = replace(
             tested,
-            **t_tests(study, rule, finite_samples(study, own, base), gap, drawn),
-            smallest=smallest_p(study.test, gap.seeds, gap.base_seeds),
+            **t_tests(rule, common_seeds(own.known, base.known), gap, drawn),
+            smallest=smallest_p("paired", gap.seeds, gap.seeds),
             documents=drawn.bounds(rule.alpha) if drawn else None,
             undocumented=undocumented(own, base),
         )
@@ -129,11 +127,7 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
 
 
 def t_tests(
-    study: Study,
-    rule: Rule,
-    samples: tuple[np.ndarray, np.ndarray],
-    gap: Gap,
-    drawn: DrawnGaps | None,
+    rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap, drawn: DrawnGaps | None
 ) -> dict[str, Any]:
     """Return the fields `showing`, `refuting` and `within` of `Tested`.
 
@@ -146,8 +140,7 @@ def t_tests(
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
-        first, second = which * (samples[0] - bound), which * samples[1]
-        exact = sign_flip(first - second) if study.test == "paired" else label(first, second)
+        exact = sign_flip(which * (samples[0] - samples[1] - bound))
         return Side(p, exact, drawn.p(bound, which) if drawn else None)
 
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
@@ -189,17 +182,6 @@ def side_of(rule: Rule) -> tuple[int, float]:
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
-def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
-    """Return the finite values of each arm, with shape (seeds,), in the order of the seeds.
-
-    For a paired test, include only seeds for which both arms have finite values.
-    """
-    first, second = own.known, base.known
-    if study.test == "paired":
-        return common_seeds(first, second)
-    return in_seed_order(first), in_seed_order(second)
-
-
 def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
     """Bootstrap the loss gap between two arms over documents and seeds.
 
@@ -208,10 +190,8 @@ def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | N
     """
     if undocumented(own, base):
         return None
-    pair = study.test == "paired"
     sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
-    if pair:
-        sides = [{seed: side[seed] for seed in sides[0] if seed in sides[1]} for side in sides]
+    sides = [{seed: side[seed] for seed in sides[0] if seed in sides[1]} for side in sides]
     found = [[side[seed] for seed in sorted(side)] for side in sides]
     seeds = min(map(len, found))
     if study.metric != "heldout_loss" or seeds < LEAST_SEEDS:
@@ -225,7 +205,7 @@ def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | N
         or not all(map(np.isfinite, map(np.sum, nats)))
     ):
         return None
-    return drawn_gaps(nats[0], nats[1], first.tokens, pair, study.scale == "log")
+    return drawn_gaps(nats[0], nats[1], first.tokens, log=study.scale == "log")
 
 
 def undocumented(*arms: StudyArm) -> list[str]:

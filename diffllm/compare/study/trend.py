@@ -13,7 +13,7 @@ from diffllm.compare.study.file import PARAMETERS, POSITION, TOKENS, Rule, Study
 from diffllm.compare.study.trend_data import PositionLosses, check_same_documents, check_sizes
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import finite
-from diffllm.statistics.gap_tests import paired, welch
+from diffllm.statistics.gap_tests import paired
 from diffllm.statistics.trend import (
     FEWEST_POINTS,
     WINDOW,
@@ -154,5 +154,5 @@ def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     own, base = ({seed: y for seed, y in side.items() if y is not None} for side in both)
     if len(x) < FEWEST_POINTS:
         return ""
-    found = gap_trend(x, own, base, paired if study.test == "paired" else welch)
+    found = gap_trend(x, own, base, paired)
     return ascii_minus(trend_sentence(rule.arm, rule.against, found)) if found else ""

@@ -80,9 +80,10 @@ def with_keys(rule, **keys):
             "equivalent is 0.32, but the minimum is 0.5; use 10 seeds or more, or a margin of "
             "0.023 or more",
         ),
+        (with_keys(LOWER, at="flops"), 8, {}, "rule: at=flops is removed, because it read losses"),
         (
-            ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
-            "equivalent is 0.00, but the minimum is 0.5; use 86 seeds or more\n",
+            SOONER, 8, {**TASKS, "test": "welch", "also": f"[{LOWER}]"},
+            "also[0]: test=welch is removed; remove the key",
         ),
     ],
 )  # fmt: skip
@@ -141,11 +142,6 @@ def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, capsys):
             5, {"also": f"[{LOWER}, {LOWER}, {LOWER}]"},
             "note: the smallest one-sided p of an exact sign-flip test of 5 pairs is 0.031 (0.12 "
             "after Holm's correction for 4 tests), not below alpha 0.05: it cannot confirm",
-        ),
-        (
-            3, {"test": "welch"},
-            "note: the smallest one-sided p of an exact permutation test of 3 against 3 seeds is "
-            "0.05, not below alpha 0.05",
         ),
         (5, {}, None),
         (

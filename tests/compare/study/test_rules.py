@@ -148,7 +148,6 @@ def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_
         ("heldout_loss", ALIKE, True, "refuted"),
         ("tasks/mqar", HIGHER, True, "refuted"),
         ("tasks/mqar", HIGHER, False, "shown"),
-        ("heldout_loss", LOWER.replace("}", ", at: flops}"), True, "refuted"),
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
@@ -162,13 +161,12 @@ def test_arm_with_only_diverged_runs_counts_as_worse_arm(
         assert found.reason.startswith("4 of 4 runs" if v2_diverges else "0 of 4 runs of v2 and 4")
 
 
-@pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_verdict_of_difference_rule_matches_confidence_bounds(tmp_path, shift, test):
+def test_verdict_of_difference_rule_matches_confidence_bounds(tmp_path, shift):
     half = 4 + noise(8)
     arms = two(half + shift + noise(8, 0.006, seed=3), half)
     for rule in (LOWER, HIGHER):
-        (found,) = decided(tmp_path, rule, arms, test=test)
+        (found,) = decided(tmp_path, rule, arms)
         low, high = found.bounds
         excluded = (high < 0, low > 0) if rule == LOWER else (low > 0, high < 0)
         assert (found.verdict == "shown", found.verdict == "refuted") == excluded
@@ -292,10 +290,9 @@ def with_documents(gaps, sd, n=24, seeds=8):
     ]
 
 
-@pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_verdict_is_not_robust_if_bootstrap_interval_contains_0(tmp_path, scale, test):
-    words = {"scale": scale, "test": test}
+def test_verdict_is_not_robust_if_bootstrap_interval_contains_0(tmp_path, scale):
+    words = {"scale": scale}
     if scale == "log":
         for arm in (arms := with_documents(-0.02, 0.2)):
             arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
@@ -389,3 +386,26 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
     verdict = "equivalent" if rule == ALIKE else "shown"
     assert found.verdict == (verdict if lost in (None, worse) else "underpowered"), found.reason
     assert ("5 of 10 " in found.reason) == (lost is not None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "replacement"),
+    [
+        (LOWER.replace("}", ", at: flops}"), {}, "set model.match_flops_to in the arms"),
+        (ALIKE, {"test": "welch"}, "remove the key, because arms are compared at equal seeds"),
+    ],
+)
+def test_removed_rule_of_saved_study_is_no_longer_judged(tmp_path, rule, more, replacement):
+    half = 4 + noise(8)
+    arms = [*two(half - 0.1 + noise(8, 0.001, seed=1), half), forged("standard", half + 0.1)]
+    (found,) = decided(tmp_path, rule, arms, **more)
+    assert (found.verdict, found.gap) == ("no longer judged", None)
+    assert replacement in found.reason
+
+
+def test_holm_correction_counts_removed_rules_of_saved_study(tmp_path):
+    half = 4 + noise(8)
+    arms = two(half - 0.1 + noise(8, 0.001, seed=1), half)
+    found, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
+    assert (found.verdict, removed.verdict) == ("shown", "no longer judged")
+    assert found.p_adjusted == pytest.approx(2 * found.p)

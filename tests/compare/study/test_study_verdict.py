@@ -128,14 +128,6 @@ def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
-def test_welch_test_compares_arms_as_unpaired_samples(tmp_path):
-    v2 = [4.39, 4.4001, 4.3801]
-    assert decided(tmp_path, LOWER, v2)[0].verdict == "shown"
-    (found,) = decided(tmp_path, LOWER, v2, test="welch")
-    assert found.verdict == "underpowered"
-    assert found.gap.df == pytest.approx(4, abs=1e-3)
-
-
 @pytest.mark.parametrize("counts", [(2, 60_000), (20, 49_999), (20, 50_000)])
 @pytest.mark.parametrize(
     "words",
