@@ -94,7 +94,15 @@ class Rule:
         self.level, self.size = given.get("reaches"), len(self.own)
         self.sign = -1 if given["above"] is None else 1
         self.bound = given["below"] if self.sign < 0 else given["above"]
-        self.gap = interval(self.own - self.base)
+        self.error = stats.sem(self.own - self.base)
+        if raw and raw.json["metric"] == "heldout_loss":
+            arms = given["arm"], given["against"]
+            self.error = math.hypot(
+                self.error, raw.document_error(*arms, sorted(raw.values(arms[0])), log)
+            )
+        half = stats.t.isf(0.025, self.size - 1) * self.error
+        mean = (self.own - self.base).mean()
+        self.gap = [mean, mean - half, mean + half]
         if self.level and raw:
             self.times = [raw.times(given[side], self.level) for side in ("arm", "against")]
 
@@ -103,7 +111,7 @@ class Rule:
         """One-sided p of the t test or the log-rank test."""
         if self.level:
             return log_rank(*self.times)
-        t = (self.gap[0] - self.bound) / stats.sem(self.own - self.base)
+        t = (self.gap[0] - self.bound) / self.error
         return float(stats.t.sf(self.sign * t, self.size - 1))
 
     @cached_property
@@ -139,15 +147,20 @@ class Page:
         known = [rule for rule in self.json["rules"] if rule["kind"] in ("difference", "log_rank")]
         return [Rule(rule, self.values, self.json["scale"] == "log", self.raw) for rule in known]
 
+    def holm(self, ps: list[float]) -> list[float]:
+        """Return p values after Holm's correction for all rules; removed rules have p = 1."""
+        removed = len(self.json["rules"]) - len(ps)
+        return holm([*ps, *[1.0] * removed])[: len(ps)]
+
     @cached_property
     def adjusted(self) -> list[float]:
         """One-sided p after Holm's correction."""
-        return holm([rule.p for rule in self.rules])
+        return self.holm([rule.p for rule in self.rules])
 
     @cached_property
     def opposite(self) -> list[float]:
         """One-sided p of the opposite claims after Holm's correction."""
-        return holm([rule.opposite for rule in self.rules])
+        return self.holm([rule.opposite for rule in self.rules])
 
     @cached_property
     def verdicts(self) -> list[str]:

@@ -76,14 +76,38 @@ class Raw:
         found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
         return {seed: loss for seed, loss in found.items() if loss is not None}
 
-    def gap(self, own: dict[int, float], base: dict[int, float], alpha: float) -> list[float]:
-        """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
+    def gap(self, arm: str, other: str, alpha: float, losses: bool = False) -> list[float]:
+        """Return a mean difference and its one-sided bounds at confidence 1 - alpha.
+
+        Args:
+            losses: whether to compare held-out losses instead of the study's metric.
+        """
+        own, base = (self.losses(x) if losses else self.values(x) for x in (arm, other))
         seeds = sorted(own.keys() & base.keys())
-        return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
+        gaps = np.array([own[seed] - base[seed] for seed in seeds])
+        error = stats.sem(gaps)
+        if self.json["metric"] == "heldout_loss" and self.json["texts"]:
+            log = self.log and not losses
+            error = math.hypot(error, self.document_error(arm, other, seeds, log))
+        half = stats.t.isf(alpha, len(gaps) - 1) * error
+        return [gaps.mean(), gaps.mean() - half, gaps.mean() + half]
+
+    def document_error(self, arm: str, other: str, seeds: list[int], log: bool) -> float:
+        """Return the standard error of a gap in loss over documents, as a weighted residual."""
+        tokens = np.array(self.json["texts"][0]["tokens"], float)
+        residuals = np.zeros(len(tokens))
+        for name, sign in ((arm, 1), (other, -1)):
+            for seed in seeds:
+                per_token = np.array(self.runs[name][seed][0]["nats"], float) / tokens
+                loss = np.average(per_token, weights=tokens)
+                scale = loss if log else 1.0
+                residuals += sign * (per_token - loss) / scale / len(seeds)
+        variance = ((tokens * residuals) ** 2).sum() / tokens.sum() ** 2
+        return math.sqrt(variance * len(tokens) / (len(tokens) - 1))
 
     def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
         """Return the numbers of a row of the table of gaps at equal tokens and parameters."""
-        gap = self.gap(self.losses(arm), self.losses(other), alpha)
+        gap = self.gap(arm, other, alpha, losses=True)
         share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
         return [*gap, *(gap if abs(share) <= 0.005 else [100 * abs(share)])]
 
@@ -117,7 +141,8 @@ class Raw:
                     found.sentences.append((sentence, [sum(hit for _, hit in times), len(times)]))
             elif len(own.keys() & base.keys()) > 1 and rule["gap"] is not None:
                 sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
-                found.sentences.append((sentence, [self.gap(own, base, rule["alpha"])[0]]))
+                gap = self.gap(rule["arm"], rule["against"], rule["alpha"])
+                found.sentences.append((sentence, gap[:1]))
         for each in page["equal"]:
             if not isinstance(each["at_tokens"], str):
                 pair = each["arm"], each["against"]

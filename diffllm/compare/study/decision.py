@@ -36,7 +36,6 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         sides = [getattr(each, side) for each in found]
         families[side] = [each.p for each in sides]
         families[f"{side}_exact"] = [each.exact for each in sides]
-        families[f"{side}_documents"] = [each.documents for each in sides]
     adjusted = {name: holm_of_known(family) for name, family in families.items()}
     exact_tests = sum(each.showing.exact is not None for each in found)
     decided = []
@@ -106,9 +105,7 @@ def equivalent(tested: Tested) -> str:
 
 
 def not_robust(tested: Tested, side: str, exact_tests: int) -> str:
-    """Return a message if the exact test or the bootstrap contradicts a significant t test.
-
-    Return "" otherwise.
+    """Return a message if the exact test contradicts a significant t test, otherwise "".
 
     Args:
         side: "showing" if the t test supports the claim, "refuting" if it supports the opposite.
@@ -117,12 +114,9 @@ def not_robust(tested: Tested, side: str, exact_tests: int) -> str:
     alpha, decides = tested.rule.alpha, getattr(tested, side)
     if decides.diverged or tested.times is not None:
         return ""
-    exact, documents = (tested.adjusted[f"{side}_{of}"] for of in ("exact", "documents"))
+    exact = tested.adjusted[f"{side}_exact"]
     if exact is not None and exact >= alpha > tested.smallest * decides.tests * exact_tests:
         return f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
-    if documents is not None and documents >= alpha:
-        resampled = "the bootstrap over documents and seeds"
-        return f"{resampled} does not confirm it (adjusted p {documents:.2g})"
     return ""
 
 
@@ -161,11 +155,11 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
         said = f"{level} {'upper' if below else 'lower'} bound {high if below else low}"
     else:
         said = f"{level} bounds {low} and {high}"
-    wider = " over documents and seeds" * (bounds != gap.interval(1 - 2 * rule.alpha))
+    wider = " over documents and seeds" if gap.document_error else ""
     text = f"{mean} ({said}{wider}, {gap.seeds} paired seeds){diverged}"
     if names := tested.undocumented:
         more = ", ..." * (len(names) > 3)
-        text += "; documents were not resampled, because these runs have no losses of documents: "
+        text += "; the bounds omit documents, because these runs have no losses of documents: "
         text += f"{', '.join(names[:3])}{more}"
     return text
 
@@ -191,15 +185,14 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "gap_low": low,
         "gap_high": high,
         "confidence": 1 - rule.alpha,
-        "over_documents": tested.documents,
+        "error": gap and gap.error,
+        "error_documents": gap and gap.document_error,
         "seeds": gap and gap.seeds,
         "p": tested.showing.p,
         "p_opposite": tested.refuting.p,
         "p_exact": tested.showing.exact,
         "p_exact_opposite": tested.refuting.exact,
         "p_smallest": tested.smallest,
-        "p_documents": tested.showing.documents,
-        "p_documents_opposite": tested.refuting.documents,
         "p_adjusted": tested.p_adjusted,
         **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
         "seed_correlation": other.correlation,

@@ -14,7 +14,7 @@ from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
 from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_more
-from diffllm.statistics.bootstrap import LEAST_SEEDS, DrawnGaps, drawn_gaps, withheld
+from diffllm.statistics.document_error import document_error
 from diffllm.statistics.estimates import Times, estimate
 from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence
 from diffllm.statistics.permutation import log_rank, sign_flip
@@ -33,15 +33,13 @@ class Side:
     """P-value of the test that decides the rule."""
     exact: float | None = None
     """P-value of the exact permutation test that accompanies a t test."""
-    documents: float | None = None
-    """P-value of the bootstrap over documents and seeds."""
     diverged: bool = False
     """Whether `p` compares shares of diverged runs."""
     tests: int = 1
     """Number of tests for which all p-values are already corrected."""
 
 
-NEVER = Side(1.0, 1.0, 1.0)
+NEVER = Side(1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,7 @@ class Tested:
     showing: Side = Side()
     refuting: Side = Side()
     within: float | None = None
-    """P-value for a gap within the margin; for differences, the larger of t test and bootstrap."""
-    documents: tuple[float, float] | None = None
-    """Lower and upper bound of the gap from the bootstrap over documents and seeds."""
+    """P-value for a gap within the margin."""
     undocumented: Sequence[str] = ()
     """Names of runs without losses per document; empty if no run has losses per document."""
     chance: str = ""
@@ -86,13 +82,9 @@ class Tested:
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        The bounds come from the t test, or from the bootstrap over documents and seeds if the
-        bootstrap interval is wider. None if the gap has no standard error.
+        None if the gap has no standard error.
         """
-        if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
-            return None
-        low, high = self.documents or by_test
-        return (low, high) if high - low > by_test[1] - by_test[0] else by_test
+        return self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
@@ -106,15 +98,13 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             showing = refuting = None
         tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
         return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
-    gap = outcome.paired
+    gap = outcome.paired if rule.kind == "trend" else paired_gap(study, own, base)
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
-        drawn = over_documents(study, own, base) if rule.kind != "trend" else None
         tested = replace(
             tested,
-            **t_tests(rule, common_seeds(own.known, base.known), gap, drawn),
+            **t_tests(rule, common_seeds(own.known, base.known), gap),
             smallest=smallest_p("paired", gap.seeds, gap.seeds),
-            documents=drawn.bounds(rule.alpha) if drawn else None,
             undocumented=undocumented(own, base),
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
@@ -126,22 +116,19 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     return tested
 
 
-def t_tests(
-    rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap, drawn: DrawnGaps | None
-) -> dict[str, Any]:
+def t_tests(rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap) -> dict[str, Any]:
     """Return the fields `showing`, `refuting` and `within` of `Tested`.
 
-    The tests are t tests, exact permutation tests and, if `drawn` is not None, the bootstrap.
+    The tests are t tests and exact sign-flip tests.
 
     Args:
         samples: values of the first and the second arm, each with shape (seeds,).
-        drawn: gaps of the bootstrap over documents and seeds.
     """
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
         exact = sign_flip(which * (samples[0] - samples[1] - bound))
-        return Side(p, exact, drawn.p(bound, which) if drawn else None)
+        return Side(p, exact)
 
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
     within = close.p if close else None
@@ -152,8 +139,6 @@ def t_tests(
         inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
         outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
         return {"showing": replace(inside, p=within), "refuting": outside, "within": within}
-    if drawn and rule.margin is not None and within is not None:
-        within = max(within, drawn.p(rule.margin, BELOW), drawn.p(-rule.margin, ABOVE))
     which, bound = side_of(rule)
     return {"showing": side(bound, which), "refuting": side(bound, -which), "within": within}
 
@@ -172,7 +157,6 @@ def combined(first: Side, second: Side, choose: Callable[..., float], factor: in
     return Side(
         of(first.p, second.p),
         of(first.exact, second.exact),
-        of(first.documents, second.documents),
         tests=factor,
     )
 
@@ -182,30 +166,28 @@ def side_of(rule: Rule) -> tuple[int, float]:
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
-def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
-    """Bootstrap the loss gap between two arms over documents and seeds.
+def paired_gap(study: Study, own: StudyArm, base: StudyArm) -> Gap | None:
+    """Return the gap between two arms over common seeds; None without a common seed.
 
-    Return None unless the metric is heldout_loss, each arm has at least LEAST_SEEDS seeds, and all
-    runs were measured on the same documents (at least LEAST_DOCUMENTS).
+    If the metric is the held-out loss and all runs were measured on the same documents, the
+    standard error includes the variation between documents.
     """
-    if undocumented(own, base):
-        return None
-    sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
-    sides = [{seed: side[seed] for seed in sides[0] if seed in sides[1]} for side in sides]
-    found = [[side[seed] for seed in sorted(side)] for side in sides]
-    seeds = min(map(len, found))
-    if study.metric != "heldout_loss" or seeds < LEAST_SEEDS:
-        return None
-    first = found[0][0]
-    alike = all(same_documents(first, each) for side in found for each in side)
-    nats = [np.stack([each.nats for each in side]) for side in found] if alike else []
-    if (
-        not alike
-        or withheld(seeds, len(first.tokens))
-        or not all(map(np.isfinite, map(np.sum, nats)))
-    ):
-        return None
-    return drawn_gaps(nats[0], nats[1], first.tokens, log=study.scale == "log")
+    gap = compare_arms(own.values, base.values).paired
+    if gap is None or study.metric != "heldout_loss" or undocumented(own, base):
+        return gap
+    documents = [
+        {run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)
+    ]
+    seeds = sorted(documents[0].keys() & documents[1].keys())
+    if not seeds:
+        return gap
+    sides = [[losses[seed] for seed in seeds] for losses in documents]
+    first = sides[0][0]
+    if not all(same_documents(first, losses) for side in sides for losses in side):
+        return gap
+    own_nats, base_nats = (np.stack([losses.nats for losses in side]) for side in sides)
+    is_log = study.scale == "log"
+    return gap.over_documents(document_error(own_nats, base_nats, first.tokens, is_log))
 
 
 def undocumented(*arms: StudyArm) -> list[str]:
@@ -293,8 +275,8 @@ def either(side: Side, divergence_p: float) -> Side:
     but at most 1. If side.p is None, all p-values of the result are `divergence_p`, not doubled.
     """
     if side.p is None:
-        return Side(divergence_p, divergence_p, divergence_p, diverged=True)
+        return Side(divergence_p, divergence_p, diverged=True)
     if divergence_p < side.p:
         twice = min(1.0, 2 * divergence_p)
-        return Side(twice, twice, twice, diverged=True)
+        return Side(twice, twice, diverged=True)
     return combined(side, side, min, 2)

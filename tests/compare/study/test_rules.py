@@ -290,44 +290,43 @@ def with_documents(gaps, sd, n=24, seeds=8):
     ]
 
 
+@pytest.mark.parametrize("seeds", [3, 8])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_verdict_is_not_robust_if_bootstrap_interval_contains_0(tmp_path, scale):
-    words = {"scale": scale}
-    if scale == "log":
-        for arm in (arms := with_documents(-0.02, 0.2)):
-            arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
-    else:
-        arms = with_documents(-0.02, 0.2)
-    (found,) = decided(tmp_path, LOWER, arms, **words)
-    assert found.p_adjusted < 0.05
-    assert found.bounds == found.documents
-    assert found.bounds[0] < 0 < found.bounds[1]
-    assert found.verdict == "not robust"
-    assert "the bootstrap over documents and seeds does not confirm it" in found.reason
-    if scale == "linear":
-        (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.02), **words)
-        assert found.verdict == "shown"
+def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds):
+    for sd, verdict in ((0.2, "underpowered"), (0.01, "shown")):
+        arms = with_documents(-0.05, sd, seeds=seeds)
+        if scale == "log":
+            for arm in arms:
+                arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
+        (found,) = decided(tmp_path, LOWER, arms, scale=scale)
+        of_seeds = found.outcome.paired.error
+        assert found.gap.error == pytest.approx(math.hypot(of_seeds, found.gap.document_error))
+        unit = 1 if scale == "linear" else 1 / 4
+        assert found.gap.document_error == pytest.approx(unit * sd / math.sqrt(24), rel=0.35)
+        assert (found.bounds[1] < 0) == (verdict == "shown")
+        assert found.verdict == verdict
+        assert "over documents and seeds" in found.reason
 
 
-def test_verdict_is_underpowered_if_bootstrap_interval_is_too_wide(tmp_path):
-    rule = WITH_MARGIN
+def test_clear_gap_in_eight_rules_is_shown_over_documents(tmp_path):
+    arms = with_documents(-0.5, 0.1, n=200)
+    found = decided(tmp_path, [LOWER] * 8, arms)
+    assert [each.verdict for each in found] == ["shown"] * 8
+
+
+def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
-        (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
+        (found,) = decided(tmp_path, ALIKE, with_documents(0.0, sd))
         assert found.verdict == verdict
         low, high = found.bounds
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_difference_rule_omits_bootstrap_if_seeds_are_fewer_than_eight(tmp_path):
-    (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
-    assert (found.verdict, found.documents) == ("shown", None)
-
-
-def test_study_omits_bootstrap_if_any_run_lacks_document_losses(tmp_path):
+def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     half.runs[8] = replace(half.runs[8], documents=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
-    assert (found.verdict, found.documents) == ("shown", None)
+    assert (found.verdict, found.gap.document_error) == ("shown", None)
     assert "because these runs have no losses of documents: run-seed8" in found.reason
 
 
