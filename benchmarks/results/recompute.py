@@ -97,9 +97,8 @@ class Rule:
         self.error = stats.sem(self.own - self.base)
         if raw and raw.json["metric"] == "heldout_loss":
             arms = given["arm"], given["against"]
-            self.error = math.hypot(
-                self.error, raw.document_error(*arms, sorted(raw.values(arms[0])), log)
-            )
+            seeds = sorted(raw.values(arms[0]))
+            self.error = math.hypot(self.error, raw.document_error(*arms, seeds, log))
         half = stats.t.isf(0.025, self.size - 1) * self.error
         mean = (self.own - self.base).mean()
         self.gap = [mean, mean - half, mean + half]

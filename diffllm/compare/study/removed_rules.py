@@ -1,4 +1,4 @@
-"""Rules that older versions of diffllm judged, and what replaces them.
+"""Rules that older versions of diffllm judged, and their replacements.
 
 A study that began under an older version still loads. Its removed rules get no test, but Holm's
 correction counts them: otherwise a removal after the runs would make the other rules easier to

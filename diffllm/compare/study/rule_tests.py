@@ -221,34 +221,34 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 def with_divergence(tested: Tested, upwards: int) -> Tested:
     """Adjust the p-values of a rule for diverged runs, which t tests ignore.
 
-    Here, the unstable arm is the arm with the larger share of diverged runs. It is never shown to
-    be better. A test compares the shares of both arms. If its result is significant, it can refute
-    the claim that the unstable arm is better. It can show that the other arm is better only if all
-    runs of the unstable arm and no run of the other arm diverged.
+    If the shares of diverged runs differ, nothing is shown or refuted, because the missing values
+    could reverse the result. There is one exception: all runs of one arm and no run of the other
+    diverged. The p-value of this outcome then decides that the diverged arm is worse.
 
     `upwards` is ABOVE if larger metric values are better, BELOW if smaller are better, otherwise 0.
     """
     own, base = tested.outcome.own, tested.outcome.base
-    if not own.diverged + base.diverged:
+    is_equivalence = tested.rule.kind == "equivalence"
+    is_equal = own.diverged * base.runs == base.diverged * own.runs
+    if not own.diverged + base.diverged or (is_equal and not is_equivalence):
         return tested
-    if tested.rule.kind == "equivalence":
-        p = min(1.0, 2 * min(p_more(own, base), p_more(base, own)))
-        refuting = either(tested.refuting, p)
-        return replace(tested, showing=NEVER, refuting=refuting, within=None)
-    tested = replace(tested, within=None)
-    if own.diverged * base.runs == base.diverged * own.runs:
-        return tested
-    if not upwards:  # no better side, and the missing values may be extreme
-        return replace(tested, showing=NEVER, refuting=NEVER)
-    more, less = (own, base) if own.diverged * base.runs > base.diverged * own.runs else (base, own)
-    claims_own = tested.times is not None or side_of(tested.rule)[0] == upwards
-    p, decides = p_more(more, less), more.diverged == more.runs and not less.diverged
-    if claims_own == (more is own):  # the claim favours the arm that diverged more often
-        counts = decides or tested.times is None
-        refuting = either(tested.refuting, p) if counts else tested.refuting
-        return replace(tested, showing=NEVER, refuting=refuting)
-    showing = either(tested.showing, p) if decides else tested.showing
-    return replace(tested, showing=showing, refuting=NEVER)
+    undecided = replace(tested, showing=NEVER, refuting=NEVER, within=None)
+    worse, other = (own, base) if own.diverged else (base, own)
+    if worse.diverged < worse.runs or other.diverged:
+        return undecided
+    p = p_more(worse, other)
+    if is_equivalence:
+        return replace(undecided, refuting=decided_by_divergence(min(1.0, 2 * p)))
+    if not upwards:
+        return undecided
+    favours_own = tested.times is not None or side_of(tested.rule)[0] == upwards
+    if favours_own == (worse is own):
+        return replace(undecided, refuting=decided_by_divergence(p))
+    return replace(undecided, showing=decided_by_divergence(p))
+
+
+def decided_by_divergence(p: float) -> Side:
+    return Side(p, p, diverged=True)
 
 
 def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
@@ -266,17 +266,3 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
     if tested.rule.kind == "equivalence" or (side_of(tested.rule)[0] == BELOW) == (more > 0):
         return replace(tested, showing=NEVER)
     return replace(tested, refuting=NEVER)
-
-
-def either(side: Side, divergence_p: float) -> Side:
-    """Combine `side` with a test of diverged runs, whose p-value is `divergence_p`.
-
-    The result contains the p-values of the test with the smaller p. They are doubled (Bonferroni),
-    but at most 1. If side.p is None, all p-values of the result are `divergence_p`, not doubled.
-    """
-    if side.p is None:
-        return Side(divergence_p, divergence_p, diverged=True)
-    if divergence_p < side.p:
-        twice = min(1.0, 2 * divergence_p)
-        return Side(twice, twice, diverged=True)
-    return combined(side, side, min, 2)

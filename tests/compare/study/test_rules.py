@@ -130,6 +130,22 @@ def test_difference_rule_is_underpowered_if_better_arm_has_more_diverged_runs(
     assert other.verdict == "underpowered"
 
 
+@pytest.mark.parametrize("diverged", [1, 3, 4])
+@pytest.mark.parametrize(("rule", "metric"), [(LOWER, "heldout_loss"), (SOONER, "tasks/mqar")])
+def test_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path, rule, metric, diverged):
+    worse = [NAN] * diverged + [4.0] * (5 - diverged)
+    other = [NAN] * (diverged > 3) + [3.9] * (5 - (diverged > 3))
+    for values in ((worse, other), (other, worse)):
+        arms = [
+            forged(name, np.array(x) + noise(5, 0.001, seed), curves=reaching([at] * 5))
+            for seed, (name, x, at) in enumerate(
+                zip(("v2", "half"), values, (200, 800), strict=True)
+            )
+        ]
+        (found,) = decided(tmp_path, rule, arms, metric=metric)
+        assert found.verdict == "underpowered", found.reason
+
+
 def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
