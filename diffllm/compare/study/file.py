@@ -57,7 +57,7 @@ class Rule:
     reaches: float | None = None
     """For log_rank: a level of a logged, rising metric."""
     over: str | None = None
-    """For trend: tokens, position or parameters."""
+    """For trend: parameters, or in studies of older versions tokens or position."""
     smaller: dict[str, str] = field(default_factory=dict)
     """For trend over parameters: smaller versions of `arm`, each with its version of `against`."""
     alpha: float = bounded(0.05, above=0, below=0.5)
@@ -67,7 +67,7 @@ class Rule:
     @property
     def needs_curve(self) -> bool:
         """Whether the rule uses values of the metric that were logged during training."""
-        return self.kind == "log_rank" or self.over == TOKENS
+        return self.kind == "log_rank"
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -237,8 +237,6 @@ def check_study(study: Study) -> None:
             f"{' and lr_sweep' * bool(study.lr_sweep)}; use a metric that is logged during "
             "training, such as tasks/mqar, without lr_sweep"
         )
-    for rule in study.rules:
-        check_trend_metric(study, rule)
     words = [*study.base, *chain.from_iterable(study.arms.values())]
     check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
     one_of("test", study.test, TESTS)
@@ -309,17 +307,6 @@ def check_trend(where: str, rule: Rule) -> None:
             raise ConfigError(
                 f"{where}: {', '.join(side)} contains an arm twice; name each arm once"
             )
-
-
-def check_trend_metric(study: Study, rule: Rule) -> None:
-    of_loss = study.metric == "heldout_loss"
-    if rule.over == POSITION and not of_loss:
-        raise ConfigError(f"metric={study.metric} must be heldout_loss for over={POSITION}")
-    if rule.over == TOKENS and not of_loss and not study.logged:
-        raise ConfigError(
-            f"over={TOKENS} is not supported with metric={study.metric}; use heldout_loss or a "
-            "metric that is logged during training, such as eval/loss"
-        )
 
 
 def check_grid(where: str, grid: list[float]) -> None:

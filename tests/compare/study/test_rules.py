@@ -17,6 +17,7 @@ LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 HIGHER = LOWER.replace("below", "above")
 SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+TREND = LOWER.replace("difference", "trend, over: tokens")
 WITH_MARGIN = LOWER.replace("}", ", margin: 0.02}")
 ACCURACY = {"metric": "tasks/mqar"}
 
@@ -407,6 +408,8 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
     ("rule", "more", "replacement"),
     [
         (LOWER.replace("}", ", at: flops}"), {}, "set model.match_flops_to in the arms"),
+        (TREND, {}, "the verdict page and the report state this trend without a rule"),
+        (TREND.replace("tokens", "position"), {}, "such as metric: position/1024"),
         (ALIKE, {"test": "welch"}, "remove the key, because arms are compared at equal seeds"),
     ],
 )

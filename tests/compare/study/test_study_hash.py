@@ -48,7 +48,7 @@ def test_all_runs_and_verdict_store_same_study_hash(written):
     [
         ("damping_2", "0c4a712121f1"),
         ("large_lr", "33440c17de2c"),
-        ("loss_30m", "93fedbd8bc64"),
+        ("loss_30m", "f0525f4e4f5b"),
         ("retrieval_mqar", "af1a8435fd3e"),
     ],
 )
