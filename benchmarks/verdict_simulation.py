@@ -32,7 +32,6 @@ from diffllm.compare.study.decision import (
     REFUTED,
     SHOWN,
     UNEQUAL,
-    WITHIN,
     apply_rules,
 )
 from diffllm.compare.study.file import Rule, Study
@@ -47,8 +46,8 @@ BOUNDS: dict[tuple[str, str], dict[str, Any]] = {
     ("difference", "difference"): {"below": 0.0},
     ("equivalence", "equivalence"): {"margin": MARGIN},
     ("log_rank", "log_rank"): {"reaches": 0.9},
-    ("margins", "difference"): {"below": 0.0, "margin": MARGIN},
-    ("margins", "equivalence"): {"margin": MARGIN},
+    ("two kinds", "difference"): {"below": 0.0},
+    ("two kinds", "equivalence"): {"margin": MARGIN},
 }
 """Settings of a rule by the kinds of scenario and rule."""
 
@@ -95,14 +94,14 @@ SCENARIOS = {
     "log-rank, sooner, but diverges": Scenario(
         gaps=(-2.0, 0.0, 2.0), diverging=(0.5, 0.0, 0.0), kind="log_rank"
     ),
-    "gap of the margin, two kinds": Scenario(gaps=(2.0, 0.0, 0.0), kind="margins"),
+    "gap of the margin, two kinds": Scenario(gaps=(2.0, 0.0, 0.0), kind="two kinds"),
 }
 
 
 def study_of(scenario: Scenario, seeds: int) -> Study:
     pairs = [("v2", "half"), ("v2", "standard"), ("half", "standard")]
     kinds = [scenario.kind] * 3
-    if scenario.kind == "margins":
+    if scenario.kind == "two kinds":
         kinds = ["difference", "equivalence", "difference"]
     rules = [
         Rule(kind, arm, against, **BOUNDS[scenario.kind, kind], alpha=ALPHA)
@@ -166,12 +165,11 @@ def simulate(scenario: Scenario, seeds: int, families: int, rng: Rng) -> dict[st
                 claim, opposite = close, abs(gap) > MARGIN or bool(worse)
             else:
                 claim, opposite = gap < 0 and worse <= 0, gap > 0 or worse > 0
-            says_close = verdict in (EQUIVALENT, UNEQUAL, WITHIN)
-            shows = verdict == SHOWN or (rule.kind == "equivalence" and says_close)
-            false[0] |= shows and not claim
-            false[1] |= verdict in (REFUTED, WITHIN) and not opposite
+            says_close = verdict in (EQUIVALENT, UNEQUAL)
+            false[0] |= (verdict == SHOWN or says_close) and not claim
+            false[1] |= verdict == REFUTED and not opposite
             false[2] |= says_close and not close
-            decided += verdict in (SHOWN, EQUIVALENT, UNEQUAL, REFUTED, WITHIN)
+            decided += verdict in (SHOWN, EQUIVALENT, UNEQUAL, REFUTED)
         shown, refuted, within = shown + false[0], refuted + false[1], within + false[2]
         if bounds := tested[0].bounds:
             gap = truth["v2"] - truth["half"]

@@ -3,8 +3,7 @@
 Each rule has a test whose alternative is the claim, and a test whose alternative is the opposite
 claim. Holm's correction is applied to the tests of the claims, and separately to the tests of the
 opposite claims. The probability that a study has a false "shown" is therefore at most alpha. The
-same holds for a false "refuted". The tests whether a gap is within its margin are also corrected
-separately.
+same holds for a false "refuted".
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
-WITHIN = "refuted, within the margin"
 UNEQUAL = "equivalent, not equal"
 NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underpowered"
 NO_LONGER_JUDGED = "no longer judged"
@@ -31,7 +29,7 @@ NO_LONGER_JUDGED = "no longer judged"
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
     found = [tested_rule(study, rule, arms) for rule in study.rules]
-    families = {"within": [each.within for each in found]}
+    families: dict[str, list[float | None]] = {}
     for side in ("showing", "refuting"):
         sides = [getattr(each, side) for each in found]
         families[side] = [each.p for each in sides]
@@ -41,9 +39,6 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     decided = []
     for i, each in enumerate(found):
         p_of = {name: p[i] for name, p in adjusted.items()}
-        if each.rule.kind == "equivalence" and p_of["showing"] is not None:
-            # A rule of equivalence belongs to both families.
-            p_of |= {"showing": max(p_of["showing"], p_of["within"] or 0.0), "within": None}
         each = replace(each, adjusted=p_of)
         verdict, reason = decide(study, each, exact_tests)
         decided.append(replace(each, verdict=verdict, reason=reason))
@@ -77,14 +72,12 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
     significant = {name: p is not None and p < rule.alpha for name, p in tested.adjusted.items()}
     for side in ("showing", "refuting"):
         if significant[side]:
-            verdict = verdict_of_significant(tested, side, significant["within"])
+            verdict = verdict_of_significant(tested, side)
             reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
             if problem := not_robust(tested, side, exact_tests):
                 return NOT_ROBUST, f"{reason}; {problem}"
             return verdict, reason
     said = words(study, tested)
-    if significant["within"]:
-        return equivalent(tested), f"{said}, within ±{rule.margin:g}"
     if (tested.times is None and tested.gap is None) or tested.showing.p is None:
         return UNDERPOWERED, said
     if tested.gap is not None and tested.gap.zero_variance:
@@ -92,10 +85,10 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
     return UNDERPOWERED, f"{said}: neither shown nor refuted"
 
 
-def verdict_of_significant(tested: Tested, side: str, within_margin: bool) -> str:
-    if tested.rule.kind == "equivalence":
-        return REFUTED if side == "refuting" else equivalent(tested)
-    return SHOWN if side == "showing" else WITHIN if within_margin else REFUTED
+def verdict_of_significant(tested: Tested, side: str) -> str:
+    if side == "refuting":
+        return REFUTED
+    return equivalent(tested) if tested.rule.kind == "equivalence" else SHOWN
 
 
 def equivalent(tested: Tested) -> str:

@@ -17,6 +17,12 @@ def replacement_of(study: Study, rule: Rule) -> str:
         )
     if study.test == "welch" and rule.kind != "log_rank":
         return "test=welch is removed; remove the key, because arms are compared at equal seeds"
+    if (rule.below or 0.0) > 0 or (rule.above or 0.0) < 0:
+        side, bound = ("below", rule.below) if rule.above is None else ("above", rule.above)
+        return (
+            f"{side}={bound:g} includes a gap of 0, so the rule shows no difference; "
+            f"use {side}=0, or kind=equivalence with margin={abs(bound or 0.0):g}"
+        )
     if rule.over == TOKENS:
         return (
             "kind=trend over=tokens is removed, because the learning rate falls over the same "
@@ -28,3 +34,13 @@ def replacement_of(study: Study, rule: Rule) -> str:
             "runs; compare the loss of one octave, such as metric: position/1024"
         )
     return ""
+
+
+def margin_note(rule: Rule) -> str:
+    """Return one line about a margin that has no effect; "" for other rules."""
+    if rule.kind != "difference" or rule.margin is None:
+        return ""
+    return (
+        f"margin={rule.margin:g} has no effect with kind=difference; to test whether arms are "
+        "equivalent, add a rule with kind=equivalence to also"
+    )

@@ -57,8 +57,6 @@ class Tested:
     """None except for log-rank rules."""
     showing: Side = Side()
     refuting: Side = Side()
-    within: float | None = None
-    """P-value for a gap within the margin."""
     undocumented: Sequence[str] = ()
     """Names of runs without losses per document; empty if no run has losses per document."""
     chance: str = ""
@@ -117,7 +115,7 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
 
 
 def t_tests(rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap) -> dict[str, Any]:
-    """Return the fields `showing`, `refuting` and `within` of `Tested`.
+    """Return the fields `showing` and `refuting` of `Tested`.
 
     The tests are t tests and exact sign-flip tests.
 
@@ -130,17 +128,17 @@ def t_tests(rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap) -> dic
         exact = sign_flip(which * (samples[0] - samples[1] - bound))
         return Side(p, exact)
 
-    close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
-    within = close.p if close else None
-    if close and close.inside and gap.zero_variance:
-        within = 0.0  # without variance no t test has a p, but the gap is inside the margin
     if rule.kind == "equivalence":
         margin = rule.margin or 0.0
         inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
         outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
-        return {"showing": replace(inside, p=within), "refuting": outside, "within": within}
+        close = equivalence(gap, margin, rule.alpha)
+        if gap.zero_variance and close and close.inside:
+            # Without variance no t test has a p, but the gap is inside the margin.
+            inside = replace(inside, p=0.0)
+        return {"showing": inside, "refuting": outside}
     which, bound = side_of(rule)
-    return {"showing": side(bound, which), "refuting": side(bound, -which), "within": within}
+    return {"showing": side(bound, which), "refuting": side(bound, -which)}
 
 
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
@@ -232,7 +230,7 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
     is_equal = own.diverged * base.runs == base.diverged * own.runs
     if not own.diverged + base.diverged or (is_equal and not is_equivalence):
         return tested
-    undecided = replace(tested, showing=NEVER, refuting=NEVER, within=None)
+    undecided = replace(tested, showing=NEVER, refuting=NEVER)
     worse, other = (own, base) if own.diverged else (base, own)
     if worse.diverged < worse.runs or other.diverged:
         return undecided
@@ -262,7 +260,6 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
     more = own.diverged * base.runs - base.diverged * own.runs
     if not more:
         return tested
-    tested = replace(tested, within=None)
     if tested.rule.kind == "equivalence" or (side_of(tested.rule)[0] == BELOW) == (more > 0):
         return replace(tested, showing=NEVER)
     return replace(tested, refuting=NEVER)

@@ -13,6 +13,7 @@ from diffllm.compare.study.differences import TOLERANCES, differences, undeclare
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import ChosenRate
+from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
 from diffllm.config.plugins import several_versions
@@ -99,6 +100,8 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
         verdict, reasons = EXPLORATORY, [*problems, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
         reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
+    # Studies that began under an older version can have rules with a margin.
+    reasons += dict.fromkeys(note for rule in study.rules if (note := margin_note(rule)))
     equal = equal_gaps(study, by_name)
     runs = comparands(arms)
     shown = [

@@ -34,7 +34,6 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
-WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.02}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
 STANDARD, HALF, BETTER = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
 RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
@@ -74,7 +73,6 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (LOWER, [4.50, 4.512, 4.489], "refuted"),
         (LOWER, [4.30, 4.50, 4.40], "underpowered"),
         (LOWER, [4.401, 4.409, 4.391], "underpowered"),
-        (WITH_MARGIN, [4.401, 4.409, 4.391], "equivalent"),
         (ALIKE, [4.401, 4.409, 4.391], "equivalent"),
         (ALIKE, BETTER, "refuted"),
         (ALIKE, [4.30, 4.50, 4.40], "underpowered"),
@@ -85,7 +83,6 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (LOWER, [loss - 0.1 for loss in HALF], "underpowered"),
         (LOWER, [loss + 0.1 for loss in HALF], "underpowered"),
         (LOWER, HALF, "underpowered"),
-        (WITH_MARGIN, HALF, "equivalent"),
         (ALIKE, HALF, "equivalent"),
         # a run that diverged is an outcome
         (LOWER, [4.30, 4.312, NAN], "underpowered"),
@@ -161,6 +158,15 @@ def judge_edited(tmp_path, old, new):
     path = tmp_path / "study.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     return judge(load_study(path), tmp_path / "out")
+
+
+def test_verdict_of_saved_study_says_that_margin_of_difference_has_no_effect(tmp_path):
+    rule = LOWER.replace("}", ", margin: 0.02}")
+    found = judged(tmp_path, rule, BETTER, also=f"[{rule}]")
+    assert found.verdict == "shown"
+    notes = [reason for reason in found.reasons if "margin=0.02 has no effect" in reason]
+    assert len(notes) == 1
+    assert markdown(found).count("add a rule with kind=equivalence to also") == 1
 
 
 def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
