@@ -41,6 +41,8 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         p_of = {name: p[i] for name, p in adjusted.items()}
         each = replace(each, adjusted=p_of)
         verdict, reason = decide(study, each, exact_tests)
+        if each.best_losses:
+            reason += f"; {each.best_losses}"
         decided.append(replace(each, verdict=verdict, reason=reason))
     return decided
 

@@ -4,6 +4,7 @@ Each rule has two sets of p-values: `showing` for the rule's claim, and `refutin
 claim.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,6 +60,8 @@ class Tested:
     refuting: Side = Side()
     undocumented: Sequence[str] = ()
     """Names of runs without losses per document; empty if no run has losses per document."""
+    best_losses: str = ""
+    """Losses of both arms at their best learning rates, in a study with `lr_sweep`."""
     chance: str = ""
     """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
     smallest: float = 1.0
@@ -110,8 +113,34 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     tested = with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
     if study.lr_sweep and rule.kind != "trend":
         shares = [Share(arm.diverged, len(arm.runs)) for arm in (own, base)]
+        tested = replace(tested, best_losses=best_losses(own, base))
         return with_diverged_rates(tested, *shares)
     return tested
+
+
+def best_losses(own: StudyArm, base: StudyArm) -> str:
+    """Name the arm with the higher loss at its best learning rate.
+
+    An arm with equally high losses at all learning rates has a small sensitivity.
+    """
+    losses = best_loss(own), best_loss(base)
+    if not all(map(math.isfinite, losses)):
+        return ""
+    text = (
+        f"loss at the best learning rate: {own.name} {losses[0]:.4g}, {base.name} {losses[1]:.4g}"
+    )
+    if losses[0] == losses[1]:
+        return text
+    worse = own if losses[0] > losses[1] else base
+    return f"{text} ({worse.name} is worse)"
+
+
+def best_loss(arm: StudyArm) -> float:
+    """Return the lowest mean loss over seeds of a learning rate; infinity without such a loss."""
+    losses: dict[float, list[float]] = {}
+    for run in arm.runs:
+        losses.setdefault(run.lr, []).append(math.inf if run.loss is None else run.loss)
+    return min((sum(values) / len(values) for values in losses.values()), default=math.inf)
 
 
 def t_tests(rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap) -> dict[str, Any]:

@@ -428,3 +428,15 @@ def test_holm_correction_counts_removed_rules_of_saved_study(tmp_path):
     found, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
     assert (found.verdict, removed.verdict) == ("shown", "no longer judged")
     assert found.p_adjusted == pytest.approx(2 * found.p)
+
+
+def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
+    half = 0.4 + noise(5)
+    arms = two(half - 0.3 + noise(5, 0.001, seed=1), half)
+    for arm, losses in zip(arms, ((6.5, 6.6), (4.2, 6.0)), strict=True):
+        first, second = ([replace(run, loss=x, lr=x) for run in arm.runs] for x in losses)
+        arm.runs = [*first, *second]
+    sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
+    (found,) = decided(tmp_path, LOWER, arms, **sweep)
+    assert found.verdict == "shown"
+    assert "loss at the best learning rate: v2 6.5, half 4.2 (v2 is worse)" in found.reason

@@ -160,7 +160,7 @@ def judge_edited(tmp_path, old, new):
     return judge(load_study(path), tmp_path / "out")
 
 
-def test_verdict_of_saved_study_says_that_margin_of_difference_has_no_effect(tmp_path):
+def test_verdict_of_saved_study_names_replacement_of_margin(tmp_path):
     rule = LOWER.replace("}", ", margin: 0.02}")
     found = judged(tmp_path, rule, BETTER, also=f"[{rule}]")
     assert found.verdict == "shown"
@@ -256,6 +256,19 @@ def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match="has no hidden_kurtosis; choose another metric"):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_run_with_layer_that_is_not_finite_has_no_smallest_outlier(tmp_path, number):
+    found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1", seeds="[0, 1, 2]")
+    for seed, value in enumerate((2.9, 2.91, 2.89)):
+        file = tmp_path / f"out/v2-seed{seed}/metrics.jsonl"
+        layers = f'"hidden_top1/layer_00": {value}, "hidden_top1/layer_01": {number}'
+        file.write_text(f'{{"step": 20, "tokens": 5120, {layers}}}\n', encoding="utf-8")
+    found = judge(found.study, tmp_path / "out")
+    assert found.verdict == "underpowered", found.reasons
+    assert found.arms[1].values == {0: None, 1: None, 2: None}
+    assert "3 of 3 runs of v2 and 0 of 3 of half diverged" in found.reasons[0]
 
 
 def test_study_reports_gap_as_ratio_if_scale_is_logarithmic(tmp_path):
