@@ -50,9 +50,8 @@ def picture(study: Study, numbers: dict[str, Any]) -> str:
         return ""
     quantity = f"{'log ' * (numbers['scale'] == 'log')}{numbers['metric']}"
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        ends = BOUNDS if "confidence" in numbers["rules"][0] else "95% interval"
-        figure = draw_gaps_of_arms(gaps, styles, quantity, WIDTH, ends)
-        return to_svg(figure, f"{quantity}: gaps, {ends}").decode()
+        figure = draw_gaps_of_arms(gaps, styles, quantity, WIDTH)
+        return to_svg(figure, f"{quantity}: gaps, {BOUNDS}").decode()
 
 
 def main() -> None:

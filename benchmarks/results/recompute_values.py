@@ -14,8 +14,6 @@ from scipy import stats
 class Expected:
     """Required content of a page."""
 
-    numbers: list[float] = field(default_factory=list)
-    """All numbers outside of block quotes, in order; empty for a page that is not generated."""
     words: list[str] = field(default_factory=list)
     rows: list[tuple[str, list[float]]] = field(default_factory=list)
     """Verdict and numbers of each row of the table of claims."""

@@ -142,9 +142,8 @@ def exploratory(
     marks = [run.mark for arm in arms for run in arm.runs]
     if choices:
         marks += evidence.rate_marks.values()
-    # Older versions stored the hash of the file.
-    known = (evidence.hash_of(study), study.hash)
-    edited = [mark for mark in marks if mark.partition("/")[0] not in known]
+    expected = evidence.hash_of(study)
+    edited = [mark for mark in marks if mark.partition("/")[0] != expected]
     problems = []
     if edited:
         began = f"began under another version of {study.path.name}, or outside of a study"

@@ -200,12 +200,11 @@ def draw_gaps_of_arms(
     styles: list[RowStyle],
     x_label: str,
     width: float = WIDTH,
-    bounds_label: str = BOUNDS,
 ) -> "Figure":
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
     sides = ("lower", "higher")
-    return draw_gaps([*gaps.values()], named, width, x_label, sides=sides, ends=bounds_label)
+    return draw_gaps([*gaps.values()], named, width, x_label, sides=sides, ends=BOUNDS)
 
 
 def verdict_html(found: Verdict) -> str:
