@@ -14,7 +14,7 @@ import numpy as np
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
-from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_more
+from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_all_against_none
 from diffllm.statistics.document_error import document_error
 from diffllm.statistics.estimates import Times, estimate
 from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence
@@ -263,7 +263,7 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
     worse, other = (own, base) if own.diverged else (base, own)
     if worse.diverged < worse.runs or other.diverged:
         return undecided
-    p = p_more(worse, other)
+    p = p_all_against_none(worse.runs, other.runs)
     if is_equivalence:
         return replace(undecided, refuting=decided_by_divergence(min(1.0, 2 * p)))
     if not upwards:
