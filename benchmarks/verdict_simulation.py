@@ -3,8 +3,7 @@
     python benchmarks/verdict_simulation.py [FAMILIES] [OUT.json]
 
 Each family is a study with three arms and three rules, judged as in `study verdict`. A scenario
-defines the distribution of the arms' numbers. The script prints, per scenario, test and number of
-seeds:
+defines the distribution of the arms' numbers. The script prints, per scenario and number of seeds:
 
 - shown: share of families in which a rule is "shown" or "equivalent" although its claim is false;
 - refuted: share of families in which a rule is "refuted" although its opposite is false;
@@ -33,7 +32,6 @@ from diffllm.compare.study.decision import (
     REFUTED,
     SHOWN,
     UNEQUAL,
-    WITHIN,
     apply_rules,
 )
 from diffllm.compare.study.file import Rule, Study
@@ -48,8 +46,8 @@ BOUNDS: dict[tuple[str, str], dict[str, Any]] = {
     ("difference", "difference"): {"below": 0.0},
     ("equivalence", "equivalence"): {"margin": MARGIN},
     ("log_rank", "log_rank"): {"reaches": 0.9},
-    ("margins", "difference"): {"below": 0.0, "margin": MARGIN},
-    ("margins", "equivalence"): {"margin": MARGIN},
+    ("two kinds", "difference"): {"below": 0.0},
+    ("two kinds", "equivalence"): {"margin": MARGIN},
 }
 """Settings of a rule by the kinds of scenario and rule."""
 
@@ -73,15 +71,13 @@ class Scenario:
     kind: str = "difference"
     documents: float | None = None
     """Deviation of losses between documents, in units of SD; None: no losses of documents."""
-    tests: tuple[str, ...] = ("paired", "welch")
     covers: bool = field(default=True)
     """Whether bounds are exact in theory, so that the coverage must also be at most 97%."""
 
 
 SCENARIOS = {
     "null": Scenario(),
-    "null, correlated seeds": Scenario(correlation=0.8, tests=("paired",)),
-    "null, correlated seeds, unpaired": Scenario(correlation=0.8, tests=("welch",), covers=False),
+    "null, correlated seeds": Scenario(correlation=0.8),
     "null, unequal variance": Scenario(sds=(3.0, 1.0, 0.3)),
     "null, ties": Scenario(digits=2, covers=False),
     "small gap": Scenario(gaps=(-0.5, 0.0, 0.5)),
@@ -92,20 +88,20 @@ SCENARIOS = {
     "better, but diverges": Scenario(gaps=(-3.0, 0.0, 3.0), diverging=(0.5, 0.0, 0.0)),
     "gap of the margin": Scenario(gaps=(-2.0, 0.0, 2.0), kind="equivalence"),
     "null, equivalence": Scenario(kind="equivalence"),
-    "null, documents vary": Scenario(documents=3.0, tests=("paired",), covers=False),
-    "log-rank, null": Scenario(kind="log_rank", tests=("paired",)),
-    "log-rank, sooner": Scenario(gaps=(-2.0, 0.0, 2.0), kind="log_rank", tests=("paired",)),
+    "null, documents vary": Scenario(documents=3.0, covers=False),
+    "log-rank, null": Scenario(kind="log_rank"),
+    "log-rank, sooner": Scenario(gaps=(-2.0, 0.0, 2.0), kind="log_rank"),
     "log-rank, sooner, but diverges": Scenario(
-        gaps=(-2.0, 0.0, 2.0), diverging=(0.5, 0.0, 0.0), kind="log_rank", tests=("paired",)
+        gaps=(-2.0, 0.0, 2.0), diverging=(0.5, 0.0, 0.0), kind="log_rank"
     ),
-    "gap of the margin, two kinds": Scenario(gaps=(2.0, 0.0, 0.0), kind="margins"),
+    "gap of the margin, two kinds": Scenario(gaps=(2.0, 0.0, 0.0), kind="two kinds"),
 }
 
 
-def study_of(scenario: Scenario, test: str, seeds: int) -> Study:
+def study_of(scenario: Scenario, seeds: int) -> Study:
     pairs = [("v2", "half"), ("v2", "standard"), ("half", "standard")]
     kinds = [scenario.kind] * 3
-    if scenario.kind == "margins":
+    if scenario.kind == "two kinds":
         kinds = ["difference", "equivalence", "difference"]
     rules = [
         Rule(kind, arm, against, **BOUNDS[scenario.kind, kind], alpha=ALPHA)
@@ -114,7 +110,7 @@ def study_of(scenario: Scenario, test: str, seeds: int) -> Study:
     metric = "tasks/mqar" if scenario.kind == "log_rank" else "heldout_loss"
     return Study(
         "", [], {name: [] for name in NAMES}, "standard", [*range(seeds)], rules[0], metric=metric,
-        also=rules[1:], test=test,
+        also=rules[1:],
     )  # fmt: skip
 
 
@@ -151,9 +147,9 @@ def losses_of(losses: np.ndarray) -> DocumentLosses:
     return DocumentLosses(losses * tokens, tokens, tokens, np.arange(n), np.zeros(n, np.int64))
 
 
-def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng) -> dict[str, Any]:
+def simulate(scenario: Scenario, seeds: int, families: int, rng: Rng) -> dict[str, Any]:
     """Return the shares of false verdicts, and of confidence bounds that contain the true gap."""
-    study = study_of(scenario, test, seeds)
+    study = study_of(scenario, seeds)
     diverging = dict(zip(NAMES, scenario.diverging, strict=True))
     shown = refuted = within = lower = upper = judged = decided = 0
     for _ in range(families):
@@ -169,12 +165,11 @@ def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng)
                 claim, opposite = close, abs(gap) > MARGIN or bool(worse)
             else:
                 claim, opposite = gap < 0 and worse <= 0, gap > 0 or worse > 0
-            says_close = verdict in (EQUIVALENT, UNEQUAL, WITHIN)
-            shows = verdict == SHOWN or (rule.kind == "equivalence" and says_close)
-            false[0] |= shows and not claim
-            false[1] |= verdict in (REFUTED, WITHIN) and not opposite
+            says_close = verdict in (EQUIVALENT, UNEQUAL)
+            false[0] |= (verdict == SHOWN or says_close) and not claim
+            false[1] |= verdict == REFUTED and not opposite
             false[2] |= says_close and not close
-            decided += verdict in (SHOWN, EQUIVALENT, UNEQUAL, REFUTED, WITHIN)
+            decided += verdict in (SHOWN, EQUIVALENT, UNEQUAL, REFUTED)
         shown, refuted, within = shown + false[0], refuted + false[1], within + false[2]
         if bounds := tested[0].bounds:
             gap = truth["v2"] - truth["half"]
@@ -208,22 +203,19 @@ def run(
     families: int, echo: Callable[[str], None] = print, errors: float = 2.0
 ) -> list[dict[str, Any]]:
     """Simulate all scenarios, each with its own random generator."""
-    echo(f"{'scenario':<34}{'test':<8}seeds  shown  refuted  decided   lower   upper")
+    echo(f"{'scenario':<34}seeds  shown  refuted  decided   lower   upper")
     rows = []
     for i, (name, scenario) in enumerate(SCENARIOS.items()):
-        for test in scenario.tests:
-            for seeds in (5, 8) if scenario.documents is None else (8,):
-                rng = np.random.default_rng((SEED, i, seeds, test == "welch"))
-                found = simulate(scenario, test, seeds, families, rng)
-                wrong = problems(scenario, found, families, errors)
-                ends = [f"{found[end]:8.3f}" for end in ("lower", "upper") if end in found]
-                test_name = "labels" if scenario.kind == "log_rank" else test
-                echo(
-                    f"{name:<34}{test_name:<8}{seeds:>5}{found['shown']:7.3f}{found['refuted']:9.3f}"
-                    f"{found['decided']:9.3f}{''.join(ends)}  {', '.join(wrong)}".rstrip()
-                )
-                row = {"scenario": name, "test": test_name, "seeds": seeds, **found}
-                rows.append({**row, "beyond_limits": wrong})
+        for seeds in (5, 8):
+            rng = np.random.default_rng((SEED, i, seeds))
+            found = simulate(scenario, seeds, families, rng)
+            wrong = problems(scenario, found, families, errors)
+            ends = [f"{found[end]:8.3f}" for end in ("lower", "upper") if end in found]
+            echo(
+                f"{name:<34}{seeds:>5}{found['shown']:7.3f}{found['refuted']:9.3f}"
+                f"{found['decided']:9.3f}{''.join(ends)}  {', '.join(wrong)}".rstrip()
+            )
+            rows.append({"scenario": name, "seeds": seeds, **found, "beyond_limits": wrong})
     return rows
 
 

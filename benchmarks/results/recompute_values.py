@@ -14,8 +14,6 @@ from scipy import stats
 class Expected:
     """Required content of a page."""
 
-    numbers: list[float] = field(default_factory=list)
-    """All numbers outside of block quotes, in order; empty for a page that is not generated."""
     words: list[str] = field(default_factory=list)
     rows: list[tuple[str, list[float]]] = field(default_factory=list)
     """Verdict and numbers of each row of the table of claims."""
@@ -40,9 +38,9 @@ def ends(values: list[float], digits: int = 4) -> list[float]:
 class Raw:
     """Runs of a study, from its values.json."""
 
-    def __init__(self, path: Path, scale: str, paired: bool) -> None:
+    def __init__(self, path: Path, scale: str) -> None:
         self.json = json.loads(path.read_text(encoding="utf-8"))
-        self.log, self.paired = scale == "log", paired
+        self.log = scale == "log"
         self.runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
         for run in self.json["runs"]:
             self.runs.setdefault(run["arm"], {}).setdefault(run["seed"], []).append(run)
@@ -76,43 +74,40 @@ class Raw:
         found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
         return {seed: loss for seed, loss in found.items() if loss is not None}
 
-    def at_flops(self, arm: str, other: str) -> tuple[dict[int, float], dict[int, float], float]:
-        """Return the losses of two arms at the largest FLOPs that all compared runs reached."""
-        curves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}]
-        for side, name in enumerate((arm, other)):
-            for seed in self.losses(name):
-                run = self.runs[name][seed][0]
-                each = self.json["facts"][run["facts"]]["flops_per_token"]
-                values = np.array(run["values"], float)
-                kept = np.isfinite(values)
-                curves[side][seed] = np.array(run["tokens"])[kept] * each, values[kept]
-        common = curves[0].keys() & curves[1].keys()
-        compared = [
-            c for side in curves for seed, c in side.items() if seed in common or not self.paired
-        ]
-        flops = min(x[-1] for x, _ in compared)
-        own, base = (
-            {seed: float(np.interp(np.log(flops), np.log(x), y)) for seed, (x, y) in side.items()}
-            for side in curves
-        )
-        return own, base, flops
+    def gap(self, arm: str, other: str, alpha: float, losses: bool = False) -> list[float]:
+        """Return a mean difference and its one-sided bounds at confidence 1 - alpha.
 
-    def gap(self, own: dict[int, float], base: dict[int, float], alpha: float) -> list[float]:
-        """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
-        if self.paired:
-            seeds = sorted(own.keys() & base.keys())
-            return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
-        first, second = np.array([*own.values()]), np.array([*base.values()])
-        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(1 - 2 * alpha)
-        return [first.mean() - second.mean(), found.low, found.high]
+        Args:
+            losses: whether to compare held-out losses instead of the study's metric.
+        """
+        own, base = (self.losses(x) if losses else self.values(x) for x in (arm, other))
+        seeds = sorted(own.keys() & base.keys())
+        gaps = np.array([own[seed] - base[seed] for seed in seeds])
+        error = stats.sem(gaps)
+        if self.json["metric"] == "heldout_loss" and self.json["texts"]:
+            log = self.log and not losses
+            error = math.hypot(error, self.document_error(arm, other, seeds, log))
+        half = stats.t.isf(alpha, len(gaps) - 1) * error
+        return [gaps.mean(), gaps.mean() - half, gaps.mean() + half]
+
+    def document_error(self, arm: str, other: str, seeds: list[int], log: bool) -> float:
+        """Return the standard error of a gap in loss over documents, as a weighted residual."""
+        tokens = np.array(self.json["texts"][0]["tokens"], float)
+        residuals = np.zeros(len(tokens))
+        for name, sign in ((arm, 1), (other, -1)):
+            for seed in seeds:
+                per_token = np.array(self.runs[name][seed][0]["nats"], float) / tokens
+                loss = np.average(per_token, weights=tokens)
+                scale = loss if log else 1.0
+                residuals += sign * (per_token - loss) / scale / len(seeds)
+        variance = ((tokens * residuals) ** 2).sum() / tokens.sum() ** 2
+        return math.sqrt(variance * len(tokens) / (len(tokens) - 1))
 
     def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
-        """Return the numbers of a row of the table of gaps at equal cost."""
-        gap = self.gap(self.losses(arm), self.losses(other), alpha)
+        """Return the numbers of a row of the table of gaps at equal tokens and parameters."""
+        gap = self.gap(arm, other, alpha, losses=True)
         share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
-        *sides, flops = self.at_flops(arm, other)
-        at_parameters = gap if abs(share) <= 0.005 else [100 * abs(share)]
-        return [*gap, *at_parameters, *self.gap(*sides, alpha), flops]
+        return [*gap, *(gap if abs(share) <= 0.005 else [100 * abs(share)])]
 
     def expected(self, page: dict[str, Any]) -> Expected:
         """Return the expected tables and gaps of the study's verdict.md.
@@ -142,11 +137,12 @@ class Raw:
                     times = self.times(side, rule["reaches"])
                     sentence = f"{{}} of {{}} runs of {side} reach it"
                     found.sentences.append((sentence, [sum(hit for _, hit in times), len(times)]))
-            elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
+            elif len(own.keys() & base.keys()) > 1 and rule["gap"] is not None:
                 sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
-                found.sentences.append((sentence, [self.gap(own, base, rule["alpha"])[0]]))
+                gap = self.gap(rule["arm"], rule["against"], rule["alpha"])
+                found.sentences.append((sentence, gap[:1]))
         for each in page["equal"]:
-            if not isinstance(each["at_flops"], str) and not isinstance(each["at_tokens"], str):
+            if not isinstance(each["at_tokens"], str):
                 pair = each["arm"], each["against"]
                 found.tables.append(
                     (" − ".join(pair), self.equal_row(*pair, page["rules"][0]["alpha"]))

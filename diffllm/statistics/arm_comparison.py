@@ -34,21 +34,19 @@ def diverged_more(own: Share, base: Share) -> bool:
     return own.diverged * base.runs > base.diverged * own.runs
 
 
-def p_more(own: Share, base: Share) -> float:
-    """Return the p-value of the alternative "runs of `own` diverge more often than runs of `base`".
+def p_all_against_none(diverged: int, finished: int) -> float:
+    """Return the p-value if all runs of one variant and no run of the other diverged.
 
-    Under the null hypothesis, both variants have the same probability of divergence. The test is
-    Fisher's exact test, with one exception. If all runs of `own` and no run of `base` diverged,
-    use Barnard's test (1945), whose p-value is smaller. Barnard's p-value is the probability of
-    this outcome, maximised over the common probability of divergence.
+    The alternative is that runs of the first variant diverge more often. The p-value (Barnard,
+    1945) is the probability of this outcome, maximised over a common probability of divergence.
+
+    Args:
+        diverged: number of runs of the variant whose runs all diverged.
+        finished: number of runs of the variant whose runs all ended finite.
     """
-    n, m = own.runs, base.runs
-    if own.diverged == n and not base.diverged and n and m:
-        return n**n * m**m / (n + m) ** (n + m)
-    from scipy.stats import fisher_exact
-
-    table = [[side.diverged, side.runs - side.diverged] for side in (own, base)]
-    return float(fisher_exact(table, alternative="greater").pvalue)
+    n, m = diverged, finished
+    p: float = n**n * m**m / (n + m) ** (n + m)
+    return p
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ resamples both.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,84 +32,30 @@ def withheld(seeds: int, documents: int) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class DrawnGaps:
-    """Loss gap between two variants in each bootstrap draw of documents and seeds."""
-
-    draws: np.ndarray
-    """(draws,), loss gap of each draw."""
-    df: int
-    """Degrees of freedom: the number of seeds or documents, whichever is smaller, minus 1."""
-
-    def bounds(self, alpha: float) -> tuple[float, float]:
-        """Return the lower and the upper one-sided confidence bound of the gap.
-
-        Each bound has the confidence level 1 - alpha.
-        """
-        low, high = low_and_high(self.draws, expanded_tail(alpha, self.df)).tolist()
-        return low, high
-
-    def p(self, bound: float, side: int) -> float:
-        """Return the p-value of the alternative gap > bound (side=1) or gap < bound (side=-1)."""
-        from scipy.special import ndtri, stdtr
-
-        beyond = int((side * (self.draws - bound) <= 0).sum())
-        share = (1 + beyond) / (1 + len(self.draws))
-        return float(stdtr(self.df, ndtri(share))) if share < 1 else 1.0
-
-
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
 ) -> Estimate:
     """Return the loss gap (own minus base, mean over seeds) in nats per token, with a 95% interval.
-
-    Args:
-        own, base: (seeds, documents), sum of the token losses of each document in nats. Row i of
-            both arrays belongs to the same seed.
-        tokens: (documents,), number of tokens of each document.
-    """
-    gap = float(((np.asarray(own) - base).sum(axis=1) / np.sum(tokens)).mean())
-    found = drawn_gaps(own, base, tokens, draws=draws)
-    low, high = low_and_high(found.draws, (1 - CONFIDENCE) / 2).tolist()
-    return Estimate(gap, low, high, len(own))
-
-
-def drawn_gaps(
-    own: np.ndarray,
-    base: np.ndarray,
-    tokens: np.ndarray,
-    paired: bool = True,
-    log: bool = False,
-    draws: int = DRAWS,
-) -> DrawnGaps:
-    """Resample documents and seeds `draws` times; return the loss gap of each draw, own minus base.
 
     A draw takes D - 1 of D documents and S - 1 of S seeds, with replacement. The variance between
     draws then estimates the variance of the mean gap without bias (Rao and Wu, 1988). All runs in
     a draw use the same documents.
 
     Args:
-        own, base: (seeds, documents), sum of the token losses of each document in nats.
+        own, base: (seeds, documents), sum of the token losses of each document in nats. Row i of
+            both arrays belongs to the same seed.
         tokens: (documents,), number of tokens of each document.
-        paired: whether row i of `own` and row i of `base` belong to the same seed. If True, a draw
-            takes the same seeds from both arrays. If False, it draws the seeds of each array
-            separately.
-        log: whether to average the logarithms of the losses over seeds, instead of the losses.
     """
-    sides = [np.asarray(side, np.float64) for side in (own, base)]
+    gaps = np.asarray(own, np.float64) - base
     weights = np.asarray(tokens, np.float64)
-    rng, found = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    drawn = []
     for texts in drawn_documents(rng, len(weights), draws):
-        # Paired arms share one draw of seeds, because `drawn * 2` repeats the single entry.
-        drawn = [seed_weights(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
-        losses = [(texts @ side.T) / (texts @ weights)[:, None] for side in sides]
-        first, second = (
-            ((np.log(of_seed) if log else of_seed) * seeds).sum(axis=1)
-            for of_seed, seeds in zip(losses, drawn * 2, strict=False)
-        )
-        found.append(first - second)
-    df = min(len(sides[0]), len(sides[1]), len(weights)) - 1
-    return DrawnGaps(np.concatenate(found), df)
+        seeds = seed_weights(rng, len(gaps), len(texts))
+        gap_of_seed = (texts @ gaps.T) / (texts @ weights)[:, None]
+        drawn.append((gap_of_seed * seeds).sum(axis=1))
+    low, high = low_and_high(np.concatenate(drawn), (1 - CONFIDENCE) / 2).tolist()
+    return Estimate(float((gaps.sum(axis=1) / weights.sum()).mean()), low, high, len(gaps))
 
 
 def seed_weights(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:

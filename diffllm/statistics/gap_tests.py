@@ -27,6 +27,8 @@ class Gap:
     standard error of the difference `mean`, and `df` are the degrees of freedom of `error`. Both
     are None if one of the two averages has only one run. `zero_variance` is True if the values, or
     the paired differences, do not vary between seeds. No t test is then possible; p-values are 1.
+    `document_error` is the part of `error` that comes from the choice of documents; None if `error`
+    omits this part.
     """
 
     mean: float
@@ -35,6 +37,18 @@ class Gap:
     error: float | None = None
     df: float | None = None
     zero_variance: bool = False
+    document_error: float | None = None
+
+    def over_documents(self, document_error: float | None) -> "Gap":
+        """Return the gap with an error that includes the error over documents.
+
+        Seeds share the documents, so the error over seeds does not contain this part. The degrees
+        of freedom remain those of the seeds, which makes wide bounds wider, never narrower.
+        """
+        if self.error is None or document_error is None:
+            return self
+        error = math.hypot(self.error, document_error)
+        return replace(self, error=error, document_error=document_error)
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
         """Return the (low, high) t confidence interval of the gap, or None if `error` is None."""

@@ -85,50 +85,6 @@ def t_power(
     return float(found.mean())
 
 
-def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the power of two one-sided Welch tests of equivalence if the true gap is 0.
-
-    Args:
-        margin: largest difference of means that counts as equivalent.
-        sd: standard deviation between the seeds of one variant.
-        seeds: number of seeds per variant.
-    """
-    margin_in_errors = margin / (sd * math.sqrt(2 / seeds))
-    return two_tests_power(margin_in_errors, 2 * seeds - 2, welch_df(seeds), alpha)
-
-
-def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the power of two one-sided paired t tests of equivalence if the true gap is 0.
-
-    Args:
-        margin: largest mean difference that counts as equivalent.
-        sd: standard deviation of the paired differences.
-        seeds: number of paired differences.
-    """
-    df = seeds - 1
-    return two_tests_power(margin / (sd / math.sqrt(seeds)), df, np.array([df]), alpha)
-
-
-def two_tests_power(
-    margin_in_errors: float, df: float, critical_dfs: np.ndarray, alpha: float
-) -> float:
-    """Return the power of two one-sided t tests of equivalence if the true gap is 0.
-
-    Args:
-        margin_in_errors: margin of equivalence divided by the true standard error of the gap.
-        df: degrees of freedom of the estimated standard error.
-        critical_dfs: (n,), equally probable degrees of freedom for the critical value, as from
-            `welch_df`. The power is averaged over these values.
-        alpha: level of each one-sided test.
-    """
-    from scipy.special import chdtri, ndtr, stdtrit
-
-    # Equivalence needs |gap| < margin - critical value * estimated standard error.
-    estimated_error = np.sqrt(chdtri(df, slice_midpoints()) / df)
-    room = margin_in_errors - stdtrit(critical_dfs, 1 - alpha) * estimated_error[:, None]
-    return float(np.maximum(0, 2 * ndtr(room) - 1).mean())
-
-
 def pairing_pays_above(seeds: int) -> float:
     """Return the correlation over seeds above which pairing narrows the 95% interval of a gap."""
     from scipy.special import stdtrit

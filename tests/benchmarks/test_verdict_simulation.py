@@ -15,20 +15,20 @@ import verdict_simulation as simulation
 
 @pytest.mark.slow
 def test_verdict_error_rates_stay_within_limits_in_simulation():
-    # Four standard errors: some of about 200 shares exceed two standard errors by chance.
+    # Four standard errors: some of about 100 shares exceed two standard errors by chance.
     rows = simulation.run(150, echo=lambda line: None, errors=4)
     assert [row for row in rows if row["beyond_limits"]] == []
-    by_name = {(row["scenario"], row["seeds"], row["test"]): row for row in rows}
-    assert by_name["large gap", 8, "paired"]["decided"] == 1
-    assert by_name["log-rank, sooner", 8, "labels"]["decided"] > 0.9
+    by_name = {(row["scenario"], row["seeds"]): row for row in rows}
+    assert by_name["large gap", 8]["decided"] == 1
+    assert by_name["log-rank, sooner", 8]["decided"] > 0.9
 
 
 def test_verdict_simulation_detects_rule_that_ignores_diverged_runs(monkeypatch):
     scenario = simulation.SCENARIOS["better, but diverges"]
     rng = np.random.default_rng(1)
-    honest = simulation.simulate(scenario, "paired", 5, 40, rng)
+    honest = simulation.simulate(scenario, 5, 40, rng)
     assert simulation.problems(scenario, honest, 40) == []
     monkeypatch.setattr(rule_tests, "with_divergence", lambda tested, upwards: tested)
     rng = np.random.default_rng(1)
-    broken = simulation.simulate(scenario, "paired", 5, 40, rng)
+    broken = simulation.simulate(scenario, 5, 40, rng)
     assert "shown" in simulation.problems(scenario, broken, 40)

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from diffllm.statistics.estimates import Times
-from diffllm.statistics.gap_tests import equivalence, paired, welch
 from diffllm.statistics.permutation import label, log_rank, sign_flip
 from diffllm.statistics.power_analysis import (
     chance_of_less,
-    paired_equivalence_power,
     paired_power,
-    welch_equivalence_power,
     welch_power,
 )
 from diffllm.statistics.seed_variance import SeedSpread
@@ -77,20 +74,6 @@ def test_seed_count_from_upper_sd_limit_is_sufficient_in_80_percent_of_pilots(df
 def test_chance_of_too_few_seeds_equals_none_if_target_power_is_unreachable():
     assert chance_of_less(lambda sd, n: 0.06, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) is None
     assert chance_of_less(lambda sd, n: 0.99, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) == 0
-
-
-@pytest.mark.parametrize("seeds", [3, 8])
-@pytest.mark.parametrize("margin", [0.8, 1.2])
-def test_simulated_power_of_equivalence_test_equals_predicted_power(seeds, margin):
-    rng = np.random.default_rng([seeds, int(10 * margin)])
-    for test, predicted in (
-        (paired, paired_equivalence_power(margin, math.sqrt(2), seeds)),
-        (welch, welch_equivalence_power(margin, 1.0, seeds)),
-    ):
-        both = rng.normal(size=(DRAWS, 2, seeds))
-        gaps = (test(dict(enumerate(own)), dict(enumerate(base))) for own, base in both)
-        found = sum(equivalence(gap, margin).inside for gap in gaps) / DRAWS
-        assert abs(found - predicted) < 4 * math.sqrt(max(found * (1 - found), 1e-3) / DRAWS)
 
 
 @pytest.mark.parametrize(

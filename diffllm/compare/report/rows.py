@@ -112,7 +112,7 @@ class Row:
         Return None if no step was tested.
         """
         count, judged = (
-            sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
+            sum(finite(run_value(run, metric_of(f"spikes_detrended/{series}_{what}"))) or 0
                 for run in self.ended)
             for what in ("total", "judged")
         )  # fmt: skip
@@ -188,14 +188,15 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
 def row_value(row: Row, metric: Metric) -> float | None:
     assert metric.column
     known = [x for run in row.finished if (x := run_value(run, metric)) is not None]
-    return float(getattr(np, metric.column.seeds)(known)) if known else None
+    return finite(getattr(np, metric.column.seeds)(known)) if known else None
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
     """Return a run's value of a metric for report.csv.
 
     `metric.column.steps` selects the last step or all steps. `metric.column.of` is the reduction
-    over these steps and over layers. Return None if the run has no finite value.
+    over these steps and over layers. Return None if the run has no finite value, and NaN if a layer
+    is not finite: without this layer, the run would seem to have smaller outliers.
     """
     column, layers = metric.column, metric.name.endswith("*")
     assert column
@@ -205,8 +206,10 @@ def run_value(run: Run, metric: Metric) -> float | None:
     values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
     if column.steps == "last":
         values = values[-1:]
-    values = values[np.isfinite(values)]
-    return float(getattr(np, column.of)(values)) if len(values) else None
+    known = np.isfinite(values)
+    if layers and not known.all():
+        return math.nan
+    return float(getattr(np, column.of)(values[known])) if known.any() else None
 
 
 LONGEST = 48

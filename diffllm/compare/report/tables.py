@@ -393,7 +393,7 @@ def runs_table(rows: list[Row]) -> Table:
 
 
 def spikes_cell(run: Run) -> Cell:
-    counts = {name: run_value(run, metric_of(name)) for name in SPIKE_COUNTS}
+    counts = {name: finite(run_value(run, metric_of(name))) for name in SPIKE_COUNTS}
     if None in counts.values():
         return Cell(MISSING)
     of_values, _, without_trend = spike_text(counts).partition("; ")

@@ -27,7 +27,7 @@ from diffllm.compare.study.planned_runs import (
     strayed,
 )
 from diffllm.compare.study.study_hash import config_digest, is_hashed
-from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
+from diffllm.compare.study.trend_data import PositionLosses, position_losses
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.facts import RunFacts, facts_of
@@ -68,7 +68,7 @@ class StudyRun:
     strayed: str = ""
     """Differences from the planned config; empty without differences."""
     positions: PositionLosses | None = None
-    """None unless a rule needs a trend over positions."""
+    """None unless the metric is position/N."""
     chance: float | None = None
     """Expected share of right answers by guessing; None for metrics other than tasks/*."""
     digest: str = ""
@@ -90,11 +90,6 @@ class StudyRun:
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
         return found
-
-    @property
-    def flops_per_token(self) -> float | None:
-        """Training FLOPs per token; None for runs of older versions of diffllm."""
-        return finite(self.facts.flops_per_token)
 
     def reached(self, level: float) -> tuple[float, bool]:
         """Return the training tokens at which the metric first was at least `level`, and True.
@@ -176,13 +171,13 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
         raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
     positions = None
-    if value is not None and needs_positions(study, planned.arm):
+    if value is not None and study.octave:
         positions = position_losses(run)
     if value is not None and positions and study.octave:
         if (value := positions.at(study.octave)) is None:
             raise ConfigError(
                 f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
-                "another metric, or evaluate with a larger seq_len= or limit="
+                "another metric"
             )
     elif value is not None and not sweep:
         if (number := number_of(run, study.metric)) is None:

@@ -3,49 +3,55 @@
 Each rule has a test whose alternative is the claim, and a test whose alternative is the opposite
 claim. Holm's correction is applied to the tests of the claims, and separately to the tests of the
 opposite claims. The probability that a study has a false "shown" is therefore at most alpha. The
-same holds for a false "refuted". The tests whether a gap is within its margin are also corrected
-separately.
+same holds for a false "refuted".
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from diffllm.compare.report.numbers import compact, ends
+from diffllm.compare.report.numbers import compact
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
-from diffllm.compare.study.rule_tests import BELOW, Tested, measure, side_of
+from diffllm.compare.study.removed_rules import replacement_of
+from diffllm.compare.study.rule_tests import BELOW, NEVER, Tested, measure, side_of
 from diffllm.compare.study.trend import arms_of_rule
+from diffllm.statistics.arm_comparison import compare_arms
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
-WITHIN = "refuted, within the margin"
 UNEQUAL = "equivalent, not equal"
 NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underpowered"
+NO_LONGER_JUDGED = "no longer judged"
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
-    found = [measure(study, rule, *arms_of_rule(study, rule, arms)) for rule in study.rules]
-    families = {"within": [each.within for each in found]}
+    found = [tested_rule(study, rule, arms) for rule in study.rules]
+    families: dict[str, list[float | None]] = {}
     for side in ("showing", "refuting"):
         sides = [getattr(each, side) for each in found]
         families[side] = [each.p for each in sides]
         families[f"{side}_exact"] = [each.exact for each in sides]
-        families[f"{side}_documents"] = [each.documents for each in sides]
     adjusted = {name: holm_of_known(family) for name, family in families.items()}
     exact_tests = sum(each.showing.exact is not None for each in found)
     decided = []
     for i, each in enumerate(found):
         p_of = {name: p[i] for name, p in adjusted.items()}
-        if each.rule.kind == "equivalence" and p_of["showing"] is not None:
-            # A rule of equivalence belongs to both families.
-            p_of |= {"showing": max(p_of["showing"], p_of["within"] or 0.0), "within": None}
         each = replace(each, adjusted=p_of)
         verdict, reason = decide(study, each, exact_tests)
+        if each.best_losses:
+            reason += f"; {each.best_losses}"
         decided.append(replace(each, verdict=verdict, reason=reason))
     return decided
+
+
+def tested_rule(study: Study, rule: Rule, arms: dict[str, StudyArm]) -> Tested:
+    if replacement_of(study, rule):
+        outcome = compare_arms(arms[rule.arm].values, arms[rule.against].values)
+        return Tested(rule, outcome, showing=NEVER, refuting=NEVER)
+    return measure(study, rule, *arms_of_rule(study, rule, arms))
 
 
 def holm_of_known(p_values: Sequence[float | None]) -> list[float | None]:
@@ -61,19 +67,19 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
         exact_tests: number of the study's rules for which an exact p-value was computed.
     """
     rule = tested.rule
+    if replacement := replacement_of(study, rule):
+        return NO_LONGER_JUDGED, replacement
     if tested.chance:
         return NOT_DECIDABLE, tested.chance
     significant = {name: p is not None and p < rule.alpha for name, p in tested.adjusted.items()}
     for side in ("showing", "refuting"):
         if significant[side]:
-            verdict = verdict_of_significant(tested, side, significant["within"])
+            verdict = verdict_of_significant(tested, side)
             reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
-            if problem := not_robust(study, tested, side, exact_tests):
+            if problem := not_robust(tested, side, exact_tests):
                 return NOT_ROBUST, f"{reason}; {problem}"
             return verdict, reason
     said = words(study, tested)
-    if significant["within"]:
-        return equivalent(tested), f"{said}, within ±{rule.margin:g}"
     if (tested.times is None and tested.gap is None) or tested.showing.p is None:
         return UNDERPOWERED, said
     if tested.gap is not None and tested.gap.zero_variance:
@@ -81,10 +87,10 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
     return UNDERPOWERED, f"{said}: neither shown nor refuted"
 
 
-def verdict_of_significant(tested: Tested, side: str, within_margin: bool) -> str:
-    if tested.rule.kind == "equivalence":
-        return REFUTED if side == "refuting" else equivalent(tested)
-    return SHOWN if side == "showing" else WITHIN if within_margin else REFUTED
+def verdict_of_significant(tested: Tested, side: str) -> str:
+    if side == "refuting":
+        return REFUTED
+    return equivalent(tested) if tested.rule.kind == "equivalence" else SHOWN
 
 
 def equivalent(tested: Tested) -> str:
@@ -93,10 +99,8 @@ def equivalent(tested: Tested) -> str:
     return UNEQUAL if p is not None and p < tested.rule.alpha else EQUIVALENT
 
 
-def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str:
-    """Return a message if the exact test or the bootstrap contradicts a significant t test.
-
-    Return "" otherwise.
+def not_robust(tested: Tested, side: str, exact_tests: int) -> str:
+    """Return a message if the exact test contradicts a significant t test, otherwise "".
 
     Args:
         side: "showing" if the t test supports the claim, "refuting" if it supports the opposite.
@@ -105,17 +109,10 @@ def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str
     alpha, decides = tested.rule.alpha, getattr(tested, side)
     if decides.diverged or tested.times is not None:
         return ""
-    exact, documents = (tested.adjusted[f"{side}_{of}"] for of in ("exact", "documents"))
+    exact = tested.adjusted[f"{side}_exact"]
     if exact is not None and exact >= alpha > tested.smallest * decides.tests * exact_tests:
-        return f"the {exact_name(study)} does not confirm it (adjusted p {exact:.2g})"
-    if documents is not None and documents >= alpha:
-        resampled = "the bootstrap over documents and seeds"
-        return f"{resampled} does not confirm it (adjusted p {documents:.2g})"
+        return f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
     return ""
-
-
-def exact_name(study: Study) -> str:
-    return "sign-flip test" if study.test == "paired" else "permutation test"
 
 
 def words(study: Study, tested: Tested, side: str = "") -> str:
@@ -153,12 +150,11 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
         said = f"{level} {'upper' if below else 'lower'} bound {high if below else low}"
     else:
         said = f"{level} bounds {low} and {high}"
-    wider = " over documents and seeds" * (bounds != gap.interval(1 - 2 * rule.alpha))
-    seeds = f"{gap.seeds} paired" if study.test == "paired" else f"{gap.seeds} and {gap.base_seeds}"
-    text = f"{mean} ({said}{wider}, {seeds} seeds){diverged}"
+    wider = " over documents and seeds" if gap.document_error else ""
+    text = f"{mean} ({said}{wider}, {gap.seeds} paired seeds){diverged}"
     if names := tested.undocumented:
         more = ", ..." * (len(names) > 3)
-        text += "; documents were not resampled, because these runs have no losses of documents: "
+        text += "; the bounds omit documents, because these runs have no losses of documents: "
         text += f"{', '.join(names[:3])}{more}"
     return text
 
@@ -184,18 +180,16 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "gap_low": low,
         "gap_high": high,
         "confidence": 1 - rule.alpha,
-        "over_documents": tested.documents,
+        "error": gap and gap.error,
+        "error_documents": gap and gap.document_error,
         "seeds": gap and gap.seeds,
         "p": tested.showing.p,
         "p_opposite": tested.refuting.p,
         "p_exact": tested.showing.exact,
         "p_exact_opposite": tested.refuting.exact,
         "p_smallest": tested.smallest,
-        "p_documents": tested.showing.documents,
-        "p_documents_opposite": tested.refuting.documents,
         "p_adjusted": tested.p_adjusted,
         **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
         "seed_correlation": other.correlation,
-        **ends("gap_welch", other.welch),
         "diverged": {rule.arm: other.own.diverged, rule.against: other.base.diverged},
     }

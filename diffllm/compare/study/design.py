@@ -1,21 +1,13 @@
 """Check before the first run of a study whether the study's rules can decide the claim."""
 
-import math
 from collections.abc import Iterator
 
-from diffllm.compare.study.file import MOST_SEEDS, Power, Rule, Study, better
+from diffllm.compare.study.file import Rule, Study, better
+from diffllm.compare.study.removed_rules import margin_note, replacement_of
 from diffllm.core.errors import ConfigError
 from diffllm.statistics.gap_tests import MOST_ALPHA
-from diffllm.statistics.power_analysis import (
-    largest_sd,
-    least_seeds,
-    paired_equivalence_power,
-    welch_equivalence_power,
-)
 from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
-LEAST_POWER = 0.5
-"""Smallest accepted power of an equivalence test at a true gap of 0."""
 PERMUTATION_KINDS = ("log_rank",)
 """Kinds of rules that a permutation test decides; t tests decide the others."""
 EXACT_TESTS = {
@@ -25,12 +17,14 @@ EXACT_TESTS = {
 
 
 def check_design(study: Study) -> None:
-    """Raise ConfigError if a rule has an unsuitable alpha, margin or metric, or too few seeds.
+    """Raise ConfigError if a rule is removed, has an unsuitable alpha or metric, or too few seeds.
 
     docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
     are not checked, because older versions of diffllm accepted more designs.
     """
     for where, rule in named_rules(study):
+        if replacement := replacement_of(study, rule) or margin_note(rule):
+            raise ConfigError(f"{where}: {replacement}")
         if rule.alpha > MOST_ALPHA:
             raise ConfigError(f"{where}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
         if rule.kind in PERMUTATION_KINDS:
@@ -41,7 +35,7 @@ def check_design(study: Study) -> None:
                 )
             check_smallest_p(study, where, rule)
         if study.power:
-            check_alpha_and_margin(study, study.power, where, rule)
+            check_alpha(study, where, rule)
 
 
 def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
@@ -73,60 +67,20 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
     )
 
 
-def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -> None:
-    """Raise ConfigError if a rule's alpha or margin contradicts the key `power` of the study.
-
-    The alpha must equal the first rule's alpha. The margin must be at most power.gap. With a true
-    gap of 0, the power of the equivalence test must be at least LEAST_POWER.
-    """
+def check_alpha(study: Study, where: str, rule: Rule) -> None:
+    """Raise ConfigError unless all rules of a study with the key `power` have the same alpha."""
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
             f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because "
             "the power of the study is computed for one alpha; use the same alpha in all rules"
         )
-    if rule.margin is None:
-        return
-    if rule.margin > power.gap:
-        raise ConfigError(
-            f"{where}.margin={rule.margin:g} must be at most power.gap={power.gap:g}: arms that "
-            "differ by power.gap would otherwise count as equivalent; use a smaller margin"
-        )
-    margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
-    family = study.rules
-    if rule.kind != "equivalence":  # all margins form one family
-        family = [each for each in family if each.margin is not None]
-    alpha = rule.alpha / len(family)
-
-    def chance(sd: float, seeds: int) -> float:
-        if paired:
-            return paired_equivalence_power(margin, sd * math.sqrt(2), seeds, alpha)
-        return welch_equivalence_power(margin, sd, seeds, alpha)
-
-    if (found := chance(power.sd, n)) >= LEAST_POWER:
-        return
-    least = margin / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, margin) * power.sd
-    seeds = least_seeds(lambda seeds: chance(power.sd, seeds), LEAST_POWER)
-    fixes = [f"{seeds} seeds or more"] if seeds and seeds <= MOST_SEEDS else []
-    if (rounded := rounded_up_to_two_digits(least)) <= power.gap:
-        fixes.append(f"a margin of {rounded:g} or more")
-    raise ConfigError(
-        f"{where}.margin={margin:g} is too small: with {n} seeds per arm and "
-        f"power.sd={power.sd:g}, the probability that the test finds equal arms equivalent is "
-        f"{found:.2f}, but the minimum is {LEAST_POWER:g}"
-        f"{'; use ' * bool(fixes)}{', or '.join(fixes)}"
-    )
-
-
-def rounded_up_to_two_digits(number: float) -> float:
-    unit = 10.0 ** (math.floor(math.log10(number)) - 1)
-    return math.ceil(number / unit) * unit
 
 
 def design_notes(study: Study) -> list[str]:
     """Return a warning for each alpha that is too small for exact tests with the study's seeds."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
-    notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
+    notes = (exact_note("paired", n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
     return [note for note in notes if note]
 
 

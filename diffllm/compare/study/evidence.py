@@ -15,7 +15,6 @@ from diffllm.compare.study.planned_runs import (
     rate_losses,
 )
 from diffllm.compare.study.study_hash import planned_digests, study_hash
-from diffllm.compare.study.trend_data import check_same_documents
 from diffllm.config.similar import SimilarConfigs
 from diffllm.data.progress import track
 
@@ -82,7 +81,5 @@ def read_evidence(study: Study, out: Path) -> Evidence:
                         digest = digests[planned.name]
                         runs[planned.name] = read_run(run, study, planned, digest)
                 advance(1)
-    if study.octave:
-        check_same_documents(run.positions for run in runs.values())
     digests |= {name: run.digest for name, run in runs.items()}
     return Evidence(runs, rates, marks, digests)

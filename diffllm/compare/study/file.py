@@ -57,24 +57,23 @@ class Rule:
     reaches: float | None = None
     """For log_rank: a level of a logged, rising metric."""
     over: str | None = None
-    """For trend: tokens, position or parameters."""
+    """For trend: parameters, or in studies of older versions tokens or position."""
     smaller: dict[str, str] = field(default_factory=dict)
     """For trend over parameters: smaller versions of `arm`, each with its version of `against`."""
     alpha: float = bounded(0.05, above=0, below=0.5)
     at: str = "tokens"
-    """tokens or flops: values are compared at equal tokens or at equal FLOPs."""
+    """tokens, or in studies of older versions flops."""
 
     @property
     def needs_curve(self) -> bool:
         """Whether the rule uses values of the metric that were logged during training."""
-        return self.kind == "log_rank" or self.over == TOKENS
+        return self.kind == "log_rank"
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         return [*self.smaller.items(), (self.arm, self.against)]
 
     def words(self, metric: str) -> str:
-        metric += " at equal training FLOPs" * (self.at == "flops")
         own = f"{metric} of {self.arm}"
         if self.kind == "log_rank":
             base = f"{self.against} (log-rank permutation test, one-sided, alpha {self.alpha:g})"
@@ -133,7 +132,7 @@ class Study:
     also: list[Rule] = field(default_factory=list)
     """Further rules of the family that p is adjusted for."""
     test: str = "paired"
-    """paired or welch."""
+    """paired, or in studies of older versions welch."""
     unequal: list[str] = field(default_factory=list)
     """Words, keys, sections and facts in which arms may differ; see docs/studies.md."""
     lr: Rates | None = None
@@ -244,11 +243,8 @@ def check_study(study: Study) -> None:
             f"{' and lr_sweep' * bool(study.lr_sweep)}; use a metric that is logged during "
             "training, such as tasks/mqar, without lr_sweep"
         )
-    for rule in study.rules:
-        check_trend_metric(study, rule)
     words = [*study.base, *chain.from_iterable(study.arms.values())]
     check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
-    check_metric_at_flops(study)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
     if study.lr_sweep is None:
@@ -271,16 +267,6 @@ def check_study(study: Study) -> None:
             )
 
 
-def check_metric_at_flops(study: Study) -> None:
-    logged = study.metric == "heldout_loss" or study.logged
-    if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
-        raise ConfigError(
-            f"at=flops is not supported with metric={study.metric}"
-            f"{' and lr_sweep' * bool(study.lr_sweep)}; use heldout_loss or a metric that is "
-            "logged during training, such as eval/loss, without lr_sweep"
-        )
-
-
 def check_numbers_of_runs(study: Study) -> None:
     grid, choosing = (study.lr.grid, study.lr.seeds) if study.lr else ([], [])
     sweep = study.lr_sweep or [0.0]
@@ -299,8 +285,6 @@ def check_rule(where: str, rule: Rule) -> None:
         if arm == against:
             raise ConfigError(f"{where}: {arm} cannot be compared with itself")
     one_of(f"{where}.at", rule.at, ("tokens", "flops"))
-    if rule.at == "flops" and rule.kind in ("log_rank", "trend"):
-        raise ConfigError(f"{where}.at=flops is not supported with kind={rule.kind}; use at=tokens")
     names = ("below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
@@ -329,17 +313,6 @@ def check_trend(where: str, rule: Rule) -> None:
             raise ConfigError(
                 f"{where}: {', '.join(side)} contains an arm twice; name each arm once"
             )
-
-
-def check_trend_metric(study: Study, rule: Rule) -> None:
-    of_loss = study.metric == "heldout_loss"
-    if rule.over == POSITION and not of_loss:
-        raise ConfigError(f"metric={study.metric} must be heldout_loss for over={POSITION}")
-    if rule.over == TOKENS and not of_loss and not study.logged:
-        raise ConfigError(
-            f"over={TOKENS} is not supported with metric={study.metric}; use heldout_loss or a "
-            "metric that is logged during training, such as eval/loss"
-        )
 
 
 def check_grid(where: str, grid: list[float]) -> None:

@@ -4,6 +4,7 @@ Each rule has two sets of p-values: `showing` for the rule's claim, and `refutin
 claim.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.budgets import arms_at_budget
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
-from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_more
-from diffllm.statistics.bootstrap import LEAST_SEEDS, DrawnGaps, drawn_gaps, withheld
+from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_all_against_none
+from diffllm.statistics.document_error import document_error
 from diffllm.statistics.estimates import Times, estimate
-from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
-from diffllm.statistics.permutation import label, log_rank, sign_flip
+from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence
+from diffllm.statistics.permutation import log_rank, sign_flip
 from diffllm.statistics.smallest_p import smallest_p
 
 CEILING = 0.99
@@ -34,15 +34,13 @@ class Side:
     """P-value of the test that decides the rule."""
     exact: float | None = None
     """P-value of the exact permutation test that accompanies a t test."""
-    documents: float | None = None
-    """P-value of the bootstrap over documents and seeds."""
     diverged: bool = False
     """Whether `p` compares shares of diverged runs."""
     tests: int = 1
     """Number of tests for which all p-values are already corrected."""
 
 
-NEVER = Side(1.0, 1.0, 1.0)
+NEVER = Side(1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,10 @@ class Tested:
     """None except for log-rank rules."""
     showing: Side = Side()
     refuting: Side = Side()
-    within: float | None = None
-    """P-value for a gap within the margin; for differences, the larger of t test and bootstrap."""
-    documents: tuple[float, float] | None = None
-    """Lower and upper bound of the gap from the bootstrap over documents and seeds."""
     undocumented: Sequence[str] = ()
     """Names of runs without losses per document; empty if no run has losses per document."""
+    best_losses: str = ""
+    """Losses of both arms at their best learning rates, in a study with `lr_sweep`."""
     chance: str = ""
     """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
     smallest: float = 1.0
@@ -87,18 +83,13 @@ class Tested:
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        The bounds come from the t test, or from the bootstrap over documents and seeds if the
-        bootstrap interval is wider. None if the gap has no standard error.
+        None if the gap has no standard error.
         """
-        if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
-            return None
-        low, high = self.documents or by_test
-        return (low, high) if high - low > by_test[1] - by_test[0] else by_test
+        return self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     """Compute all tests of a rule, whose claim compares the arm `own` with the arm `base`."""
-    own, base = arms_at_budget(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
         times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
@@ -108,15 +99,13 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             showing = refuting = None
         tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
         return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
-    gap = outcome.paired if study.test == "paired" else outcome.welch
+    gap = outcome.paired if rule.kind == "trend" else paired_gap(study, own, base)
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
-        drawn = over_documents(study, own, base) if rule.kind != "trend" else None
         tested = replace(
             tested,
-            **t_tests(study, rule, finite_samples(study, own, base), gap, drawn),
-            smallest=smallest_p(study.test, gap.seeds, gap.base_seeds),
-            documents=drawn.bounds(rule.alpha) if drawn else None,
+            **t_tests(rule, common_seeds(own.known, base.known), gap),
+            smallest=smallest_p("paired", gap.seeds, gap.seeds),
             undocumented=undocumented(own, base),
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
@@ -124,45 +113,61 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     tested = with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
     if study.lr_sweep and rule.kind != "trend":
         shares = [Share(arm.diverged, len(arm.runs)) for arm in (own, base)]
+        tested = replace(tested, best_losses=best_losses(own, base))
         return with_diverged_rates(tested, *shares)
     return tested
 
 
-def t_tests(
-    study: Study,
-    rule: Rule,
-    samples: tuple[np.ndarray, np.ndarray],
-    gap: Gap,
-    drawn: DrawnGaps | None,
-) -> dict[str, Any]:
-    """Return the fields `showing`, `refuting` and `within` of `Tested`.
+def best_losses(own: StudyArm, base: StudyArm) -> str:
+    """Name the arm with the higher loss at its best learning rate.
 
-    The tests are t tests, exact permutation tests and, if `drawn` is not None, the bootstrap.
+    An arm with equally high losses at all learning rates has a small sensitivity.
+    """
+    losses = best_loss(own), best_loss(base)
+    if not all(map(math.isfinite, losses)):
+        return ""
+    text = (
+        f"loss at the best learning rate: {own.name} {losses[0]:.4g}, {base.name} {losses[1]:.4g}"
+    )
+    if losses[0] == losses[1]:
+        return text
+    worse = own if losses[0] > losses[1] else base
+    return f"{text} ({worse.name} is worse)"
+
+
+def best_loss(arm: StudyArm) -> float:
+    """Return the lowest mean loss over seeds of a learning rate; infinity without such a loss."""
+    losses: dict[float, list[float]] = {}
+    for run in arm.runs:
+        losses.setdefault(run.lr, []).append(math.inf if run.loss is None else run.loss)
+    return min((sum(values) / len(values) for values in losses.values()), default=math.inf)
+
+
+def t_tests(rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap) -> dict[str, Any]:
+    """Return the fields `showing` and `refuting` of `Tested`.
+
+    The tests are t tests and exact sign-flip tests.
 
     Args:
         samples: values of the first and the second arm, each with shape (seeds,).
-        drawn: gaps of the bootstrap over documents and seeds.
     """
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
-        first, second = which * (samples[0] - bound), which * samples[1]
-        exact = sign_flip(first - second) if study.test == "paired" else label(first, second)
-        return Side(p, exact, drawn.p(bound, which) if drawn else None)
+        exact = sign_flip(which * (samples[0] - samples[1] - bound))
+        return Side(p, exact)
 
-    close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
-    within = close.p if close else None
-    if close and close.inside and gap.zero_variance:
-        within = 0.0  # without variance no t test has a p, but the gap is inside the margin
     if rule.kind == "equivalence":
         margin = rule.margin or 0.0
         inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
         outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
-        return {"showing": replace(inside, p=within), "refuting": outside, "within": within}
-    if drawn and rule.margin is not None and within is not None:
-        within = max(within, drawn.p(rule.margin, BELOW), drawn.p(-rule.margin, ABOVE))
+        close = equivalence(gap, margin, rule.alpha)
+        if gap.zero_variance and close and close.inside:
+            # Without variance no t test has a p, but the gap is inside the margin.
+            inside = replace(inside, p=0.0)
+        return {"showing": inside, "refuting": outside}
     which, bound = side_of(rule)
-    return {"showing": side(bound, which), "refuting": side(bound, -which), "within": within}
+    return {"showing": side(bound, which), "refuting": side(bound, -which)}
 
 
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
@@ -179,7 +184,6 @@ def combined(first: Side, second: Side, choose: Callable[..., float], factor: in
     return Side(
         of(first.p, second.p),
         of(first.exact, second.exact),
-        of(first.documents, second.documents),
         tests=factor,
     )
 
@@ -189,43 +193,28 @@ def side_of(rule: Rule) -> tuple[int, float]:
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
-def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
-    """Return the finite values of each arm, with shape (seeds,), in the order of the seeds.
+def paired_gap(study: Study, own: StudyArm, base: StudyArm) -> Gap | None:
+    """Return the gap between two arms over common seeds; None without a common seed.
 
-    For a paired test, include only seeds for which both arms have finite values.
+    If the metric is the held-out loss and all runs were measured on the same documents, the
+    standard error includes the variation between documents.
     """
-    first, second = own.known, base.known
-    if study.test == "paired":
-        return common_seeds(first, second)
-    return in_seed_order(first), in_seed_order(second)
-
-
-def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
-    """Bootstrap the loss gap between two arms over documents and seeds.
-
-    Return None unless the metric is heldout_loss, each arm has at least LEAST_SEEDS seeds, and all
-    runs were measured on the same documents (at least LEAST_DOCUMENTS).
-    """
-    if undocumented(own, base):
-        return None
-    pair = study.test == "paired"
-    sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
-    if pair:
-        sides = [{seed: side[seed] for seed in sides[0] if seed in sides[1]} for side in sides]
-    found = [[side[seed] for seed in sorted(side)] for side in sides]
-    seeds = min(map(len, found))
-    if study.metric != "heldout_loss" or seeds < LEAST_SEEDS:
-        return None
-    first = found[0][0]
-    alike = all(same_documents(first, each) for side in found for each in side)
-    nats = [np.stack([each.nats for each in side]) for side in found] if alike else []
-    if (
-        not alike
-        or withheld(seeds, len(first.tokens))
-        or not all(map(np.isfinite, map(np.sum, nats)))
-    ):
-        return None
-    return drawn_gaps(nats[0], nats[1], first.tokens, pair, study.scale == "log")
+    gap = compare_arms(own.values, base.values).paired
+    if gap is None or study.metric != "heldout_loss" or undocumented(own, base):
+        return gap
+    documents = [
+        {run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)
+    ]
+    seeds = sorted(documents[0].keys() & documents[1].keys())
+    if not seeds:
+        return gap
+    sides = [[losses[seed] for seed in seeds] for losses in documents]
+    first = sides[0][0]
+    if not all(same_documents(first, losses) for side in sides for losses in side):
+        return gap
+    own_nats, base_nats = (np.stack([losses.nats for losses in side]) for side in sides)
+    is_log = study.scale == "log"
+    return gap.over_documents(document_error(own_nats, base_nats, first.tokens, is_log))
 
 
 def undocumented(*arms: StudyArm) -> list[str]:
@@ -259,34 +248,34 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 def with_divergence(tested: Tested, upwards: int) -> Tested:
     """Adjust the p-values of a rule for diverged runs, which t tests ignore.
 
-    Here, the unstable arm is the arm with the larger share of diverged runs. It is never shown to
-    be better. A test compares the shares of both arms. If its result is significant, it can refute
-    the claim that the unstable arm is better. It can show that the other arm is better only if all
-    runs of the unstable arm and no run of the other arm diverged.
+    If the shares of diverged runs differ, nothing is shown or refuted, because the missing values
+    could reverse the result. There is one exception: all runs of one arm and no run of the other
+    diverged. The p-value of this outcome then decides that the diverged arm is worse.
 
     `upwards` is ABOVE if larger metric values are better, BELOW if smaller are better, otherwise 0.
     """
     own, base = tested.outcome.own, tested.outcome.base
-    if not own.diverged + base.diverged:
+    is_equivalence = tested.rule.kind == "equivalence"
+    is_equal = own.diverged * base.runs == base.diverged * own.runs
+    if not own.diverged + base.diverged or (is_equal and not is_equivalence):
         return tested
-    if tested.rule.kind == "equivalence":
-        p = min(1.0, 2 * min(p_more(own, base), p_more(base, own)))
-        refuting = either(tested.refuting, p)
-        return replace(tested, showing=NEVER, refuting=refuting, within=None)
-    tested = replace(tested, within=None)
-    if own.diverged * base.runs == base.diverged * own.runs:
-        return tested
-    if not upwards:  # no better side, and the missing values may be extreme
-        return replace(tested, showing=NEVER, refuting=NEVER)
-    more, less = (own, base) if own.diverged * base.runs > base.diverged * own.runs else (base, own)
-    claims_own = tested.times is not None or side_of(tested.rule)[0] == upwards
-    p, decides = p_more(more, less), more.diverged == more.runs and not less.diverged
-    if claims_own == (more is own):  # the claim favours the arm that diverged more often
-        counts = decides or tested.times is None
-        refuting = either(tested.refuting, p) if counts else tested.refuting
-        return replace(tested, showing=NEVER, refuting=refuting)
-    showing = either(tested.showing, p) if decides else tested.showing
-    return replace(tested, showing=showing, refuting=NEVER)
+    undecided = replace(tested, showing=NEVER, refuting=NEVER)
+    worse, other = (own, base) if own.diverged else (base, own)
+    if worse.diverged < worse.runs or other.diverged:
+        return undecided
+    p = p_all_against_none(worse.runs, other.runs)
+    if is_equivalence:
+        return replace(undecided, refuting=decided_by_divergence(min(1.0, 2 * p)))
+    if not upwards:
+        return undecided
+    favours_own = tested.times is not None or side_of(tested.rule)[0] == upwards
+    if favours_own == (worse is own):
+        return replace(undecided, refuting=decided_by_divergence(p))
+    return replace(undecided, showing=decided_by_divergence(p))
+
+
+def decided_by_divergence(p: float) -> Side:
+    return Side(p, p, diverged=True)
 
 
 def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
@@ -300,21 +289,6 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
     more = own.diverged * base.runs - base.diverged * own.runs
     if not more:
         return tested
-    tested = replace(tested, within=None)
     if tested.rule.kind == "equivalence" or (side_of(tested.rule)[0] == BELOW) == (more > 0):
         return replace(tested, showing=NEVER)
     return replace(tested, refuting=NEVER)
-
-
-def either(side: Side, divergence_p: float) -> Side:
-    """Combine `side` with a test of diverged runs, whose p-value is `divergence_p`.
-
-    The result contains the p-values of the test with the smaller p. They are doubled (Bonferroni),
-    but at most 1. If side.p is None, all p-values of the result are `divergence_p`, not doubled.
-    """
-    if side.p is None:
-        return Side(divergence_p, divergence_p, divergence_p, diverged=True)
-    if divergence_p < side.p:
-        twice = min(1.0, 2 * divergence_p)
-        return Side(twice, twice, twice, diverged=True)
-    return combined(side, side, min, 2)

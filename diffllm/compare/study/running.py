@@ -10,7 +10,7 @@ from typing import Any
 from diffllm.compare.conditions import Comparand
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.differences import settings_of, undeclared
-from diffllm.compare.study.file import Study
+from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import (
     RATES,
     Planned,
@@ -23,7 +23,7 @@ from diffllm.compare.study.planned_runs import (
     strayed,
 )
 from diffllm.compare.study.study_hash import planned_digests, study_hash
-from diffllm.compare.study.trend_data import check_trends
+from diffllm.compare.study.trend_data import check_trends, unequal_pairs
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
@@ -167,7 +167,12 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             check_wandb(cfg.wandb)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
-    if problems := undeclared(planned_comparands(study, configs), *study.terms):
+    planned_runs = planned_comparands(study, configs)
+    problems = undeclared(planned_runs, *study.terms)
+    for rule in study.rules:
+        if rule.over == PARAMETERS:
+            problems += unequal_pairs(rule, planned_runs)
+    if problems:
         said = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
         if not begun:
             raise ConfigError(said)

@@ -1,21 +1,24 @@
-"""Read the losses by position for trend rules, and check trend rules before the first run."""
+"""Read losses by position, and check the arms of trends over parameters."""
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from diffllm.compare.conditions import Comparand
 from diffllm.compare.report.evaluations import question_asked
 from diffllm.compare.report.runs import Run
-from diffllm.compare.study.file import PARAMETERS, POSITION, TOKENS, Rule, Study
+from diffllm.compare.study.differences import allowed_names, difference_words, differences
+from diffllm.compare.study.file import PARAMETERS, POSITION, Rule, Study
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import ConfigError, listed
 from diffllm.evaluation.evaluation import all_results
+from diffllm.evaluation.position import DOCUMENTS
 from diffllm.metrics.records import finite
-from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 
 
 class PositionLosses(NamedTuple):
@@ -35,12 +38,6 @@ class PositionLosses(NamedTuple):
         """Return the loss of the octave that begins at position `octave`; None if not measured."""
         found = self.losses[self.positions == octave]
         return float(found[0]) if len(found) else None
-
-
-def needs_positions(study: Study, arm: str) -> bool:
-    return study.octave is not None or any(
-        rule.over == POSITION and arm in rule.pairs[0] for rule in study.rules
-    )
 
 
 def position_losses(run: Run) -> PositionLosses:
@@ -68,52 +65,69 @@ def position_losses(run: Run) -> PositionLosses:
     return PositionLosses(positions, losses, json.dumps(question_asked(found)))
 
 
-def check_same_documents(losses: Iterable[PositionLosses | None]) -> None:
-    """Raise ConfigError if losses by position were measured on different documents."""
-    if len({each.settings for each in losses if each}) > 1:
-        raise ConfigError(
-            f"losses by {POSITION}: runs were evaluated on different documents; repeat `diffllm "
-            f"evaluate tasks=[{POSITION}]` with the same limit=N and seq_len=N for all runs"
-        )
+def unequal_positions(losses: Iterable[PositionLosses | None]) -> list[str]:
+    """Return why losses by position cannot be compared.
+
+    The documents and their length must follow from the study: settings of the evaluation command
+    could be chosen after the runs.
+    """
+    settings = {each.settings for each in losses if each}
+    problems = []
+    for text in sorted(settings):
+        chosen = json.loads(text)
+        if "seq_len" in chosen or chosen.get("documents") != DOCUMENTS:
+            problems.append(
+                f"losses by {POSITION}: a run was evaluated with limit=N or seq_len=N; repeat "
+                f"`diffllm evaluate tasks=[{POSITION}]` without these settings for all runs"
+            )
+            break
+    if len(settings) > 1:
+        problems.append(f"losses by {POSITION}: runs were evaluated on different documents")
+    return problems
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if the trend of a rule cannot be computed.
-
-    A trend over tokens needs enough evaluations. A trend over parameters must pass `check_sizes`.
-    """
+    """Raise ConfigError if the arms of a trend over parameters have unsuitable sizes."""
     for rule in study.rules:
         if rule.over == PARAMETERS:
             check_sizes(rule, {arm: totals(configs[arm].model)["params"] for arm in configs})
-        elif rule.over == TOKENS and study.metric == "heldout_loss":
-            for arm in rule.pairs[0]:
-                check_evaluations(arm, configs[arm])
-
-
-def check_evaluations(arm: str, cfg: TrainConfig) -> None:
-    steps, interval = cfg.steps, cfg.eval.interval
-    evaluated = {*range(interval, steps, interval), steps}
-    counted = [step for step in evaluated if step >= WINDOW * steps]
-    if len(counted) < FEWEST_POINTS:
-        raise ConfigError(
-            f"arm {arm}: eval.interval={interval} is too large: after the first {WINDOW:.0%} of "
-            f"{steps} steps, it gives only {len(counted)} evaluations, but a trend over {TOKENS} "
-            f"needs at least {FEWEST_POINTS}; reduce eval.interval"
-        )
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError unless the arms of a trend over model sizes have suitable sizes.
+    """Raise ConfigError unless the pairs of a trend over parameters have different sizes.
 
-    `rule.arm` must have more parameters than the arms that `rule.smaller` names as its smaller
-    versions, and these must all differ in size. The same holds for `rule.against`. `parameters`
-    maps each arm to its number of parameters.
+    Both arms of a pair must be larger than both arms of each smaller pair. The pair of `rule.arm`
+    and `rule.against` must be the largest.
+
+    Args:
+        parameters: number of parameters by arm.
     """
-    for side in zip(*rule.pairs, strict=True):
-        sizes = [parameters[arm] for arm in side]
-        if len({*sizes}) < len(sizes) or max(sizes) > sizes[-1]:
-            said = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in side)
-            raise ConfigError(
-                f"trend over {PARAMETERS}: the arms must have different numbers of parameters "
-                f"({said}), and {side[-1]} must be the largest arm; change the sizes of these arms"
-            )
+    sizes = [sorted([parameters[own], parameters[base]]) for own, base in rule.pairs]
+    ordered = sorted(sizes)
+    is_overlapping = any(small[1] >= large[0] for small, large in pairwise(ordered))
+    if is_overlapping or ordered[-1] != sizes[-1]:
+        arms = [arm for pair in rule.pairs for arm in pair]
+        listing = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in arms)
+        raise ConfigError(
+            f"trend over {PARAMETERS}: the pairs of arms must have different numbers of parameters "
+            f"({listing}), and {rule.arm} must be in the largest pair; change the sizes of these "
+            "arms"
+        )
+
+
+def unequal_pairs(rule: Rule, runs: Sequence[Comparand], measures_time: bool = False) -> list[str]:
+    """Return the differences between the arms of a trend over parameters, except in their sizes.
+
+    The key `unequal` of a study declares differences between sizes, but also allows them within a
+    pair. A trend would then compare, for example, numbers of tokens instead of sizes.
+    """
+    arms = {arm for pair in rule.pairs for arm in pair}
+    compared = [run for run in runs if run.arm in arms]
+    found = differences(compared, allowed_names(["parameters", "flops"]), measures_time)
+    texts = [difference_words(each, compared) for each in found if each.role == "condition"]
+    if not texts:
+        return []
+    return [
+        f"trend over {PARAMETERS}: arms differ in {listed(texts)}, but the arms of a trend may "
+        "differ only in the attention variant and in their sizes"
+    ]

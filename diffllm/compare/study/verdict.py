@@ -11,9 +11,11 @@ from diffllm.compare.study.budgets import EqualGaps, equal_gaps
 from diffllm.compare.study.decision import apply_rules, tested_numbers
 from diffllm.compare.study.differences import TOLERANCES, differences, undeclared
 from diffllm.compare.study.evidence import Evidence, read_evidence
-from diffllm.compare.study.file import Study
+from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import ChosenRate
+from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.rule_tests import Tested
+from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
 from diffllm.config.plugins import several_versions
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import fact_declarations
@@ -98,6 +100,8 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
         verdict, reasons = EXPLORATORY, [*problems, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
         reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
+    # Studies that began under an older version can have rules with a margin.
+    reasons += dict.fromkeys(note for rule in study.rules if (note := margin_note(rule)))
     equal = equal_gaps(study, by_name)
     runs = comparands(arms)
     shown = [
@@ -124,6 +128,10 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
+    problems += unequal_positions(run.positions for run in runs)
+    for rule in study.rules:
+        if rule.over == PARAMETERS:
+            problems += unequal_pairs(rule, comparands(arms), study.measures_time)
     return problems + undeclared(comparands(arms), *study.terms)
 
 
@@ -134,9 +142,8 @@ def exploratory(
     marks = [run.mark for arm in arms for run in arm.runs]
     if choices:
         marks += evidence.rate_marks.values()
-    # Older versions stored the hash of the file.
-    known = (evidence.hash_of(study), study.hash)
-    edited = [mark for mark in marks if mark.partition("/")[0] not in known]
+    expected = evidence.hash_of(study)
+    edited = [mark for mark in marks if mark.partition("/")[0] != expected]
     problems = []
     if edited:
         began = f"began under another version of {study.path.name}, or outside of a study"

@@ -21,8 +21,8 @@ from diffllm.compare.report.keys import ATTENTION
 from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
-from diffllm.compare.study.budgets import equal_gaps_table, interpolation_words
-from diffllm.compare.study.decision import SHOWN, exact_name
+from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
+from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.rule_tests import Tested
@@ -34,7 +34,7 @@ from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table
 from diffllm.statistics.estimates import Estimate
-from diffllm.statistics.power_analysis import paired_power, welch_power
+from diffllm.statistics.power_analysis import paired_power
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,6 +102,8 @@ def problems(found: Verdict) -> list[str]:
 
 def rule_line(tested: Tested, study: Study) -> str:
     words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
+    if tested.verdict == NO_LONGER_JUDGED:
+        return words[0]
     if study.scale == "log" and tested.gap and tested.bounds:
         logs = (tested.gap.mean, *tested.bounds)
         ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
@@ -111,7 +113,7 @@ def rule_line(tested: Tested, study: Study) -> str:
         words.append(f"p {tested.p:.2g}{adjusted}")
     if tested.showing.exact is not None:
         smallest = f"smallest possible {tested.smallest:.2g}"
-        words.append(f"{exact_name(study)} p {tested.showing.exact:.2g} ({smallest})")
+        words.append(f"sign-flip test p {tested.showing.exact:.2g} ({smallest})")
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
     return ", ".join(words)
@@ -150,9 +152,7 @@ def power_words(study: Study) -> str:
         return f"The stated power does not concern a rule of kind {study.rule.kind}."
     gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
     alpha = study.rule.alpha / len(study.rules)
-    paired = study.test == "paired"
-    test, error = (paired_power, sd * 2**0.5) if paired else (welch_power, sd)
-    chance = test(gap, error, seeds, alpha, sides=1)
+    chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
     what = "slope per doubling" if study.rule.kind == "trend" else "gap"
     return (
@@ -200,12 +200,11 @@ def draw_gaps_of_arms(
     styles: list[RowStyle],
     x_label: str,
     width: float = WIDTH,
-    bounds_label: str = BOUNDS,
 ) -> "Figure":
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
     sides = ("lower", "higher")
-    return draw_gaps([*gaps.values()], named, width, x_label, sides=sides, ends=bounds_label)
+    return draw_gaps([*gaps.values()], named, width, x_label, sides=sides, ends=BOUNDS)
 
 
 def verdict_html(found: Verdict) -> str:
@@ -224,7 +223,7 @@ def verdict_html(found: Verdict) -> str:
         overrides=[line.replace("`", "") for line in override_lines(found.study)],
         differences=[line.replace("`", "") for line in difference_lines(found)],
         equal=equal_gaps_table(found.equal) if found.equal else None,
-        equal_words=interpolation_words(found.equal, found.study.rule.alpha),
+        equal_words=equal_gaps_words(found.study.rule.alpha),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         conditions=conditions(numbers),
@@ -304,7 +303,7 @@ def equal_lines(found: Verdict) -> list[str]:
     return [
         equal_gaps_table(found.equal).markdown(),
         "",
-        interpolation_words(found.equal, found.study.rule.alpha),
+        equal_gaps_words(found.study.rule.alpha),
         "",
     ]
 
@@ -331,7 +330,7 @@ def markdown(found: Verdict) -> str:
             *(f"- Difference in {line}" for line in difference_lines(found)),
             "",
             *equal_lines(found),
-            f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
+            f"Metric: {study.quantity}, paired over seeds. Study {study.path.name}, SHA-256 "
             f"`{study.hash}`, with resolved configs `{numbers['study_hash']}`. {origin(numbers)}",
             "",
         ]

@@ -50,7 +50,7 @@ def measured(study, out, documents=30, evaluations=20, left=0):
 RATES = "[0.001, 0.002, 0.004]"
 KINDS = {
     "loss": {},
-    "log": {"scale": "log", "also": f"[{LOWER.replace('}', ', at: flops}')}]", "test": "welch"},
+    "log": {"scale": "log", "also": f"[{LOWER.replace('}', ', at: flops}')}]"},
     "log_rank": {"metric": "tasks/mqar", "rule": SOONER},
     "rates": {"lr": f"{{grid: {RATES}, seeds: [100, 101], steps: 10, extend: 1}}"},
     "sweep": {"lr_sweep": RATES, "metric": "lr_sensitivity"},

@@ -33,6 +33,11 @@ sys.path.insert(0, str(RESULTS))  # recompute.py imports recompute_values.py
 recompute = load(RESULTS / "recompute.py")
 
 
+def expected_of(place):
+    page = recompute.Page(place / "verdict.json")
+    return page.raw.expected(page.json)
+
+
 def run(root):
     """Run the script on a directory of results."""
     command = [sys.executable, str(RESULTS / "recompute.py"), str(root)]
@@ -55,13 +60,14 @@ def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
     ]
 
     copy = shutil.copytree(RESULTS, tmp_path / "results")
-    page = copy / "context_rms_end" / "verdict.md"
+    page = copy / "damping_2" / "verdict.md"
     page.write_text(
-        page.read_text(encoding="utf-8").replace("-0.006513 (-0", "-0.006514 (-0"), encoding="utf-8"
+        page.read_text(encoding="utf-8").replace("| v2 | 4.1782 |", "| v2 | 4.1783 |"),
+        encoding="utf-8",
     )
     found = run(copy)
     assert found.returncode == 1
-    assert "-0.006514 on the page, -0.00651314 recomputed" in found.stdout
+    assert "v2: 4.1783 on the page, 4.1782" in found.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -97,22 +103,22 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
 
 
 def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected):
-    name = "context_rms_end/verdict.md"
+    name = "damping_2/verdict.md"
     text = (RESULTS / name).read_text(encoding="utf-8")
-    shown = text.replace(": refuted;", ": shown;")
+    shown = text.replace("half the context: shown", "half the context: refuted")
     assert len([*recompute.differences(shown, expected[name])]) == 1
     copy = shutil.copytree(RESULTS, tmp_path / "results")
-    path = copy / "context_rms_end" / "verdict.json"
+    path = copy / "damping_2" / "verdict.json"
     numbers = json.loads(path.read_text(encoding="utf-8"))
-    numbers["arms"]["v2"]["values"]["3"] += 0.01
+    numbers["arms"]["v2"]["values"]["13"] += 0.01
     path.write_text(json.dumps(numbers), encoding="utf-8")
     assert [*recompute.differences(text, recompute.expectations(copy)[name])]
 
 
 def test_result_figures_have_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
-    numbers = json.loads((RESULTS / "context_rms_end" / "verdict.json").read_text(encoding="utf-8"))
-    drawn = picture(load_study(STUDIES / "context_rms_end.yaml"), numbers)
+    numbers = json.loads((RESULTS / "damping_2" / "verdict.json").read_text(encoding="utf-8"))
+    drawn = picture(load_study(STUDIES / "damping_2.yaml"), numbers)
     figures = {
         path.parent.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*/*.svg")
     }
@@ -121,7 +127,7 @@ def test_result_figures_have_fixed_colours_and_white_background():
         assert "#ffffff" in svg, name
     root = ET.fromstring(drawn)
     labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"v2 − standard", "no_lambda − v2", "no_sigmoid − v2"} <= labels
+    assert {"v2 − half", "v2 − gated", "v2 − fixed"} <= labels
     no_gaps = json.loads((RESULTS / "retrieval_mqar/verdict.json").read_text(encoding="utf-8"))
     assert picture(load_study(STUDIES / "retrieval_mqar.yaml"), no_gaps) == ""
 
@@ -135,10 +141,9 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
     monkeypatch.setattr(script, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(sys, "argv", ["study_results.py", str(study.path), str(tmp_path / "out")])
     script.main()
-    monkeypatch.setattr(recompute, "STUDIES", tmp_path)
     place = tmp_path / "results" / "own"
     text = (place / "verdict.md").read_text(encoding="utf-8")
-    own = recompute.Page(place / "verdict.json").expected()
+    own = expected_of(place)
     assert not [*recompute.differences(text, own)]
     rows = r"^\| (?:standard|half|v2|v2 − half) (\|.*)$"
     spans = [
@@ -146,7 +151,7 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
         for line in re.finditer(rows, text, re.M)
         for found in re.finditer(recompute.NUMBER, line[1])
     ]
-    assert len(spans) == 3 * 7 + 8
+    assert len(spans) == 3 * 7 + 4
     for start, end in spans:
         at = max(i for i in range(start, end) if text[i].isdigit())
         changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
@@ -154,5 +159,5 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
     values = json.loads((place / "values.json").read_text(encoding="utf-8"))
     values["runs"][0]["value"] += 0.01
     (place / "values.json").write_text(json.dumps(values), encoding="utf-8")
-    own = recompute.Page(place / "verdict.json").expected()
+    own = expected_of(place)
     assert len([*recompute.differences(text, own)]) >= 2

@@ -11,12 +11,14 @@ from diffllm.compare.report.runs import Series
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
 from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.statistics.gap_tests import holm
 
 NAN = math.nan
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 HIGHER = LOWER.replace("below", "above")
 SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+TREND = LOWER.replace("difference", "trend, over: tokens")
 WITH_MARGIN = LOWER.replace("}", ", margin: 0.02}")
 ACCURACY = {"metric": "tasks/mqar"}
 
@@ -130,6 +132,22 @@ def test_difference_rule_is_underpowered_if_better_arm_has_more_diverged_runs(
     assert other.verdict == "underpowered"
 
 
+@pytest.mark.parametrize("diverged", [1, 3, 4])
+@pytest.mark.parametrize(("rule", "metric"), [(LOWER, "heldout_loss"), (SOONER, "tasks/mqar")])
+def test_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path, rule, metric, diverged):
+    worse = [NAN] * diverged + [4.0] * (5 - diverged)
+    other = [NAN] * (diverged > 3) + [3.9] * (5 - (diverged > 3))
+    for values in ((worse, other), (other, worse)):
+        arms = [
+            forged(name, np.array(x) + noise(5, 0.001, seed), curves=reaching([at] * 5))
+            for seed, (name, x, at) in enumerate(
+                zip(("v2", "half"), values, (200, 800), strict=True)
+            )
+        ]
+        (found,) = decided(tmp_path, rule, arms, metric=metric)
+        assert found.verdict == "underpowered", found.reason
+
+
 def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
@@ -148,7 +166,6 @@ def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_
         ("heldout_loss", ALIKE, True, "refuted"),
         ("tasks/mqar", HIGHER, True, "refuted"),
         ("tasks/mqar", HIGHER, False, "shown"),
-        ("heldout_loss", LOWER.replace("}", ", at: flops}"), True, "refuted"),
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
@@ -162,13 +179,12 @@ def test_arm_with_only_diverged_runs_counts_as_worse_arm(
         assert found.reason.startswith("4 of 4 runs" if v2_diverges else "0 of 4 runs of v2 and 4")
 
 
-@pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_verdict_of_difference_rule_matches_confidence_bounds(tmp_path, shift, test):
+def test_verdict_of_difference_rule_matches_confidence_bounds(tmp_path, shift):
     half = 4 + noise(8)
     arms = two(half + shift + noise(8, 0.006, seed=3), half)
     for rule in (LOWER, HIGHER):
-        (found,) = decided(tmp_path, rule, arms, test=test)
+        (found,) = decided(tmp_path, rule, arms)
         low, high = found.bounds
         excluded = (high < 0, low > 0) if rule == LOWER else (low > 0, high < 0)
         assert (found.verdict == "shown", found.verdict == "refuted") == excluded
@@ -196,11 +212,9 @@ def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_pat
 @pytest.mark.parametrize(
     ("shift", "rule", "verdict"),
     [
-        (0.01, WITH_MARGIN, "refuted, within the margin"),
+        (0.01, WITH_MARGIN, "refuted"),
         (-0.01, WITH_MARGIN, "shown"),
-        (0.0, WITH_MARGIN, "equivalent"),
-        (0.05, WITH_MARGIN, "refuted"),
-        (0.01, LOWER.replace("0.0}", "0.01, margin: 0.02}"), "equivalent, not equal"),
+        (0.0, WITH_MARGIN, "underpowered"),
         (0.01, ALIKE, "equivalent, not equal"),
         (0.0, ALIKE, "equivalent"),
         (0.05, ALIKE, "refuted"),
@@ -217,10 +231,11 @@ def test_difference_rule_returns_expected_verdict_for_each_gap_size(tmp_path, sh
 def test_holm_correction_includes_rules_that_test_equivalence(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
-    bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
-    assert [each.verdict for each in bare] == ["equivalent, not equal", "shown"]
-    assert [each.verdict for each in margin] == ["underpowered", "shown"]
-    assert margin[0].p_adjusted == 2 * margin[0].showing.p > 0.05 > bare[0].p_adjusted
+    found = decided(tmp_path, [ALIKE, LOWER], arms)
+    p_values = [each.p for each in found]
+    assert [each.p_adjusted for each in found] == holm(p_values)
+    assert found[1].p_adjusted == 2 * found[1].p
+    assert [each.verdict for each in found] == ["equivalent, not equal", "shown"]
 
 
 def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
@@ -292,45 +307,43 @@ def with_documents(gaps, sd, n=24, seeds=8):
     ]
 
 
-@pytest.mark.parametrize("test", ["paired", "welch"])
+@pytest.mark.parametrize("seeds", [3, 8])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_verdict_is_not_robust_if_bootstrap_interval_contains_0(tmp_path, scale, test):
-    words = {"scale": scale, "test": test}
-    if scale == "log":
-        for arm in (arms := with_documents(-0.02, 0.2)):
-            arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
-    else:
-        arms = with_documents(-0.02, 0.2)
-    (found,) = decided(tmp_path, LOWER, arms, **words)
-    assert found.p_adjusted < 0.05
-    assert found.bounds == found.documents
-    assert found.bounds[0] < 0 < found.bounds[1]
-    assert found.verdict == "not robust"
-    assert "the bootstrap over documents and seeds does not confirm it" in found.reason
-    if scale == "linear":
-        (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.02), **words)
-        assert found.verdict == "shown"
+def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds):
+    for sd, verdict in ((0.2, "underpowered"), (0.01, "shown")):
+        arms = with_documents(-0.05, sd, seeds=seeds)
+        if scale == "log":
+            for arm in arms:
+                arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
+        (found,) = decided(tmp_path, LOWER, arms, scale=scale)
+        of_seeds = found.outcome.paired.error
+        assert found.gap.error == pytest.approx(math.hypot(of_seeds, found.gap.document_error))
+        unit = 1 if scale == "linear" else 1 / 4
+        assert found.gap.document_error == pytest.approx(unit * sd / math.sqrt(24), rel=0.35)
+        assert (found.bounds[1] < 0) == (verdict == "shown")
+        assert found.verdict == verdict
+        assert "over documents and seeds" in found.reason
 
 
-def test_verdict_is_underpowered_if_bootstrap_interval_is_too_wide(tmp_path):
-    rule = WITH_MARGIN
+def test_clear_gap_in_eight_rules_is_shown_over_documents(tmp_path):
+    arms = with_documents(-0.5, 0.1, n=200)
+    found = decided(tmp_path, [LOWER] * 8, arms)
+    assert [each.verdict for each in found] == ["shown"] * 8
+
+
+def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
-        (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
+        (found,) = decided(tmp_path, ALIKE, with_documents(0.0, sd))
         assert found.verdict == verdict
         low, high = found.bounds
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_difference_rule_omits_bootstrap_if_seeds_are_fewer_than_eight(tmp_path):
-    (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
-    assert (found.verdict, found.documents) == ("shown", None)
-
-
-def test_study_omits_bootstrap_if_any_run_lacks_document_losses(tmp_path):
+def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     half.runs[8] = replace(half.runs[8], documents=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
-    assert (found.verdict, found.documents) == ("shown", None)
+    assert (found.verdict, found.gap.document_error) == ("shown", None)
     assert "because these runs have no losses of documents: run-seed8" in found.reason
 
 
@@ -389,3 +402,41 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
     verdict = "equivalent" if rule == ALIKE else "shown"
     assert found.verdict == (verdict if lost in (None, worse) else "underpowered"), found.reason
     assert ("5 of 10 " in found.reason) == (lost is not None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "replacement"),
+    [
+        (LOWER.replace("}", ", at: flops}"), {}, "set model.match_flops_to in the arms"),
+        (TREND, {}, "the verdict page and the report state this trend without a rule"),
+        (TREND.replace("tokens", "position"), {}, "such as metric: position/1024"),
+        (LOWER.replace("0.0", "0.1"), {}, "use below=0, or kind=equivalence with margin=0.1"),
+        (ALIKE, {"test": "welch"}, "remove the key, because arms are compared at equal seeds"),
+    ],
+)
+def test_removed_rule_of_saved_study_is_no_longer_judged(tmp_path, rule, more, replacement):
+    half = 4 + noise(8)
+    arms = [*two(half - 0.1 + noise(8, 0.001, seed=1), half), forged("standard", half + 0.1)]
+    (found,) = decided(tmp_path, rule, arms, **more)
+    assert (found.verdict, found.gap) == ("no longer judged", None)
+    assert replacement in found.reason
+
+
+def test_holm_correction_counts_removed_rules_of_saved_study(tmp_path):
+    half = 4 + noise(8)
+    arms = two(half - 0.1 + noise(8, 0.001, seed=1), half)
+    found, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
+    assert (found.verdict, removed.verdict) == ("shown", "no longer judged")
+    assert found.p_adjusted == pytest.approx(2 * found.p)
+
+
+def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
+    half = 0.4 + noise(5)
+    arms = two(half - 0.3 + noise(5, 0.001, seed=1), half)
+    for arm, losses in zip(arms, ((6.5, 6.6), (4.2, 6.0)), strict=True):
+        first, second = ([replace(run, loss=x, lr=x) for run in arm.runs] for x in losses)
+        arm.runs = [*first, *second]
+    sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
+    (found,) = decided(tmp_path, LOWER, arms, **sweep)
+    assert found.verdict == "shown"
+    assert "loss at the best learning rate: v2 6.5, half 4.2 (v2 is worse)" in found.reason

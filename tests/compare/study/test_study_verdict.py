@@ -34,7 +34,6 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
-WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.02}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
 STANDARD, HALF, BETTER = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
 RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
@@ -74,7 +73,6 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (LOWER, [4.50, 4.512, 4.489], "refuted"),
         (LOWER, [4.30, 4.50, 4.40], "underpowered"),
         (LOWER, [4.401, 4.409, 4.391], "underpowered"),
-        (WITH_MARGIN, [4.401, 4.409, 4.391], "equivalent"),
         (ALIKE, [4.401, 4.409, 4.391], "equivalent"),
         (ALIKE, BETTER, "refuted"),
         (ALIKE, [4.30, 4.50, 4.40], "underpowered"),
@@ -85,7 +83,6 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (LOWER, [loss - 0.1 for loss in HALF], "underpowered"),
         (LOWER, [loss + 0.1 for loss in HALF], "underpowered"),
         (LOWER, HALF, "underpowered"),
-        (WITH_MARGIN, HALF, "equivalent"),
         (ALIKE, HALF, "equivalent"),
         # a run that diverged is an outcome
         (LOWER, [4.30, 4.312, NAN], "underpowered"),
@@ -128,14 +125,6 @@ def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
-def test_welch_test_compares_arms_as_unpaired_samples(tmp_path):
-    v2 = [4.39, 4.4001, 4.3801]
-    assert decided(tmp_path, LOWER, v2)[0].verdict == "shown"
-    (found,) = decided(tmp_path, LOWER, v2, test="welch")
-    assert found.verdict == "underpowered"
-    assert found.gap.df == pytest.approx(4, abs=1e-3)
-
-
 @pytest.mark.parametrize("counts", [(2, 60_000), (20, 49_999), (20, 50_000)])
 @pytest.mark.parametrize(
     "words",
@@ -169,6 +158,15 @@ def judge_edited(tmp_path, old, new):
     path = tmp_path / "study.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     return judge(load_study(path), tmp_path / "out")
+
+
+def test_verdict_of_saved_study_names_replacement_of_margin(tmp_path):
+    rule = LOWER.replace("}", ", margin: 0.02}")
+    found = judged(tmp_path, rule, BETTER, also=f"[{rule}]")
+    assert found.verdict == "shown"
+    notes = [reason for reason in found.reasons if "margin=0.02 has no effect" in reason]
+    assert len(notes) == 1
+    assert markdown(found).count("add a rule with kind=equivalence to also") == 1
 
 
 def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
@@ -258,6 +256,19 @@ def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match="has no hidden_kurtosis; choose another metric"):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_run_with_layer_that_is_not_finite_has_no_smallest_outlier(tmp_path, number):
+    found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1", seeds="[0, 1, 2]")
+    for seed, value in enumerate((2.9, 2.91, 2.89)):
+        file = tmp_path / f"out/v2-seed{seed}/metrics.jsonl"
+        layers = f'"hidden_top1/layer_00": {value}, "hidden_top1/layer_01": {number}'
+        file.write_text(f'{{"step": 20, "tokens": 5120, {layers}}}\n', encoding="utf-8")
+    found = judge(found.study, tmp_path / "out")
+    assert found.verdict == "underpowered", found.reasons
+    assert found.arms[1].values == {0: None, 1: None, 2: None}
+    assert "3 of 3 runs of v2 and 0 of 3 of half diverged" in found.reasons[0]
 
 
 def test_study_reports_gap_as_ratio_if_scale_is_logarithmic(tmp_path):
@@ -506,38 +517,22 @@ def test_study_cost_estimate_depends_on_number_of_visible_keys(tmp_path):
     assert sum(each.seconds for each in measured) == pytest.approx(2 * 9, rel=0.1)
 
 
-BEFORE_UNEQUAL = {"context_rms_start", "context_rms_end"}
-"""Studies that ran before a study had to declare differences between its arms."""
-EARLIER = {
-    "retrieval_needle_short": "data.level: asked=2 is not a setting of the task needle",
-}
-"""Studies whose runs used settings that their tasks no longer have (docs/studies.md)."""
-OURS = slow_but(
-    ["context_rms_start"], sorted({path.stem for path in STUDIES.glob("*.yaml")} - EARLIER.keys())
-)
+WITH_REMOVED_RULES = {"damping_2": "margin=0.025 has no effect with kind=difference"}
+"""Studies that began under older versions, with the reason why they cannot begin again."""
+OURS = slow_but(["large_lr"], sorted(path.stem for path in STUDIES.glob("*.yaml")))
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_study_file_of_repository_passes_start_checks(tmp_path, name):
     study = load_study(STUDIES / f"{name}.yaml")
-    if name in BEFORE_UNEQUAL:
-        with pytest.raises(ConfigError, match=r"arms differ in .* add flops to unequal"):
+    if name in WITH_REMOVED_RULES:
+        with pytest.raises(ConfigError, match=WITH_REMOVED_RULES[name]):
             check_study_runs(study, tmp_path / "out", 1)
-        study = replace(study, unequal=["parameters", "flops"])
+        current = [rule for rule in study.also if rule.kind != "trend"]
+        rule, *also = (replace(rule, margin=None) for rule in (study.rule, *current))
+        study = replace(study, rule=rule, also=also)
     check_study_runs(study, tmp_path / "out", 1)
     assert study.power or study.metric.startswith("tasks/")  # of these no spread was known before
-
-
-@pytest.mark.parametrize(("name", "said"), EARLIER.items())
-def test_study_run_command_prints_error_line_if_task_settings_are_outdated(
-    tmp_path, capsys, name, said
-):
-    words = ["study", "run", str(STUDIES / f"{name}.yaml"), f"out={tmp_path / 'out'}"]
-    for more in ([], ["--dry-run"]):
-        assert main([*words, *more]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: arm standard: {said}")
-    assert not (tmp_path / "out").exists()
 
 
 SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"

@@ -1,20 +1,19 @@
-"""Rules of kind `trend`: verdicts on runs whose gaps are planted lines, and refused rules."""
+"""Trends over parameters, the trend of the loss gap in training, and losses by position."""
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from runs.written import study_file, write_arms
 
-from diffllm.compare.report.runs import Series
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.trend import loss_trend
-from diffllm.compare.study.trend_data import PositionLosses
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import markdown, verdict_html
 from diffllm.core.errors import ConfigError
@@ -22,17 +21,13 @@ from diffllm.evaluation.evaluation import results_of, store_result
 from diffllm.evaluation.position import Position
 from diffllm.metrics.facts import RunFacts
 
-TOKENS = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
-POSITION = TOKENS.replace("tokens", "position")
+TREND = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
 BELOW = "{kind: difference, arm: v2, against: half, below: 0.0}"
 SIZES = (
     "{kind: trend, over: parameters, arm: v2_l, against: std_l, "
     "smaller: {v2_s: std_s, v2_m: std_m}, below: 0.0}"
 )
 NOISE = np.array([0.0, 0.001, -0.001, 0.002, -0.002])
-X = np.array([50, 100, 200, 400, 600, 800, 1000])
-"""The first is before 10% of the last."""
-OCTAVES = np.array([1, 2, 4, 8, 16])
 SIX = {
     "arms": "{" + ", ".join(
         f"{arm}_{size}: [attention={variant}, model.dim={dim}]"
@@ -43,104 +38,20 @@ SIX = {
 }  # fmt: skip
 
 
-def arm(name, slopes, diverged=(), asked="same"):
-    """An arm whose runs are 4 plus a line with these slopes per doubling, one slope per seed."""
-    found = StudyArm(name, None)
-    for seed, slope in enumerate(slopes):
-        loss = None if seed in diverged else 4.0
-        curve = Series(X, 4 + slope * np.log2(X / 100))
-        curve.values[0] += 10
-        positions = PositionLosses(OCTAVES, 4 + slope * np.log2(OCTAVES), asked)
-        found.runs.append(
-            StudyRun(
-                f"{name}-{seed}", seed, 1e-3, loss, loss, 1000, 2048, curve, positions=positions
-            )
-        )
-        found.values[seed] = loss
-    return found
-
-
-def decided(tmp_path, rule, v2, half=0 * NOISE, diverged=((), ()), asked="same", **more):
-    study = study_file(tmp_path / "study.yaml", rule, seeds="[0, 1, 2, 3, 4]", **more)
-    arms = {"v2": arm("v2", v2, diverged[0], asked), "half": arm("half", half, diverged[1])}
-    (found,) = apply_rules(study, arms)
-    return found
-
-
-@pytest.mark.parametrize("rule", [TOKENS, POSITION])
-@pytest.mark.parametrize(
-    ("bound", "slope", "verdict"),
-    [
-        ("below: 0.0", -0.01, "shown"),
-        ("below: 0.0", 0.01, "refuted"),
-        ("below: 0.0", 0.0, "underpowered"),
-        ("below: -0.02", -0.01, "refuted"),
-        ("above: 0.0", 0.01, "shown"),
-        ("above: 0.0", -0.01, "refuted"),
-    ],
-)
-def test_trend_rule_verdict_depends_on_slope_of_loss_gap(tmp_path, rule, bound, slope, verdict):
-    found = decided(tmp_path, rule.replace("below: 0.0", bound), slope + NOISE)
-    assert found.verdict == verdict, found.reason
-    assert found.gap.mean == pytest.approx(slope, abs=1e-12)
-    over = found.rule.over
-    said = f"v2 minus half changes by {found.gap.mean:+.4g} nats per token per doubling of {over} ("
-    assert found.reason.startswith(said)
-
-
-def test_trend_rule_is_underpowered_if_only_one_arm_has_diverged_runs(
-    tmp_path,
-):
-    slopes = -0.01 + NOISE
-    assert decided(tmp_path, TOKENS, 0 * NOISE - 0.01).verdict == "underpowered"
-    for diverged in (([4], []), ([], [4]), (range(5), []), ([], range(5))):
-        found = decided(tmp_path, TOKENS, slopes, diverged=diverged)
-        assert found.verdict == "underpowered", (diverged, found.reason)
-    both = decided(tmp_path, TOKENS, slopes, half=0.1 * NOISE, diverged=([4], [4]))
-    assert both.verdict == "shown"
-    assert both.gap.seeds == 4
-
-
-def test_trend_rule_returns_correct_slope_for_welch_test_or_log_scale(tmp_path):
-    rng = np.random.default_rng(0)
-    slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
-    found = decided(tmp_path, TOKENS, slopes, others, test="welch")
-    assert found.verdict == "shown"
-    assert found.gap.mean == pytest.approx(slopes.mean() - others.mean())
-    assert found.gap.df < 8.01
-    found = decided(tmp_path, TOKENS, slopes, others, scale="log")
-    assert found.gap.mean == pytest.approx((slopes.mean() - others.mean()) / 4, rel=0.05)
-    assert "nats" not in found.reason
-
-
-def test_trend_rule_raises_error_if_arms_have_different_evaluations(
-    tmp_path,
-):
-    study = study_file(tmp_path / "study.yaml", TOKENS)
-    arms = {"v2": arm("v2", NOISE), "half": arm("half", NOISE)}
-    for run in arms["half"].runs:
-        run.curve.values[2:5] = math.nan
-        run.curve.values[1] = math.nan
-    with pytest.raises(
-        ConfigError, match="only 2 common points, but a trend needs at least 3; evaluate all runs"
-    ):
-        apply_rules(study, arms)
-    with pytest.raises(ConfigError, match="evaluated on different documents"):
-        decided(tmp_path, POSITION, NOISE, asked="other")
-
-
 # Parameters
 
 
-def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
+def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=(), rule=SIZES, diverged=()):
     """Six arms; v2 minus standard is `gaps` by size, and a NOISE of the size per seed."""
-    study = study_file(tmp_path / "study.yaml", SIZES, seeds="[0, 1, 2, 3, 4]", **SIX)
+    study = study_file(tmp_path / "study.yaml", rule, seeds="[0, 1, 2, 3, 4]", **SIX)
     arms = {}
     for place, (size, count) in enumerate(zip("sml", parameters, strict=True)):
         for name, gap in ((f"std_{size}", 0.0), (f"v2_{size}", gaps[place])):
             made = arms[name] = StudyArm(name, None)
             for seed in range(5):
                 value = 5 - place + gap + place * NOISE[seed] * bool(gap)
+                if (name, seed) in diverged:
+                    value = None
                 run = StudyRun(f"{name}-{seed}", seed, 1e-3, value, value, 1000, 2048)
                 run = replace(run, facts=RunFacts(parameters=count))
                 if (name, seed) not in missing:
@@ -161,10 +72,36 @@ def test_trend_over_parameters_equals_loss_gap_change_per_doubling(tmp_path):
     assert sized(tmp_path, (-0.01, -0.03, -0.05), missing=every).verdict == "underpowered"
 
 
+@pytest.mark.parametrize(
+    ("bound", "slope", "verdict"),
+    [
+        ("below: 0.0", -0.01, "shown"),
+        ("below: 0.0", 0.01, "refuted"),
+        ("below: 0.0", 1e-5, "underpowered"),
+        ("below: -0.02", -0.01, "refuted"),
+        ("above: 0.0", 0.01, "shown"),
+        ("above: 0.0", -0.01, "refuted"),
+    ],
+)
+def test_trend_rule_verdict_depends_on_slope_of_loss_gap(tmp_path, bound, slope, verdict):
+    rule = SIZES.replace("below: 0.0", bound)
+    found = sized(tmp_path, (slope, 2 * slope, 3 * slope), rule=rule)
+    assert found.verdict == verdict, found.reason
+
+
+def test_trend_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path):
+    gaps = (-0.01, -0.03, -0.05)
+    every = [("v2_m", seed) for seed in range(5)]
+    for diverged in ([("v2_m", 4)], [("std_s", 4)], every):
+        assert sized(tmp_path, gaps, diverged=diverged).verdict == "underpowered", diverged
+    both = sized(tmp_path, gaps, diverged=[("v2_m", 4), ("std_s", 4)])
+    assert (both.verdict, both.gap.seeds) == ("shown", 4)
+
+
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
 def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path, parameters):
     with pytest.raises(
-        ConfigError, match=r"different numbers of parameters \(.* must be the largest arm"
+        ConfigError, match=r"different numbers of parameters \(.* must be in the largest pair"
     ):
         sized(tmp_path, (0.0, 0.0, 0.0), parameters)
 
@@ -189,7 +126,7 @@ def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path,
 )
 def test_error_for_invalid_trend_rule_mentions_the_key(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
-        study_file(tmp_path / "study.yaml", TOKENS.replace(old, new))
+        study_file(tmp_path / "study.yaml", TREND.replace(old, new))
     assert said in str(caught.value)
 
 
@@ -207,31 +144,33 @@ def test_error_for_invalid_smaller_arms_of_trend_rule_mentions_an_arm(tmp_path, 
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("rule", "metric"),
-    [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
-)
-def test_trend_rule_refuses_metric_without_training_curve(tmp_path, rule, metric):
-    with pytest.raises(ConfigError, match=f"metric={metric}"):
-        study_file(tmp_path / "study.yaml", rule, metric=metric)
-
-
-def test_check_study_runs_raises_error_if_runs_do_not_fit_trend_rule(
-    tmp_path,
-):
-    study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
-    check_study_runs(study, tmp_path / "out", 1)
-    text = study.path.read_text(encoding="utf-8")
-    study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"eval\.interval=10 is too large: .* gives only 2 eval"):
-        check_study_runs(load_study(study.path), tmp_path / "out", 1)
+def test_check_study_runs_raises_error_if_sizes_do_not_fit_trend_rule(tmp_path):
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
-    study.path.write_text(
-        study.path.read_text(encoding="utf-8").replace("dim=32", "dim=256"), encoding="utf-8"
-    )
+    text = study.path.read_text(encoding="utf-8")
+    study.path.write_text(text.replace("dim=32", "dim=256"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"different numbers of parameters \(v2_s "):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
+
+
+TWICE = "v2_l: [attention=diff_v2, model.dim=128"
+
+
+def test_trend_over_parameters_requires_equal_conditions_in_all_arms(tmp_path):
+    arms = SIX["arms"].replace(TWICE, f"{TWICE}, steps=40, eval.interval=20")
+    keys = {**SIX, "arms": arms, "unequal": "[parameters, flops, tokens, eval.interval]"}
+    study, out = study_file(tmp_path / "study.yaml", SIZES, **keys), tmp_path / "out"
+    said = r"trend over parameters: arms differ in .*tokens: 5,120 in .*; 10,240 in v2_l, but the"
+    with pytest.raises(ConfigError, match=said):
+        check_study_runs(study, out, 1)
+    for place, (size, gap) in enumerate(zip("sml", (-0.01, -0.03, -0.05), strict=True)):
+        for name, change in ((f"std_{size}", 0.0), (f"v2_{size}", gap)):
+            losses = [5 - place + change * (1 + noise) for noise in 10 * NOISE[:3]]
+            write_arms(study, out, {name: losses}, parameters=10_000 * 4**place)
+    found = judge(study, out)
+    assert found.tested[0].verdict == "shown"
+    assert found.verdict == "not comparable"
+    assert re.match(said, found.reasons[0])
 
 
 # From runs on disk
@@ -257,10 +196,9 @@ def written(tmp_path, rule, **more):
     return study
 
 
-@pytest.mark.parametrize("test", ["paired", "welch"])
-def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path, test):
+def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
     difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
-    found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
+    found = judge(written(tmp_path, difference), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
     said = (
         "The gap of v2 to half shrinks: +0.010 nats per token per doubling of tokens (95% interval "
@@ -273,22 +211,8 @@ def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path, test):
     assert loss_trend(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
 
 
-def test_trend_rule_over_tokens_uses_losses_logged_during_training(tmp_path):
-    rising = TOKENS.replace("below", "above")
-    found = judge(written(tmp_path, rising), tmp_path / "out")
-    assert found.verdict == "shown", found.reasons
-    assert found.numbers()["rules"][0]["gap"] == pytest.approx(0.01)
-    assert "slope per doubling of tokens of heldout_loss of v2 minus that of half is above 0" in (
-        markdown(found)
-    )
-
-
-@pytest.mark.parametrize(
-    ("rule", "more", "gap"),
-    [(POSITION, {}, -0.01), (BELOW, {"metric": "position/4"}, -0.02)],
-)
-def test_rules_on_position_read_position_losses_of_last_step(tmp_path, rule, more, gap):
-    study, out = written(tmp_path, rule, **more), tmp_path / "out"
+def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
+    study, out = written(tmp_path, BELOW, metric="position/4"), tmp_path / "out"
     for name in ("standard", "half", "v2"):
         for seed, noise in enumerate(NOISE):
             slope = (name == "v2") * (-0.01 + noise)
@@ -307,16 +231,21 @@ def test_rules_on_position_read_position_losses_of_last_step(tmp_path, rule, mor
                 assert said in str(caught.value)
                 assert f"diffllm evaluate run={run} 'tasks=[position]'" in str(caught.value)
             file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
-            first = {"key": {"documents": 1, "checkpoint": f"{name}{seed}"}, "unit": "nats a token"}
+            first = {
+                "key": {"documents": 200, "checkpoint": f"{name}{seed}"},
+                "unit": "nats a token",
+            }
             store_result(file, {**first, "scores": scores}, lines)
     found = judge(study, out)
     assert found.verdict == "shown", found.reasons
-    assert found.tested[0].gap.mean == pytest.approx(gap)
+    assert found.tested[0].gap.mean == pytest.approx(-0.02)
     assert study.unit == "nats per token"
-    first["key"]["seq_len"] = 64
-    store_result(file, {**first, "scores": scores}, lines)
-    with pytest.raises(ConfigError, match=r"different documents; .* same limit=N and seq_len=N"):
-        judge(study, out)
+    for settings in ({"documents": 200, "seq_len": 64}, {"documents": 50}):
+        store_result(file, {**first, "key": settings, "scores": scores}, lines)
+        found = judge(study, out)
+        assert found.verdict == "not comparable"
+        assert "a run was evaluated with limit=N or seq_len=N; repeat" in found.reasons[0]
+        assert "runs were evaluated on different documents" in found.reasons[1]
 
 
 def test_metric_by_position_needs_documents_of_this_length(tmp_path):

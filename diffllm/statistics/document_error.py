@@ -1,0 +1,34 @@
+"""Standard error of a loss gap that comes from the choice of the held-out documents."""
+
+import numpy as np
+
+
+def document_error(
+    own: np.ndarray, base: np.ndarray, tokens: np.ndarray, log: bool = False
+) -> float | None:
+    """Return the standard error over documents of the mean loss gap, `own` minus `base`.
+
+    The loss of a run is a ratio: the sum over documents divided by the number of tokens. The error
+    is that of the linearised ratio (Cochran, Sampling Techniques, 1977, section 6). Return None
+    with a single document.
+
+    Args:
+        own, base: (seeds, documents), sum of the token losses of each document in nats.
+        tokens: (documents,), number of tokens of each document.
+        log: whether the gap is the mean difference of the logarithms of the losses.
+    """
+    n = len(tokens)
+    if n < 2:
+        return None
+    influences = [mean_influence(np.asarray(side, np.float64), tokens, log) for side in (own, base)]
+    squares = (influences[0] - influences[1]) ** 2
+    return float(np.sqrt(n / (n - 1) * squares.sum()))
+
+
+def mean_influence(nats: np.ndarray, tokens: np.ndarray, log: bool) -> np.ndarray:
+    """Return the influence (documents,) of each document on the mean loss over seeds."""
+    losses = nats.sum(axis=1, keepdims=True) / tokens.sum()
+    influences = (nats - losses * tokens) / tokens.sum()
+    if log:
+        influences /= losses
+    return influences.mean(axis=0)
