@@ -47,6 +47,8 @@ reports, studies and defaults follow from the effect:
   equal, too.
 - **Defaults.** If no override decides numbers or order, `experiment=quickstart` sets the defaults.
   The first lines of a run name the defaults and the reason.
+- **Starting points** are compared, too: `resume=weights:PATH`, `resume=stage:PATH` and a path of
+  another run differ from initial values.
 - **Seeds** distinguish the runs of a row or arm, and do not change the defaults.
 
 The keys of [plugins](plugins.md#config-keys) and the [facts](#facts-of-a-run) of `run.json` have
@@ -58,7 +60,7 @@ FACTS = """\
 Reports and studies compare these facts, which a start writes to `run.json`.
 """
 EXCEPTIONS: dict[Place, str] = {
-    "report": "may differ between rows of a report, whose labels show the value",
+    "report": "may differ between rows of a report",
     "study": "may differ between the arms of a study",
     "stage": "may change in the next stage, `resume=stage:PATH`",
 }

@@ -28,7 +28,7 @@ class CheckpointConfig:
 
     interval: int | str = key(
         100,
-        effect="none",
+        effect="speed",
         help="Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is "
         "always saved.",
     )

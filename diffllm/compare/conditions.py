@@ -7,12 +7,17 @@ compared runs must agree in them. The effect of a key decides, see `core.keys`.
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
+from diffllm.core.files import user_path
 from diffllm.core.keys import Declaration
 
 ATTENTION = "model.attention."
+INITIAL_VALUES = "initial values"
+"""Starting point of a run that does not load another model."""
 Role = Literal["question", "condition", "declared", "harmless"]
 """Role of a key in a comparison.
 
@@ -48,6 +53,7 @@ def role(
     place: Literal["report", "study"],
     allowed: Collection[str] = (),
     measures_time: bool = False,
+    reads_curve: bool = True,
 ) -> Role:
     """Return the role of a config key or fact in a comparison.
 
@@ -57,6 +63,8 @@ def role(
         place: kind of the comparison.
         allowed: keys, facts and sections that the study or sweep declares as differences.
         measures_time: whether the compared value is a time or a speed.
+        reads_curve: whether a study compares values that are logged during training. Otherwise, as
+            in a report, the steps of logged values do not matter.
     """
     if declared.effect == "none" or (declared.effect == "speed" and not measures_time):
         return "harmless"
@@ -65,10 +73,42 @@ def role(
         return "question"
     if is_within(name, allowed) or place in declared.may_differ:
         return "declared"
-    # In a report, the interval of logging affects only the number of points of a curve.
-    if place == "report" and declared.effect == "logging":
+    if declared.effect == "logging" and (place == "report" or not reads_curve):
         return "harmless"
     return "condition"
+
+
+def starting_point(
+    cfg: TrainConfig, run: Path | None = None, previous: Mapping[str, Any] | None = None
+) -> str:
+    """Return the starting point of a run: initial values, a stage, or the value of `resume`.
+
+    A checkpoint of the run itself continues the run, so that its starting point is the initial
+    values. Each arm and seed continues its own stage, so that the path of the stage does not
+    matter.
+
+    Args:
+        run: run directory; default: run.dir, if this key is set.
+        previous: entry of run.json after resume=stage:PATH.
+    """
+    if previous:
+        return f"stage after {previous['tokens']:,} tokens"
+    if cfg.resume.startswith("stage:"):
+        return "stage"
+    if run is None and cfg.run.dir is not None:
+        run = user_path(cfg.run.dir, "run.dir")
+    inside = run is not None and Path(cfg.resume).absolute().is_relative_to(run.absolute())
+    return INITIAL_VALUES if inside or cfg.resume in ("auto", "never") else cfg.resume
+
+
+def arms_by_value(runs: Sequence[tuple[str, int, str]]) -> dict[str, list[str]]:
+    """Return the arms with each value, from (arm, seed, value) of each run."""
+    arms: dict[str, list[str]] = {}
+    for arm, _, value in runs:
+        names = arms.setdefault(value, [])
+        if arm not in names:
+            names.append(arm)
+    return arms
 
 
 def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:

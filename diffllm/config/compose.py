@@ -33,7 +33,7 @@ from diffllm.config.values import check_paths, check_values, leaves
 from diffllm.config.words import for_hydra, parsed_override, with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
-from diffllm.core.keys import Declaration, class_declarations, declaration_of
+from diffllm.core.keys import Declaration, class_declarations, declaration_of, strictest
 from diffllm.core.registry import SCHEMAS
 from diffllm.model.attention.base import AttentionConfig
 
@@ -115,24 +115,21 @@ def deciding_words(overrides: list[Override]) -> list[str]:
     words = []
     for override in overrides:
         name = override.key_or_group
-        inside = [declaration for key, declaration in declared if is_within(key, [name])]
+        inside = [found for key, found in declared.items() if is_within(key, [name])]
         if not inside:  # an entry of a mapping, a group without keys, or an unknown key
-            inside = [declaration_of(name, dict(declared))]
+            inside = [declaration_of(name, declared)]
         if any(found.computes and "seed" not in found.kinds for found in inside):
             words.append(str(override.input_line))
     return words
 
 
-def registered_declarations() -> list[tuple[str, Declaration]]:
-    """Return (dotted key, declaration) of all keys, also of registered variants and data sources.
-
-    Several variants may declare a key with the same name.
-    """
-    declared = list(class_declarations(TrainConfig).items())
+def registered_declarations() -> dict[str, Declaration]:
+    """Return the declarations of all keys, also of registered variants and data sources."""
+    parts = [class_declarations(TrainConfig)]
     for (group, _), config_class in SCHEMAS.items():
         prefix = "model.attention." if group == "attention" else f"{group}."
-        declared += class_declarations(config_class, prefix).items()
-    return declared
+        parts.append(class_declarations(config_class, prefix))
+    return strictest(parts)
 
 
 def defaults_text(deciding: list[str]) -> str | None:
@@ -141,12 +138,13 @@ def defaults_text(deciding: list[str]) -> str | None:
     Return None if an override sets the experiment.
     """
     if not deciding:
-        return "experiment=quickstart, because no override except seeds affects the results"
+        return "experiment=quickstart, because no override except seeds changes the training"
     if any(key_of_word(word) == "experiment" for word in deciding):
         return None
+    key = key_of_word(deciding[0])
     return (
-        f"conf/train.yaml, because {deciding[0]} affects the results; for the defaults of the "
-        "quickstart, add experiment=quickstart"
+        f"conf/train.yaml, because the override of {key} changes the training; for the defaults of "
+        "the quickstart, add experiment=quickstart"
     )
 
 

@@ -67,8 +67,7 @@ class EvalConfig:
     interval: int = key(
         100,
         least=1,
-        effect="measurement",
-        may_differ="report",
+        effect="logging",
         help="Steps between evaluations; the last step always has an evaluation.",
     )
     sequences: int = key(

@@ -61,8 +61,8 @@ def warn_of_plugins(run: Path) -> None:
 def changes_to(begun: Any, cfg: Any, counts: Counts = is_fixed) -> Changes:
     """Return {key: (value in `begun`, value in `cfg`)} for all differences that count.
 
-    `begun` and `cfg` are two configs, or one section of two configs. A key that follows another key
-    with a difference is omitted.
+    `begun` and `cfg` are two configs, or one section of two configs. Omit a key that has the value
+    of another key in both configs, as `model.init_seed` usually has the value of `seed`.
     """
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     declared = {**declarations(begun), **declarations(cfg)}
@@ -70,7 +70,11 @@ def changes_to(begun: Any, cfg: Any, counts: Counts = is_fixed) -> Changes:
     changes: Changes = {}
     for key in sorted(differing):
         declaration = declaration_of(key, declared)
-        if counts(declaration) and declaration.follows not in differing:
+        source = declaration.follows
+        follows = source in differing and all(
+            values.get(key) == values.get(source) for values in (saved, new)
+        )
+        if counts(declaration) and not follows:
             changes[key] = (saved.get(key), new.get(key))
     return changes
 

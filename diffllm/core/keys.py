@@ -188,6 +188,22 @@ def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declar
     return found
 
 
+def strictest(parts: Iterable[Declarations]) -> dict[str, Declaration]:
+    """Merge declarations; of several declarations of one key, keep the one with the most influence.
+
+    Two plugins may declare a key with the same name and different effects. The order of effects is
+    that of `EFFECTS`.
+    """
+    ranks = {effect: rank for rank, effect in enumerate(EFFECTS)}
+    merged: dict[str, Declaration] = {}
+    for part in parts:
+        for name, declared in part.items():
+            known = merged.get(name)
+            if known is None or ranks[declared.effect] < ranks[known.effect]:
+                merged[name] = declared
+    return merged
+
+
 def declared_in(config_class: type, name: str) -> Declaration | None:
     """Return the declaration of a field, or None for a field without `key`.
 

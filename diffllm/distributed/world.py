@@ -51,7 +51,7 @@ class DistributedConfig:
     check_interval: int = key(
         0,
         least=0,
-        effect="none",
+        effect="speed",
         help="Steps between comparisons of replicas on different ranks; 0: compare only at the "
         "start.",
     )

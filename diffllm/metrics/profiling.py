@@ -26,7 +26,7 @@ class ProfileConfig:
 
     steps: list[int] = key(
         [],
-        effect="none",
+        effect="speed",
         help="First and last step to trace, such as [10,12], on every rank; empty: no trace.",
     )
 

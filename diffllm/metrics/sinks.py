@@ -32,7 +32,7 @@ class MetricsConfig:
 
     tensorboard: bool = key(
         False,
-        effect="none",
+        effect="speed",
         help="Write TensorBoard event files into the run directory's `tensorboard/`.",
     )
 

@@ -94,8 +94,9 @@ class RunDirectory:
         allowed = self.cfg.run.allow_changes
         if refused := [key for key in changes if not is_within(key, allowed)]:
             raise ConfigError(
-                f"{self.path} was made with {what_differs(changes)}; choose another run.name, or "
-                f"resume with run.allow_changes=[{','.join([*allowed, *refused])}]"
+                f"{self.path} was made with {what_differs(changes)}; choose another run.name, "
+                f"{self.experiment_hint()}or resume with "
+                f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
         done = steps_made(self.path) or 0
@@ -104,6 +105,16 @@ class RunDirectory:
                 f"{self.path} is already at step {done}; these settings can no longer change: "
                 f"{changes_text(changes)}; choose another run.name, or set steps above {done}"
             )
+
+    def experiment_hint(self) -> str:
+        """Return advice to set the experiment of the run; "" if this config has the same one.
+
+        An older version may have chosen other defaults for the same command.
+        """
+        before = load_run_config(self.path).resolved.choices.get("experiment")
+        if before is None or before == self.cfg.resolved.choices.get("experiment"):
+            return ""
+        return f"add experiment={before}, "
 
     @property
     def config_file(self) -> Path:

@@ -242,9 +242,15 @@ TABLES = [
         "SPEED",
         SPEED,
         lambda _, declared: declared.effect == "speed",
-        {"The number of loader batches and of processes changes only the speed.": (
-            "data.prefetch_factor", "prepare.processes",
-        )},
+        {
+            "The number of batches that a loader prepares changes only the speed.": (
+                "data.prefetch_factor",
+            ),
+            "Saves, traces, comparisons of replicas and event files take time.": (
+                "checkpoint.interval", "profile.steps", "distributed.check_interval",
+                "metrics.tensorboard",
+            ),
+        },
     ),
     Table(
         "UNREAD",
@@ -256,7 +262,12 @@ TABLES = [
         "UNHASHED",
         UNHASHED,
         lambda _, declared: not is_hashed(declared),
-        {**RESUME, OWN_PATHS: ("data.sources.web.paths",)},
+        {
+            **RESUME,
+            "Hashes contain all keys of eval and of sources by name, as in older versions.": (
+                "data.sources.web.paths", "eval.interval",
+            ),
+        },
     ),
 ]  # fmt: skip
 
@@ -353,9 +364,6 @@ def compared_by_content(name: str) -> bool:
 
 COMPARED = [name for name in KEYS if f"{COMPUTED}{name[4:]}" not in ALL and name in ALL]
 REPORT = {
-    "Reports show the interval of evaluations: it decides the points of a curve.": (
-        "harmless", "declared", ("eval.interval",),
-    ),
     GUARD: ("harmless", "declared", ("train.max_consecutive_skips",)),
     "Skipped updates change the parameters; forged studies differed in this key.": (
         "declared", "condition", ("train.skip_step",),
@@ -426,6 +434,21 @@ def test_facts_have_the_roles_of_former_tables_except_for_the_code():
         assert role(name, declared[name], "study", measures_time=True) == "condition"
 
 
+def test_logging_is_a_condition_only_of_logged_metrics():
+    logging = [name for name, declared in KEYS.items() if declared.effect == "logging"]
+    assert {"eval.interval", "log_interval", "diagnostics.interval"} <= {*logging}
+    for name in logging:
+        assert role(name, KEYS[name], "study") == "condition"
+        assert role(name, KEYS[name], "study", reads_curve=False) == "harmless"
+
+
+@pytest.mark.parametrize(
+    "words", [["data=files", f"data.paths=[{','.join(f'{n}' * 60 for n in range(90))}]"]]
+)
+def test_reason_for_defaults_stays_short_for_long_overrides(words):
+    assert "override of data" in load_config(words).resolved.defaults
+
+
 # New keys
 
 
@@ -482,7 +505,10 @@ def test_keys_of_plugin_choose_the_defaults_by_their_effect(monkeypatch, word, e
     [
         ([], "experiment=quickstart, because"),
         (["seed=1", "log_interval=5"], "experiment=quickstart, because"),
-        (["seed=1", "optim.lr=1e-3", "steps=9"], "conf/train.yaml, because optim.lr=1e-3 affects"),
+        (
+            ["seed=1", "optim.lr=1e-3", "steps=9"],
+            "conf/train.yaml, because the override of",
+        ),
         (["experiment=none", "steps=150"], "None"),
     ],
 )

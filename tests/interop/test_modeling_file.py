@@ -4,7 +4,6 @@ implementations, continuous batching, torch.export and compilation."""
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -216,12 +215,12 @@ def test_modeling_file_computes_same_rope_tables_as_training(kind):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exported_config_uses_training_defaults_for_missing_settings(variant):
     found = DiffLLMConfig(attention={"variant": variant}).attention
-    assert found == {"variant": variant, **json_settings(asdict(VARIANTS[variant]()))}
+    assert found == {"variant": variant, **json_settings(VARIANTS[variant]())}
     config = DiffLLMConfig(
         vocab_size=416, hidden_size=48, intermediate_size=64, head_dim=16,
         attention={"variant": variant}, moe={"n_experts": 4, "expert_dim": 32},
     )  # fmt: skip
-    assert config.moe == json_settings(asdict(MoEConfig(n_experts=4, expert_dim=32)))
+    assert config.moe == json_settings(MoEConfig(n_experts=4, expert_dim=32))
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 

@@ -1,6 +1,13 @@
 """List every difference between the rows of a report, with its role in the comparison."""
 
-from diffllm.compare.conditions import ATTENTION, Difference, Role, disagrees, role
+from diffllm.compare.conditions import (
+    ATTENTION,
+    Difference,
+    Role,
+    arms_by_value,
+    disagrees,
+    role,
+)
 from diffllm.compare.report.keys import COMPUTED, SEEDS, all_declarations, value_text
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist
@@ -70,20 +77,15 @@ def other_difference(rows: list[Row], name: str, declared: Declaration) -> list[
     else:
         why = "decides only how often values are measured"
     runs: list[tuple[str, int, str]] = []
-    values: dict[str, list[str]] = {}
     for row in rows:
         for run in row.runs:
             # Attention variants have different keys.
             if name.startswith(ATTENTION) and name not in run.config:
                 continue
-            text = value_text(name, recorded_value(run, name))
-            runs.append((row.label, run.cfg.seed, text))
-            labels = values.setdefault(text, [])
-            if row.label not in labels:
-                labels.append(row.label)
-    if len(values) < 2 or not disagrees(runs):
+            runs.append((row.label, run.cfg.seed, value_text(name, recorded_value(run, name))))
+    if not disagrees(runs):
         return []
-    return [Difference(name, key_role, values, why)]
+    return [Difference(name, key_role, arms_by_value(runs), why)]
 
 
 def recorded_value(run: Run, name: str) -> object:
@@ -109,24 +111,15 @@ def initial_seeds(rows: list[Row]) -> list[Difference]:
 
     Gaps are paired by both seeds, so these runs are not compared.
     """
-    texts_by_seed: dict[int, list[set[str]]] = {}
-    values: dict[str, list[str]] = {}
+    runs: list[tuple[str, int, str]] = []
     for row in rows:
-        texts: dict[int, set[str]] = {}
         for run in row.runs:
             seed, init_seed = run.seeds
-            text = "seed" if init_seed == seed else str(init_seed)
-            texts.setdefault(seed, set()).add(text)
-            labels = values.setdefault(text, [])
-            if row.label not in labels:
-                labels.append(row.label)
-        for seed, row_texts in texts.items():
-            texts_by_seed.setdefault(seed, []).append(row_texts)
-    for texts_by_row in texts_by_seed.values():
-        if any(row_texts != texts_by_row[0] for row_texts in texts_by_row):
-            why = "gaps compare only runs with equal initial values"
-            return [Difference("model.init_seed", "condition", values, why)]
-    return []
+            runs.append((row.label, seed, "seed" if init_seed == seed else str(init_seed)))
+    if not disagrees(runs):
+        return []
+    why = "gaps compare only runs with equal initial values"
+    return [Difference("model.init_seed", "condition", arms_by_value(runs), why)]
 
 
 def row_settings(row: Row, differences: list[Difference]) -> str:

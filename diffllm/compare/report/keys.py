@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.compare.conditions import ATTENTION, role
+from diffllm.compare.conditions import ATTENTION, role, starting_point
 from diffllm.compare.report.runs import Run
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed, is_within
@@ -20,6 +20,7 @@ from diffllm.core.keys import (
     Declarations,
     class_declarations,
     declaration_of,
+    strictest,
 )
 from diffllm.metrics.facts import fact_declarations, facts_of
 
@@ -112,10 +113,7 @@ def distinguish(runs: list[Run]) -> Keys:
 
 def all_declarations(runs: list[Run]) -> Declarations:
     """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
-    declared = dict(fact_declarations())
-    for run in runs:
-        declared |= run.declarations
-    return declared | COMPUTED
+    return strictest([COMPUTED, fact_declarations(), *(run.declarations for run in runs)])
 
 
 def is_deciding(key: str, declared: Declaration) -> bool:
@@ -143,9 +141,7 @@ def deciding_values(run: Run, several: Collection[str] = ()) -> dict[str, Any]:
         if is_deciding(key, declared) and declared.fact not in run.config:
             values[key] = value
     values["attention"] = run.variant
-    values["resume"] = None if run.cfg.resume in ("auto", "never") else run.cfg.resume
-    if previous := run.facts.get("previous"):  # Each row and seed continues its own run.
-        values["resume"] = f"stage after {previous['tokens']:,} tokens"
+    values["resume"] = starting_point(run.cfg, run.path, run.facts.get("previous"))
     if matched := run.cfg.resolved.matched:
         # The solved width follows from the match; the target's width is the setting.
         values[f"model.{matched.key}"] = matched.target_ffn_dim

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.conditions import starting_point
 from diffllm.compare.report.curves import LOSS
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
@@ -188,8 +189,10 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
         with suppress(CheckpointError):
             documents = rounded(document_losses(run.path))
     own, problem = config_digest(run.cfg, study), change_during_run(run.path)
-    if own != digest or planned.lr not in (None, run.cfg.optim.lr):
-        problem = strayed(run.path, run.cfg, config_of_planned(planned), is_hashed)
+    config = config_of_planned(planned)
+    other_start = starting_point(run.cfg, run.path) != starting_point(config)
+    if own != digest or other_start or planned.lr not in (None, run.cfg.optim.lr):
+        problem = strayed(run.path, run.cfg, config, is_hashed)
     return StudyRun(
         name=planned.name,
         seed=planned.seed,

@@ -3,23 +3,29 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from diffllm.compare.conditions import ATTENTION, Comparand, Difference, disagrees, role
+from diffllm.compare.conditions import (
+    ATTENTION,
+    Comparand,
+    Difference,
+    arms_by_value,
+    disagrees,
+    role,
+    starting_point,
+)
 from diffllm.compare.report.keys import HASH, shown_value
 from diffllm.compare.report.numbers import compact, percent
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
+from diffllm.config.compose import LENGTHS, registered_declarations
 from diffllm.config.matching import TOLERANCE
-from diffllm.config.run_config import CARRIED
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.errors import ConfigError, did_you_mean, listed
 from diffllm.core.keys import (
     Declaration,
     Declarations,
-    class_declarations,
     declaration_of,
     declarations,
 )
-from diffllm.core.registry import SCHEMAS
 from diffllm.metrics.facts import fact_declarations
 
 WORDS = {
@@ -49,18 +55,12 @@ All other keys, sections and facts are declared by their names, such as model.z_
 """
 TOLERANCES = {"parameters": float(TOLERANCE), "flops_per_token": 0.02}
 """Largest allowed relative difference between arms, by fact."""
-LENGTHS = ("steps", "max_tokens", "epochs")
-"""Keys that together decide the number of training tokens, which is compared in their place."""
 COMPUTED = {
     "tokens": Declaration("Planned training tokens.", "numbers"),
     "resume": Declaration("Starting point of training.", "numbers"),
     "heldout_texts": Declaration("Hash of the held-out documents.", "measurement"),
 }
 """Compared values that are neither config keys nor facts of run.json."""
-STEPS = ("tokens", "global_batch_size", "seq_len")
-"""Keys that decide the number of steps."""
-INTERVALS = ("eval.interval", "log_interval", "diagnostics")
-"""Intervals whose default values are shares of the number of steps."""
 HASHES = ("corpus", "tokenizer", "heldout_texts")
 
 
@@ -69,9 +69,8 @@ def settings_of(
 ) -> dict[str, str]:
     """Return the formatted values of all config keys that a verdict can compare, by dotted key.
 
-    Omit keys that decide nothing, the attention variant, and keys that are compared by their
-    content, such as data.paths. The key "tokens" contains the number of training tokens, and the
-    key "resume" the starting point.
+    Omit keys that decide nothing, and the attention variant. The key "tokens" contains the number
+    of training tokens, and the key "resume" the starting point.
 
     Args:
         cfg: config of a run.
@@ -92,7 +91,7 @@ def settings_of(
             settings[name] = value_words(name, value)
     tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
     settings["tokens"] = value_words("tokens", tokens)
-    settings["resume"] = starting_point(cfg, previous)
+    settings["resume"] = starting_point(cfg, previous=previous)
     return settings
 
 
@@ -102,36 +101,12 @@ def is_compared(name: str, declaration: Declaration) -> bool:
     if name.startswith(ATTENTION) and not declaration.harmless:
         return False
     # The runs of a seed share the key `seed`. Keys that follow it can differ.
-    if "seed" in declaration.kinds and not declaration.follows:
-        return False
-    return not (declaration.computes and declaration.resumable and declaration.fact)
-
-
-def starting_point(cfg: TrainConfig, previous: Mapping[str, Any] | None = None) -> str:
-    """Return the starting point of a run: initial values, the weights at a path, or a stage.
-
-    Each arm and seed continues its own stage, so that the path of the stage does not matter.
-    """
-    if previous:
-        return f"stage after {previous['tokens']:,} tokens"
-    if not starts_elsewhere(cfg):
-        return "initial values"
-    return "stage" if cfg.resume.startswith("stage:") else cfg.resume
-
-
-def starts_elsewhere(cfg: TrainConfig) -> bool:
-    """Return whether a run starts with the parameters of another run or model."""
-    return cfg.resume.partition(":")[0] in CARRIED
+    return "seed" not in declaration.kinds or declaration.follows is not None
 
 
 def known_declarations() -> dict[str, Declaration]:
     """Return the declarations of all config keys, also of plugins, and of all facts."""
-    found = class_declarations(TrainConfig)
-    for (group, _), config_class in SCHEMAS.items():
-        prefix = ATTENTION if group == "attention" else f"{group}."
-        for name, declaration in class_declarations(config_class, prefix).items():
-            found.setdefault(name, declaration)
-    return {**found, **fact_declarations(), **COMPUTED}
+    return {**registered_declarations(), **fact_declarations(), **COMPUTED}
 
 
 def declaration_in_study(name: str, declared: Declarations) -> Declaration:
@@ -176,13 +151,15 @@ def check_unequal(unequal: Sequence[str], plugins: bool) -> None:
 
 
 def differences(
-    runs: Sequence[Comparand], allowed: Collection[str], measures_time: bool = False
+    runs: Sequence[Comparand],
+    allowed: Collection[str],
+    measures_time: bool = False,
+    reads_curve: bool = True,
 ) -> list[Difference]:
     """Return the keys and facts in which arms differ, with the role of each.
 
-    Keys that a fact determines are ignored if all runs have the fact. Runs without a key are
-    ignored, because older versions recorded fewer keys. Differences of parameters and FLOPs within
-    `TOLERANCES` are ignored.
+    Keys that a fact determines are ignored if all runs have the fact. Differences of parameters and
+    FLOPs within `TOLERANCES` are ignored. For the arguments, see `role`.
     """
     declared = known_declarations()
     known_facts = {
@@ -197,28 +174,20 @@ def differences(
         if declaration.fact in known_facts:
             continue
         known = [run for run in runs if name in run.values]
-        texts = [(run.arm, run.seed, value_words(name, run.values[name])) for run in known]
+        texts = [(run.arm, run.seed, exact_value(name, run)) for run in runs]
+        if name in COMPUTED or name.startswith(ATTENTION):
+            # Diverged runs have no documents, and attention variants have different keys.
+            texts = [(run.arm, run.seed, exact_value(name, run)) for run in known]
         apart = largest_ratio(name, known)
         is_within_tolerance = apart is not None and apart <= TOLERANCES[name] * (1 + 1e-9)
         if is_within_tolerance or not disagrees(texts):
             continue
-        by_value: dict[str, list[str]] = {}
-        for arm, _, text in texts:
-            arms = by_value.setdefault(text, [])
-            if arm not in arms:
-                arms.append(arm)
-        part = role(name, declaration, "study", allowed, measures_time)
-        found.append(Difference(name, part, by_value))
-    if any(difference.key in STEPS for difference in found):
-        found = [with_interval_declared(difference) for difference in found]
+        part = role(name, declaration, "study", allowed, measures_time, reads_curve)
+        values = {shortened(name, text): arms for text, arms in arms_by_value(texts).items()}
+        if len(values) < 2:  # two hashes with the same start
+            values = arms_by_value(texts)
+        found.append(Difference(name, part, values))
     return found
-
-
-def with_interval_declared(difference: Difference) -> Difference:
-    """Return a difference with the role "declared" if arms of unequal steps must have it."""
-    if difference.role == "condition" and is_within(difference.key, INTERVALS):
-        return difference._replace(role="declared")
-    return difference
 
 
 def largest_ratio(name: str, runs: Sequence[Comparand]) -> float | None:
@@ -231,11 +200,14 @@ def largest_ratio(name: str, runs: Sequence[Comparand]) -> float | None:
 
 
 def undeclared(
-    runs: Sequence[Comparand], allowed: Collection[str], measures_time: bool = False
+    runs: Sequence[Comparand],
+    allowed: Collection[str],
+    measures_time: bool = False,
+    reads_curve: bool = True,
 ) -> list[str]:
-    """Return one message for each word that would declare a violated condition."""
+    """Return one message for each word that would declare a violated condition, see `role`."""
     by_word: dict[str, list[str]] = {}
-    for difference in differences(runs, allowed, measures_time):
+    for difference in differences(runs, allowed, measures_time, reads_curve):
         if difference.role == "condition":
             text = difference_words(difference, runs)
             by_word.setdefault(word_of(difference.key), []).append(text)
@@ -265,9 +237,18 @@ def difference_words(difference: Difference, runs: Sequence[Comparand]) -> str:
     return f"{name}: {listed(values)}{ends}"
 
 
+def exact_value(name: str, run: Comparand) -> str:
+    """Return a value as text; "not set" if the config of the run does not have the key."""
+    return value_words(name, run.values[name]) if name in run.values else "not set"
+
+
 def value_words(name: str, value: Any) -> str:
     if value is None and name in fact_declarations():
         return "unknown"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return compact(value) if name in TOLERANCES else f"{value:,.15g}"
-    return value[:HASH] if name in HASHES and isinstance(value, str) else shown_value(value)
+    return shown_value(value)
+
+
+def shortened(name: str, text: str) -> str:
+    return text[:HASH] if name in HASHES else text

@@ -34,7 +34,7 @@ OF_THE_SUMMARY = {
 LR_SENSITIVITY, TASKS = "lr_sensitivity", "tasks/"
 AT_POSITION = f"{POSITION}/"
 """Prefix of the metrics position/N: held-out loss at the positions N to 2N - 1 of documents."""
-MACHINE_METRICS = ("tokens_per_s", "seconds", "perf/")
+MACHINE_METRICS = ("tokens_per_s", "seconds", "train_seconds", "wall_seconds", "perf/")
 """Prefixes of metrics that depend on the machine."""
 LOWER_IS_BETTER = (
     "heldout_", "train_loss", "train/loss", "eval/loss", "seconds", LR_SENSITIVITY, AT_POSITION,
@@ -157,6 +157,12 @@ class Study:
     def measures_time(self) -> bool:
         """Whether the metric is a time, a speed or memory, which depends on the machine."""
         return self.metric.startswith(MACHINE_METRICS)
+
+    @property
+    def terms(self) -> tuple[list[str], bool, bool]:
+        """Arguments `allowed`, `measures_time` and `reads_curve` of `compare.conditions.role`."""
+        reads_curve = self.logged or any(rule.needs_curve for rule in self.rules)
+        return self.allowed, self.measures_time, reads_curve
 
     @property
     def quantity(self) -> str:

@@ -195,7 +195,7 @@ def strayed(
     """
     found = changes_to(saved, planned, counts)
     changes = {key: values for key, values in found.items() if key != "run.study"}
-    if starting_point(saved) != starting_point(planned):
+    if starting_point(saved, run_path) != starting_point(planned):
         changes["resume"] = (saved.resume, planned.resume)
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())

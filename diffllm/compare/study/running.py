@@ -168,7 +168,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
     planned_runs = planned_comparands(study, configs)
-    problems = undeclared(planned_runs, study.allowed)
+    problems = undeclared(planned_runs, *study.terms)
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, planned_runs)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from diffllm.compare.study.differences import starts_elsewhere
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import config_of_planned, planned_by_name
 from diffllm.config import TrainConfig
@@ -29,7 +28,8 @@ def config_digest(cfg: TrainConfig, study: Study) -> str:
     """Return the SHA-256 of the settings that affect results and differ from their defaults.
 
     Defaults are ignored, so that new config keys do not change the hash. The key optim.lr is
-    ignored if the study itself chooses the learning rate.
+    ignored if the study itself chooses the learning rate. The starting point of a run is not a part
+    of this hash: the hash of the study file covers it, and a verdict compares it, see `strayed`.
     """
     defaults = flat_defaults(*map(type, (cfg.model.attention, cfg.data)))
     declared = declarations(cfg)
@@ -40,11 +40,9 @@ def config_digest(cfg: TrainConfig, study: Study) -> str:
             continue
         if key in FORMER_SECTION:
             hashed[FORMER_SECTION[key]] = value
-        elif is_hashed(declaration_of(key, declared)):
+        # Hashes of older versions contain the paths of a mixture's sources, and eval.interval.
+        elif is_hashed(declaration_of(key, declared)) or key.startswith(("data.sources.", "eval.")):
             hashed[key] = value
-    # A path of another model decides the results, but the path of a run to resume does not.
-    if starts_elsewhere(cfg):
-        hashed["resume"] = cfg.resume
     if study.lr:
         hashed.pop("optim.lr", None)
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()

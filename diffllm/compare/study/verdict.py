@@ -103,7 +103,7 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     runs = comparands(arms)
     shown = [
         difference
-        for difference in differences(runs, study.allowed, study.measures_time)
+        for difference in differences(runs, *study.terms)
         if difference.role != "condition"
     ]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence, shown)
@@ -129,7 +129,7 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, comparands(arms), study.measures_time)
-    return problems + undeclared(comparands(arms), study.allowed, study.measures_time)
+    return problems + undeclared(comparands(arms), *study.terms)
 
 
 def exploratory(

@@ -221,8 +221,8 @@ def verdict_html(found: Verdict) -> str:
         problems=problems(found),
         gaps=gaps_image(found),
         arms=arms_table(found),
-        overrides=override_lines(found.study),
-        differences=difference_lines(found),
+        overrides=[line.replace("`", "") for line in override_lines(found.study)],
+        differences=[line.replace("`", "") for line in difference_lines(found)],
         equal=equal_gaps_table(found.equal) if found.equal else None,
         equal_words=equal_gaps_words(found.study.rule.alpha),
         rules=[rule_line(each, found.study) for each in found.tested],
@@ -271,18 +271,18 @@ def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> 
 
 
 def override_lines(study: Study) -> list[str]:
-    """Return one line with the overrides of each arm."""
-    return [f"{arm}: {' '.join(words) or 'none'}" for arm, words in study.arms.items()]
+    """Return one Markdown line with the overrides of each arm."""
+    return [f"`{arm}`: `{' '.join(words) or 'none'}`" for arm, words in study.arms.items()]
 
 
 def difference_lines(found: Verdict) -> list[str]:
-    """Return one line for each difference between arms that is declared or has no influence."""
+    """Return one Markdown line for each difference between arms, with the role of the key."""
     lines = []
     for difference in found.differences:
-        values = "; ".join(
-            f"{text} in {', '.join(arms)}" for text, arms in difference.values.items()
-        )
-        lines.append(f"{difference.key} ({REASONS[difference.role]}): {values}")
+        parts = []
+        for text, arms in difference.values.items():
+            parts.append(f"`{text}` in {', '.join(arms)}")
+        lines.append(f"`{difference.key}` ({REASONS[difference.role]}): {'; '.join(parts)}")
     return lines
 
 
@@ -327,8 +327,8 @@ def markdown(found: Verdict) -> str:
             "",
             arms_table(found).markdown(),
             "",
-            *(f"- Overrides of `{line}`" for line in override_lines(study)),
-            *(f"- Difference in `{line}`" for line in difference_lines(found)),
+            *(f"- Overrides of {line}" for line in override_lines(study)),
+            *(f"- Difference in {line}" for line in difference_lines(found)),
             "",
             *equal_lines(found),
             f"Metric: {study.quantity}, paired over seeds. Study {study.path.name}, SHA-256 "

@@ -64,77 +64,27 @@ def test_difference_in_key_has_role_of_its_declaration(pair, key):
     assert shows_key is (is_deciding(key, declared) and not compared_by)
 
 
-FORMER = {
-    "harmless": (
-        "log_interval", "checkpoint", "diagnostics", "distributed", "parallel", "wandb", "metrics",
-        "profile", "prepare", "plugins", "force", "run", "eval.interval", "max_tokens", "epochs",
-        "train.max_consecutive_skips", "micro_batch_size", "compile", "activation_checkpointing",
-        "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.cache_dir",
-        "data.num_workers", "data.prefetch_factor", "data.sample_prompt", "data.visible_keys",
-        "data.document_lengths", "seed", "model.init_seed",
-    ),
-    "swept": (
-        "model.ffn_dim", "model.match_params_to", "model.match_flops_to", "model.init_std",
-        "model.z_loss", "model.attention", "model.moe.expert_dim", "model.moe.bias_update_rate",
-        "model.moe.balance_loss", "model.moe.balance_over", "model.moe.router_z_loss",
-    ),
-    "condition": (
-        "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
-        "optim.schedule", "optim.warmup_steps", "optim.decay_fraction", "optim.min_lr_ratio",
-    ),
-}  # fmt: skip
-"""Keys and sections by the tables that reports had before keys declared their effects."""
-FORMER_FACTS = {
-    "corpus": {
-        "data.source", "data.dataset", "data.name", "data.split", "data.revision", "data.paths",
-        "data.text_column", "data.sample_by",
-    },
-    "tokenizer": {
-        "data.tokenizer", "data.eos_token", "data.vocab_size", "data.tokenizer_sample_bytes",
-    },
-    "compute_dtype": {"precision"},
-    "heldout_tokens": {"eval.tokens"},
-}  # fmt: skip
-FORMER_SPEED = {
-    "device", "ranks", "torch", "micro_batch_size", "compile", "compiled",
-    "activation_checkpointing", "model.attention.backend", "model.attention.values",
-    "model.loss_chunk", "data.num_workers", "parallel.replicate", "parallel.shard",
-    "parallel.expert", "parallel.context", "parallel.reduce",
-}  # fmt: skip
-
-
-def former_group(key):
-    """Return the first of the former tables that names the key; other keys were swept."""
-    return next((name for name, keys in FORMER.items() if is_within(key, keys)), "swept")
-
-
-def test_derived_sets_equal_former_tables_except_decided_differences():
-    changed = {}
-    for key, declared in DECLARED.items():
-        group = "harmless"
-        if is_deciding(key, declared) and declared.fact not in DECLARED:
-            is_condition = role(key, declared, "report") == "condition"
-            group = "condition" if is_condition else "swept"
-        if group != former_group(key) and not is_within(key, ["resolved"]):
-            changed[key] = (former_group(key), group)
-    assert changed == {
-        # Skipped updates change the parameters, but no table named the key.
-        "train.skip_step": ("swept", "condition"),
-        # The path is a place; a separate value states the starting point.
-        "resume": ("condition", "harmless"),
-    }
+def test_facts_replace_their_config_keys_and_explain_other_facts():
     facts = {fact: keys_of_fact(fact, DECLARED) for fact in FACTS}
-    # A folder of a dataset chooses files, like all other keys of the corpus.
-    assert facts == FORMER_FACTS | {"corpus": FORMER_FACTS["corpus"] | {"data.data_dir"}}
+    assert facts["compute_dtype"] == {"precision"}
+    assert facts["heldout_tokens"] == {"eval.tokens"}
+    assert {"data.paths", "data.data_dir"} <= facts["corpus"]
     from_corpus = facts["corpus"] | facts["tokenizer"] | {"model.vocab_size", "corpus"}
     assert causes_of("tokenizer", DECLARED) == from_corpus
     heldout = {"eval.tokens", "data.heldout_fraction", "tokenizer"}
     assert causes_of("heldout_tokens", DECLARED) == from_corpus | heldout
-    speed = {key for key, declared in DECLARED.items() if declared.effect == "speed"}
-    # The former table missed this number of prepared batches.
-    assert speed | {*machine_facts()} == FORMER_SPEED | {"data.prefetch_factor"}
     assert {*machine_facts()} == {"device", "ranks", "torch", "compiled"}
     assert {*SEEDS} == {"seed", "model.init_seed"}
+
+
+def test_strictest_declaration_decides_if_plugins_declare_one_key_differently(pair):
+    speed = Declaration(effect="speed", resumable=True)
+    runs = [
+        with_value(run, "data.tile", value, declared)
+        for run, value, declared in zip(pair, (1, 2), (Declaration(), speed), strict=True)
+    ]
+    for ordered in (runs, runs[::-1]):
+        assert compare(ordered).differences == ["data.tile"]
 
 
 @pytest.mark.parametrize(

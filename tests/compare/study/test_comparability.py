@@ -9,7 +9,6 @@ from diffllm.cli import main
 from diffllm.compare.conditions import Comparand, role
 from diffllm.compare.study.differences import differences, settings_of, undeclared
 from diffllm.compare.study.running import check_study_runs
-from diffllm.compare.study.study_hash import config_digest
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import markdown
 from diffllm.config import load_config
@@ -125,8 +124,12 @@ def test_verdict_on_loss_shows_machine_differences_as_harmless(tmp_path):
     found = judged(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
     assert found.verdict == "shown", found.reasons
     page = markdown(found)
-    assert "- Difference in `device (no influence on the metric): CPU in half; NVIDIA H100" in page
-    assert "- Overrides of `v2: attention=diff_v2`" in page
+    line = (
+        "- Difference in `device` (no influence on the metric): `CPU` in half; `NVIDIA H100` in v2"
+    )
+    assert line in page
+    assert "- Overrides of `v2`: `attention=diff_v2`" in page
+    assert "device CPU, NVIDIA H100, ranks `1, 8`" in page
 
 
 CHANGES = {
@@ -154,21 +157,15 @@ def test_each_key_that_decides_results_is_a_condition(tmp_path, monkeypatch, wor
             assert "(declared): " in markdown(found)
 
 
-def test_starting_point_is_a_condition_and_part_of_the_hash(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER)
-    new = load_config(["attention=diff_v2"])
-    configs = {
-        resume: replace(new, resume=resume)
-        for resume in ("auto", "never", "outputs/a", "weights:outputs/a", "weights:b", "stage:b")
-    }
-    digests = {resume: config_digest(cfg, study) for resume, cfg in configs.items()}
-    assert digests["auto"] == digests["never"] == digests["outputs/a"]
-    assert len({*digests.values()}) == 4
-    for resume, cfg in configs.items():
+def test_starting_point_is_a_condition():
+    new = load_config(["attention=diff_v2", "run.dir=outputs/a"])
+    own = ("auto", "never", "outputs/a", "outputs/a/checkpoints/step-00000010")
+    for resume in (*own, "outputs/b", "outputs/b@10", "weights:outputs/a", "stage:b"):
+        cfg = replace(new, resume=resume)
         settings = [settings_of(arm, chosen_rates=False) for arm in (new, cfg)]
         runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
         problems = undeclared(runs, [])
-        assert bool(problems) == resume.startswith(("weights:", "stage:"))
+        assert bool(problems) == (resume not in own)
         assert all("add resume to unequal" in problem for problem in problems)
         assert undeclared(runs, ["resume"]) == []
 
@@ -193,8 +190,21 @@ def test_machine_is_a_condition_of_metrics_of_time(fact, value):
     assert undeclared(runs, [fact], measures_time=True) == []
 
 
+def test_key_that_only_one_arm_sets_is_a_condition():
+    words = ["attention=diff_v2", "eval.suites=[mqar]"]
+    configs = [load_config(words), load_config([*words, "eval.levels={mqar: {filler: 64}}"])]
+    settings = [settings_of(cfg, chosen_rates=False) for cfg in configs]
+    runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
+    assert "eval.levels.mqar.filler: not set in a; 64 in b" in undeclared(runs, [])[0]
+
+
+def test_hashes_with_equal_start_differ():
+    runs = [Comparand(arm, 0, {"corpus": "c0" * 30 + end}) for arm, end in (("a", "1"), ("b", "2"))]
+    assert [difference.key for difference in differences(runs, [])] == ["corpus"]
+
+
 def test_metrics_of_time_and_memory_depend_on_machine(tmp_path):
-    for metric in ("seconds", "tokens_per_s", "perf/tokens_per_s", "perf/mfu"):
+    for metric in ("seconds", "tokens_per_s", "train_seconds", "perf/tokens_per_s", "perf/mfu"):
         assert study_file(tmp_path / "study.yaml", LOWER, metric=metric).measures_time
     assert not study_file(tmp_path / "study.yaml", LOWER).measures_time
 
