@@ -157,7 +157,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 def value_of(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
     value: Any = cfg
-    for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
+    for part in ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value.name if isinstance(value, Enum) else value
 
