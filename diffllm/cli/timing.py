@@ -1,16 +1,16 @@
-"""diffllm timing STUDY.yaml out=FILE [rounds=5] [timed_steps=20] [warmup_steps=10] [--json]
+"""diffllm timing STUDY.yaml out=FILE [rounds=5] [timed_steps=25] [warmup_steps=5] [--json]
 diffllm timing attention=standard,diff_v2 out=FILE [overrides as for train.py -m] [--json]
 
 Measure the time of a training step of each arm of a study, or of each run of a sweep, on this
-machine, and write the times as a profile. The arms train in turns, so that all arms share the drift
-of a busy machine. Evaluation, checkpoints, diagnostics and the first steps do not count.
+machine, and write the times as a profile. The arms train in turns. The time of an arm is that of
+its fastest block of 5 steps (warmup_steps), because other processes only add time. Evaluation,
+checkpoints, diagnostics and the first steps do not count.
 
 diffllm timing --compare standard,gated,diff_v2 model=micro out=timing.json
 torchrun --nproc-per-node 8 -m diffllm timing conf/study/loss_30m.yaml out=h100.json
 """
 
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +36,10 @@ class TimingArguments(CommandArguments):
         "VARIANT,VARIANT,...: the same as attention=VARIANT,VARIANT,...", [], flag=True
     )
     rounds: int = argument("turns of each arm", 5, least=2, most=1000)
-    timed_steps: int = argument("timed steps per turn", 20, least=1, most=10**6)
-    warmup_steps: int = argument("first steps of a turn, not timed", 10, least=1, most=10**6)
+    timed_steps: int = argument("timed steps per turn", 25, least=1, most=10**6)
+    warmup_steps: int = argument(
+        "first steps of a turn, not timed; length of a timed block", 5, least=1, most=10**6
+    )
     plugins: str = plugins_argument()
     overrides: list[str] = argument("STUDY.yaml, or overrides of a sweep", [], words="overrides")
 
@@ -51,6 +53,11 @@ def timing_command(argv: list[str]) -> int:
         raise ConfigError(f"unknown argument {unknown[0]!r}; name one STUDY.yaml, or overrides")
     if not args.out:
         raise ConfigError("missing out=FILE, the profile to write")
+    if args.timed_steps % args.warmup_steps:
+        raise ConfigError(
+            f"timed_steps={args.timed_steps} must be a multiple of warmup_steps="
+            f"{args.warmup_steps}, the length of a timed block"
+        )
     if files and (overrides or args.compare):
         other = overrides[0] if overrides else "--compare"
         raise ConfigError(f"{other} cannot be combined with {files[0]}, which sets all overrides")
@@ -95,11 +102,11 @@ def profile_text(profile: "TimingProfile") -> str:
     machine = f"{baseline.facts.ranks:g} x {baseline.facts.device}"
     lines = [
         f"{machine} with {plural(profile.threads, 'CPU thread')}, torch {baseline.facts.torch}, "
-        f"{profile.date}; {plural(len(baseline.round_seconds), 'round')} of "
+        f"{profile.date}; {plural(len(baseline.block_seconds), 'round')} of "
         f"{plural(profile.timed_steps, 'step')} per arm"
     ]
     heads = [
-        "arm", "precision", "ms per step", "spread", "tokens per s",
+        "arm", "precision", "ms per step", "median", "spread", "tokens per s",
         f"time over {profile.baseline}", f"FLOPs over {profile.baseline}",
     ]  # fmt: skip
     rows = [arm_cells(name, arm, baseline) for name, arm in profile.arms.items()]
@@ -107,23 +114,24 @@ def profile_text(profile: "TimingProfile") -> str:
     for name, arm in profile.arms.items():
         if arm.spread > NOISY:
             lines.append(
-                f"warning: the rounds of {name} differ by {percent(arm.spread)}; use the ratios, "
-                "or repeat the command on an idle machine or with more rounds="
+                f"warning: the rounds of {name} differ by {percent(arm.spread)}; repeat the "
+                "command on an idle machine, or with more rounds="
             )
     return "\n".join(lines)
 
 
 def arm_cells(name: str, arm: "ArmTiming", baseline: "ArmTiming") -> list[str]:
-    """Return the row of an arm: times are medians over rounds, ratios also have their range."""
-    ratios = arm.ratios(baseline)
+    """Return the row of an arm; the ratio has its range over rounds."""
+    ratios = arm.round_ratios(baseline)
     low, high = fixed(min(ratios), 3), fixed(max(ratios), 3)
     flops, baseline_flops = arm.facts.flops_per_token, baseline.facts.flops_per_token
     return [
         name,
         f"{arm.facts.compute_dtype}, {'compiled' if arm.facts.compiled else 'eager'}",
         short(1e3 * arm.seconds_per_step, 4),
+        short(1e3 * arm.median_seconds, 4),
         percent(arm.spread),
         f"{arm.tokens_per_s:,.0f}",
-        f"{fixed(statistics.median(ratios), 3)} ({low} to {high})",
+        f"{fixed(arm.ratio(baseline), 3)} ({low} to {high})",
         fixed(flops / baseline_flops, 3) if flops and baseline_flops else MISSING,
     ]

@@ -1,9 +1,8 @@
 """Measure the step times of several arms in turns.
 
 Each turn is a normal run of `diffllm train`, because a second training loop could have other costs.
-The speed of a busy or throttled machine drifts. All arms share the drift, because their runs
-alternate: A, B, C in odd rounds and C, B, A in even rounds. A ratio of two arms within a round is
-therefore more exact than the times themselves.
+The speed of a busy or throttled machine changes. The runs of the arms alternate, so that all arms
+meet fast and slow times: A, B, C in odd rounds and C, B, A in even rounds.
 """
 
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from diffllm.compare.study.file import Study
@@ -24,7 +24,13 @@ from diffllm.compare.sweep.cluster import ranks_of_runs
 from diffllm.compare.sweep.command import join_ranks, run_here
 from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.plan import combinations, experiment_words, name_run, split_overrides
-from diffllm.compare.timing_profile import FORMAT, ArmTiming, TimingProfile, time_settings
+from diffllm.compare.timing_profile import (
+    FORMAT,
+    ArmTiming,
+    Blocks,
+    TimingProfile,
+    time_settings,
+)
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import configs_of
@@ -40,7 +46,10 @@ from diffllm.training.memory import check_memory
 
 
 class Turns(NamedTuple):
-    """Number of rounds, each with one turn per arm, and of training steps in a turn."""
+    """Number of rounds, each with one turn per arm, and of training steps in a turn.
+
+    The timed steps form blocks of `warmup_steps` steps, and each block has one measured time.
+    """
 
     rounds: int
     warmup_steps: int
@@ -59,9 +68,9 @@ class Arm(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Result of one turn: mean seconds of a timed step, facts of the run, CPU threads per rank."""
+    """Result of one turn: its blocks, facts of the run, and CPU threads per rank."""
 
-    seconds: float
+    blocks: Blocks
     facts: RunFacts
     threads: int
 
@@ -98,8 +107,8 @@ def turn_order(names: Sequence[str], round_number: int) -> list[str]:
 def turn_words(arm: Arm, turns: Turns, world_size: int) -> list[str]:
     """Return the overrides of a turn: the arm's overrides, with few steps and little other work.
 
-    The length of the arm's config decides about torch.compile, because a turn is a short run. Every
-    turn logs at the end of its warm-up, where the clock of the timed steps starts.
+    The length of the arm's config decides about torch.compile, because a turn is a short run. Steps
+    are logged at the end of the warm-up and of each block.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiles = planned_compile(arm.cfg, device, world_size).value
@@ -243,10 +252,12 @@ def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
         record = read_record(run / "run.json") or {}
     except CheckpointError as error:
         raise ConfigError(f"{job.name}: {error}") from error
-    elapsed = float(seconds[turns.steps - 1] - seconds[turns.warmup_steps - 1])
+    # The device has finished its work only at logged steps, which end the blocks.
+    ends = seconds[turns.warmup_steps - 1 :: turns.warmup_steps]
+    blocks = np.diff(ends) / turns.warmup_steps
     threads = record["environment"]["threads"]
     shutil.rmtree(run, ignore_errors=True)
-    return Measurement(elapsed / turns.timed_steps, facts_of(record), threads)
+    return Measurement(blocks.tolist(), facts_of(record), threads)
 
 
 def profile_of(
@@ -260,7 +271,7 @@ def profile_of(
             settings=time_settings(arm.cfg),
             facts=measurements[name][-1].facts,
             tokens_per_step=arm.cfg.global_batch_size * arm.cfg.seq_len,
-            round_seconds=[measurement.seconds for measurement in measurements[name]],
+            block_seconds=[measurement.blocks for measurement in measurements[name]],
         )
     threads = max(results[-1].threads for results in measurements.values())
     return TimingProfile(

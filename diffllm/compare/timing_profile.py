@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from diffllm.metrics.facts import RunFacts
 FORMAT = 1
 NOISY = 0.1
 """Spread between rounds above which the step time of an arm is uncertain."""
+Blocks = list[float]
+"""Mean seconds of a training step in each block of steps of one turn."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,31 @@ class ArmTiming:
     settings: dict[str, str]
     facts: RunFacts
     tokens_per_step: int = field(metadata={"least": 1})
-    round_seconds: list[float]
-    """Mean seconds of a training step in each round."""
+    block_seconds: list[Blocks]
+    """The blocks of each round."""
+
+    @property
+    def round_seconds(self) -> list[float]:
+        """Seconds of a training step in the fastest block of each round."""
+        return [min(blocks) for blocks in self.block_seconds]
 
     @property
     def seconds_per_step(self) -> float:
-        """Median over rounds of the seconds of a training step."""
-        return statistics.median(self.round_seconds)
+        """Seconds of a training step in the fastest block.
+
+        Other processes of the machine only add time, so the fastest block has least of their
+        effect. On a busy machine, medians of two arms compare the load during their turns.
+        """
+        return min(self.round_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median over all blocks of the seconds of a training step."""
+        return statistics.median(chain.from_iterable(self.block_seconds))
+
+    @property
+    def mean_seconds(self) -> float:
+        return statistics.fmean(chain.from_iterable(self.block_seconds))
 
     @property
     def tokens_per_s(self) -> float:
@@ -48,10 +69,14 @@ class ArmTiming:
 
     @property
     def spread(self) -> float:
-        """Difference between the slowest and the fastest round, relative to the median."""
-        return (max(self.round_seconds) - min(self.round_seconds)) / self.seconds_per_step
+        """Difference of `round_seconds` between the slowest and the fastest round, relative."""
+        return max(self.round_seconds) / min(self.round_seconds) - 1
 
-    def ratios(self, baseline: "ArmTiming") -> list[float]:
+    def ratio(self, baseline: "ArmTiming") -> float:
+        """Return the time of this arm over that of `baseline`."""
+        return self.seconds_per_step / baseline.seconds_per_step
+
+    def round_ratios(self, baseline: "ArmTiming") -> list[float]:
         """Return the time of this arm over that of `baseline` in each round."""
         pairs = zip(self.round_seconds, baseline.round_seconds, strict=True)
         return [seconds / reference for seconds, reference in pairs]
@@ -67,9 +92,9 @@ class TimingProfile:
     threads: int = field(metadata={"least": 1})
     """CPU threads per rank."""
     warmup_steps: int = field(metadata={"least": 1})
-    """First steps of each run, which are not timed."""
+    """First steps of each turn, which are not timed; also the length of a block."""
     timed_steps: int = field(metadata={"least": 1})
-    """Steps of each run that are timed."""
+    """Steps of each turn that are timed."""
     arms: dict[str, ArmTiming]
 
     @property
@@ -84,23 +109,27 @@ class TimingProfile:
         return self.arms[name]
 
     def seconds_per_step(self, name: str) -> float:
-        """Return the median seconds of a step of the arm `name`; raises ConfigError if unknown."""
+        """Return the seconds of a step of the arm `name`; raises ConfigError if it is unknown."""
         return self.arm(name).seconds_per_step
 
     def content(self) -> dict[str, Any]:
         """Return the content of the profile file.
 
-        The file also has numbers that follow from the times of the rounds. `read_profile` ignores
+        The file also has numbers that follow from the times of the blocks. `read_profile` ignores
         these numbers.
         """
         content = asdict(self)
+        baseline = self.arms[self.baseline]
         for name, arm in self.arms.items():
             content["arms"][name] |= {
-                "median_seconds": arm.seconds_per_step,
-                "mean_seconds": statistics.fmean(arm.round_seconds),
-                "spread": arm.spread,
+                "seconds_per_step": arm.seconds_per_step,
+                "median_seconds": arm.median_seconds,
+                "mean_seconds": arm.mean_seconds,
                 "tokens_per_s": arm.tokens_per_s,
-                "ratios": arm.ratios(self.arms[self.baseline]),
+                "round_seconds": arm.round_seconds,
+                "spread": arm.spread,
+                "ratio": arm.ratio(baseline),
+                "round_ratios": arm.round_ratios(baseline),
             }
         return content
 
@@ -139,11 +168,12 @@ def check_profile(profile: TimingProfile) -> None:
     check_bounds("", profile)
     if not profile.arms:
         raise ValueError("arms is empty")
-    rounds = {len(arm.round_seconds) for arm in profile.arms.values()}
+    rounds = {len(arm.block_seconds) for arm in profile.arms.values()}
     if len(rounds) > 1 or 0 in rounds:
         raise ValueError(
-            "round_seconds of all arms must have the same number of rounds, at least 1"
+            "block_seconds of all arms must have the same number of rounds, at least 1"
         )
     for name, arm in profile.arms.items():
-        if min(arm.round_seconds) <= 0:
-            raise ValueError(f"arms.{name}.round_seconds must be positive")
+        for blocks in arm.block_seconds:
+            if not blocks or min(blocks) <= 0:
+                raise ValueError(f"arms.{name}.block_seconds must be positive in each round")

@@ -29,21 +29,24 @@ FACTS = RunFacts(
     parameters=9e5, flops_per_token=6e6, compute_dtype="bfloat16", torch="2.13.0", device="CPU",
     ranks=2, compiled=False,
 )  # fmt: skip
-ROUND_SECONDS = {"standard": [0.10, 0.2, 0.11], "diff_v2": [0.12, 0.25, 0.132]}
+BLOCK_SECONDS = {
+    "standard": [[0.3, 0.1], [0.2, 0.4], [0.11, 0.2]],
+    "diff_v2": [[0.12, 0.3], [0.25, 0.25], [0.5, 0.132]],
+}
 TURNS = Turns(rounds=3, warmup_steps=2, timed_steps=4)
 
 
-def arm_timing(name: str, round_seconds: list[float]) -> ArmTiming:
+def arm_timing(name: str, block_seconds: list[list[float]]) -> ArmTiming:
     words = [*TINY, f"attention={name}"]
     return ArmTiming(
         name, words, time_settings(load_config(words)), FACTS, tokens_per_step=256,
-        round_seconds=round_seconds,
+        block_seconds=block_seconds,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def profile() -> TimingProfile:
-    arms = {name: arm_timing(name, seconds) for name, seconds in ROUND_SECONDS.items()}
+    arms = {name: arm_timing(name, seconds) for name, seconds in BLOCK_SECONDS.items()}
     return TimingProfile(FORMAT, "2026-11-28", 2, TURNS.warmup_steps, TURNS.timed_steps, arms)
 
 
@@ -58,12 +61,15 @@ def test_read_profile_returns_written_profile(profile, tmp_path):
     assert read_profile(tmp_path / "timing.json") == profile
     # Readers without diffllm find the statistics in the file.
     arm = content["arms"]["diff_v2"]
-    assert arm["median_seconds"] == profile.seconds_per_step("diff_v2") == 0.132
-    assert arm["mean_seconds"] == pytest.approx(statistics.mean(ROUND_SECONDS["diff_v2"]))
-    assert arm["spread"] == pytest.approx(0.13 / 0.132)
-    assert arm["tokens_per_s"] == pytest.approx(256 / 0.132)
-    # The second round was slow for both arms, so the ratios agree better than the times.
-    assert arm["ratios"] == pytest.approx([1.2, 1.25, 1.2])
+    blocks = [seconds for turn in BLOCK_SECONDS["diff_v2"] for seconds in turn]
+    assert arm["seconds_per_step"] == profile.seconds_per_step("diff_v2") == min(blocks)
+    assert arm["median_seconds"] == statistics.median(blocks)
+    assert arm["mean_seconds"] == pytest.approx(statistics.mean(blocks))
+    assert arm["round_seconds"] == [0.12, 0.25, 0.132]
+    assert arm["spread"] == pytest.approx(0.25 / 0.12 - 1)
+    assert arm["tokens_per_s"] == pytest.approx(256 / 0.12)
+    assert arm["ratio"] == pytest.approx(1.2)
+    assert arm["round_ratios"] == pytest.approx([1.2, 1.25, 1.2])
 
 
 def test_unknown_arm_of_profile_raises_error_with_choices(profile):
@@ -79,9 +85,11 @@ def test_unknown_arm_of_profile_raises_error_with_choices(profile):
         ("arms", [], "arms=[] must be a mapping"),
         ("timed_steps", 0, "timed_steps=0 must be at least 1"),
         ("date", None, "date=None must be text"),
-        ("arms.standard.round_seconds", [0.1, 0.2], "must have the same number of rounds"),
-        ("arms.standard.round_seconds", [0.1, -1.0, 0.2], "round_seconds must be positive"),
-        ("arms.standard.round_seconds", [0.1, "fast", 0.2], "round_seconds[1]='fast' must be"),
+        ("arms.standard.block_seconds", [[0.1], [0.2]], "must have the same number of rounds"),
+        ("arms.standard.block_seconds", [[0.1], [-1.0], [0.2]], "must be positive in each round"),
+        ("arms.standard.block_seconds", [[0.1], [], [0.2]], "must be positive in each round"),
+        ("arms.standard.block_seconds", [["fast"]], "block_seconds[0][0]='fast' must be a number"),
+        ("arms.standard.block_seconds", [0.1, 0.2, 0.3], "block_seconds[0]=0.1 must be a list"),
         ("arms.standard.tokens_per_step", 0, "arms.standard.tokens_per_step=0 must be at least 1"),
         ("arms.standard.facts.parameters", "many", "facts.parameters='many' must be a number"),
     ],
@@ -119,7 +127,7 @@ def test_foreign_profile_raises_one_error(tmp_path, text, message):
 
 
 def test_table_warns_about_arms_whose_rounds_differ_by_more_than_10_percent(profile):
-    steady = arm_timing("gated", [0.1, 0.105, 0.109])
+    steady = arm_timing("gated", [[0.1, 0.5], [0.105], [0.109]])
     text = profile_text(replace(profile, arms={**profile.arms, "gated": steady}))
     warned = [line for line in text.splitlines() if line.startswith("warning: ")]
     assert [line.split()[4] for line in warned] == ["standard", "diff_v2"]
@@ -180,10 +188,11 @@ def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:
     return Job(1, 1, "standard, round 1", str(path), 6, 0.0, [], False)
 
 
-def test_step_time_of_turn_omits_warmup_steps(tmp_path):
+def test_blocks_of_turn_omit_warmup_steps(tmp_path):
     job = turn_run(tmp_path / "turn", 6, {})
     result = measure(job, Ending("finished"), TURNS)
-    assert (result.seconds, result.threads) == (statistics.mean([3, 4, 5, 6]), 2)
+    assert result.blocks == [statistics.mean([3, 4]), statistics.mean([5, 6])]
+    assert result.threads == 2
     assert (result.facts.device, result.facts.ranks) == ("CPU", 1)
     assert not (tmp_path / "turn").exists()
 

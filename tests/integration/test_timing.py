@@ -8,7 +8,7 @@ from runs.command import command, refusal_of, tool
 
 from diffllm.compare.timing_profile import read_profile
 
-TURNS = ["rounds=2", "warmup_steps=2", "timed_steps=3"]
+TURNS = ["rounds=2", "warmup_steps=2", "timed_steps=4"]
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_timing_of_study_writes_profile_and_no_other_file(tmp_path, tiny, enviro
     assert list(profile.arms) == ["standard", "v2"]
     assert [arm.variant for arm in profile.arms.values()] == ["standard", "diff_v2"]
     for arm in profile.arms.values():
-        assert len(arm.round_seconds) == 2
+        assert [len(blocks) for blocks in arm.block_seconds] == [2, 2]
         assert arm.tokens_per_step == 4 * 32
         assert (arm.facts.device, arm.facts.ranks, arm.facts.compiled) == ("CPU", 1, False)
     # Turns alternate, so the second round begins with the last arm.
@@ -76,6 +76,7 @@ def test_timing_refuses_overrides_next_to_study_and_unusable_output(tmp_path, en
         (["model=tiny", "--fast", "out=a.json"], "unknown argument '--fast'"),
         (["model=tiny", "out=missing/a.json"], "out=missing/a.json cannot be written"),
         (["model=tiny", "out=."], "out=. is a directory"),
+        (["model=tiny", "timed_steps=7", "out=a.json"], "a multiple of warmup_steps=5"),
         (["model=tiny", "rounds=1", "out=a.json"], "rounds=1 must be at least 2"),
     ):
         done = tool(["timing", *words], tmp_path, environment)
