@@ -119,13 +119,10 @@ def study_command(argv: list[str]) -> int:
     if args.gpu:
         raise ConfigError(f"gpu={args.gpu} is only for estimates; add --dry-run or remove gpu=")
     from diffllm.compare.study.running import run_study
-    from diffllm.config.plugins import directories, yamls
+    from diffllm.config.plugins import launch_words
 
-    named = [directory for directory in directories() if yamls(directory)]
-    flags = [word for directory in named for word in ("--config-dir", str(directory))]
-    plugins = [f"plugins={args.plugins}"] if args.plugins else []
     with messages_on_stderr(args.json):
-        status, content = run_study(study, out, launcher, [*flags, *plugins])
+        status, content = run_study(study, out, launcher, launch_words(args.plugins))
     if args.json and own_rank() == 0:
         with result():
             echo_json(content)
