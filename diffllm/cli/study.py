@@ -144,6 +144,11 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     from diffllm.compare.study.costs import START_S, costs
     from diffllm.compare.study.design import design_notes
     from diffllm.compare.study.running import check_study_runs
+    from diffllm.compare.study.spending import (
+        budget_sentences,
+        spending_numbers,
+        spending_table,
+    )
     from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)
@@ -165,11 +170,16 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     if args.json:
         stages = [{**vars(cost), "hours": cost.hours} for cost in found]
         remaining = {"runs": runs - ended, "tokens": tokens, "flops": flops}
-        content = {"study": str(study.path), "stages": stages, "left": remaining, "notes": notes}
+        content = {
+            "study": str(study.path), "budget": spending_numbers(study), "stages": stages,
+            "left": remaining, "notes": notes,
+        }  # fmt: skip
         echo_json(content)
         return
     heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
     echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
+    if sentences := budget_sentences(study):
+        echo(f"{' '.join(sentences)}\n\n{spending_table(study)}\n")
     time = "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
     if None not in (hours := [cost.hours for cost in found]):
         where = "here" if device is None else f"on one {device.name}"

@@ -70,7 +70,7 @@ def timing_command(argv: list[str]) -> int:
 
     def choose_arms() -> "dict[str, Arm]":
         if files:
-            return arms_of_study(load_study(user_path(files[0], "STUDY")))
+            return arms_of_study(load_study(user_path(files[0], "STUDY"), is_timed=False))
         return arms_of_sweep(overrides)
 
     turns = Turns(args.rounds, args.warmup_steps, args.timed_steps)

@@ -137,14 +137,15 @@ class TimingProfile:
 def time_settings(cfg: TrainConfig) -> dict[str, str]:
     """Return the config keys that decide the time of a training step, with values as JSON text.
 
-    Seeds, the number of steps and the settings of the optimizer do not change this time. With
-    data.mask_documents, the time also depends on the data, which these keys do not describe.
+    Seeds, the number of steps and the settings of the optimizer do not change this time, and
+    checkpoints do not count. With data.mask_documents, the time also depends on the data, which
+    these keys do not describe.
     """
     declared = declarations(cfg)
     settings = {}
     for name, value in flatten(yaml_dict(cfg)).items():
         key = declaration_of(name, declared)
-        other = name in LENGTHS or name.startswith("optim.") or "seed" in key.kinds
+        other = name in LENGTHS or name.startswith(("optim.", "checkpoint.")) or "seed" in key.kinds
         if key.effect in ("numbers", "speed") and not other:
             settings[name] = json.dumps(value, sort_keys=True)
     return settings
