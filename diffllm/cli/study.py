@@ -183,6 +183,8 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     time = "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
     if None not in (hours := [cost.hours for cost in found]):
         where = "here" if device is None else f"on one {device.name}"
+        if any(cost.by_profile for cost in found):
+            where = "of training steps on the machine of the profile"
         time = f"about {clock(3600 * sum(filter(None, hours)))} {where}, one run after another"
     state = f"{runs} runs; {ended} finished" if ended else f"{runs} runs"
     echo(f"{state}. Left: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")

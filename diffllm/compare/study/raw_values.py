@@ -109,7 +109,7 @@ class Values:
     study: str
     """Name of the study file."""
     sha256: str
-    """Hash of the study file."""
+    """The field `hash` of `Study`: SHA-256 of the study file and of its profile."""
     study_hash: str
     """Hash of `sha256` and `digests` together."""
     metric: str

@@ -9,6 +9,7 @@ import pytest
 from runs.written import config_of, study_file, write_ended
 
 from diffllm.cli import main
+from diffllm.compare.study.costs import costs
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import (
     config_of_planned,
@@ -111,6 +112,8 @@ def test_steps_at_equal_seconds_follow_from_step_times_of_the_profile(tmp_path):
     runs = [rate_run(study, arm, 100, 1e-3) for arm in study.arms]
     assert [config_of_planned(run).steps for run in runs] == [26, 20]
     check_study_runs(study, tmp_path / "out", 1)
+    rates, deciding = costs(study, tmp_path / "out", [])[:2]
+    assert (rates.seconds, deciding.seconds) == pytest.approx((2.6, 6.0))
 
 
 def test_arms_must_agree_in_warmup_that_does_not_follow_steps(tmp_path):
@@ -216,6 +219,7 @@ def test_study_loads_without_its_profile_to_measure_the_profile(tmp_path):
     ("budget", "more", "message"),
     [
         ("time", {}, "budget=time is not one of tokens, flops, or a mapping such as"),
+        ("[flops]", {}, "budget=['flops'] must be text"),
         ("{seconds: 6}", {}, "budget.profile is missing"),
         ("{seconds: 0, profile: timing.json}", {}, "budget.seconds=0.0 must be positive"),
         ("{seconds: 6, profil: timing.json}", {}, "unknown key budget.profil"),
