@@ -60,8 +60,8 @@ def budget_profile(
 ) -> tuple[TimingProfile, bytes]:
     """Return the profile of a budget and the bytes of its file.
 
-    Raises ConfigError if the file cannot be read or is invalid, if the profile lacks an arm, or if
-    the budget is less than one training step of an arm.
+    Raises ConfigError if the file cannot be read or is invalid, if the profile lacks an arm or has
+    arms of several machines, or if the budget is less than one training step of an arm.
 
     Args:
         directory: directory of the study file.
@@ -85,5 +85,12 @@ def budget_profile(
             raise ConfigError(
                 f"budget.seconds={budget.seconds:g} must be at least {seconds:.3g}, the seconds of "
                 f"one training step of arm {name}"
+            )
+    for fact in ("device", "ranks", "torch"):
+        values = {str(getattr(profile.arms[name].facts, fact)) for name in arms}
+        if len(values) > 1:
+            raise ConfigError(
+                f"budget.profile={budget.profile}: the arms differ in {fact} "
+                f"({', '.join(sorted(values))}); measure all arms on one machine"
             )
     return profile, content

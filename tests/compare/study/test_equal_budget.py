@@ -209,6 +209,15 @@ def test_study_does_not_start_if_profile_was_measured_with_other_settings(tmp_pa
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
 
 
+def test_profile_with_arms_of_several_machines_raises_error(tmp_path):
+    path = seconds_study(tmp_path).path
+    content = json.loads((tmp_path / "timing.json").read_text(encoding="utf-8"))
+    content["arms"]["v2"]["facts"]["device"] = "faster GPU"
+    (tmp_path / "timing.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the arms differ in device \(GPU, faster GPU\)"):
+        load_study(path)
+
+
 def test_study_loads_without_its_profile_to_measure_the_profile(tmp_path):
     path = seconds_study(tmp_path).path
     (tmp_path / "timing.json").unlink()
