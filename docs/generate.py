@@ -43,8 +43,8 @@ reports, studies and defaults follow from the effect:
 - **Reports** compute gaps between runs with equal values. The label of a row shows a difference
   in the settings of the attention variant.
 - **Studies** need equal values in all arms, except of the attention variant and of differences
-  that `unequal` declares. If the metric is a time or a speed, keys that decide speed must be
-  equal, too.
+  that `unequal` or the budget declares. If the metric is a time or a speed, keys that decide speed
+  must be equal, too.
 - **Defaults.** If no override decides numbers or order, `experiment=quickstart` sets the defaults.
   The first lines of a run name the defaults and the reason.
 - **Starting points** are compared, too: `resume=weights:PATH`, `resume=stage:PATH` and a path of

@@ -33,6 +33,7 @@ COMMANDS = {
     "wandb": "write runs to wandb from their directories: disabled runs, moved servers, repair",
     "power": "estimate the seeds, tokens and hours to find a gap, from pilot runs",
     "study": "test a claim with a rule stated in advance: study run, study verdict",
+    "timing": "measure step times of the arms of a study or sweep, in turns",
     "attention-map": "draw the attention of the heads of a trained run",
     "outliers": "measure outliers and attention sinks of a checkpoint, per layer",
     "noise-floor": "simulate a signal among noisy logits: standard and differential attention",
@@ -42,7 +43,7 @@ MODULES = {
 }  # fmt: skip
 NO_PLUGINS = ("train", "noise-floor")
 """Commands for which `with_plugins` imports no plugins."""
-COMPOSE = ("prepare", "count", "plan", "report", "dashboard", "power", "study")
+COMPOSE = ("prepare", "count", "plan", "report", "dashboard", "power", "study", "timing")
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 RANK_0_S = 30.0
@@ -102,7 +103,7 @@ def run_command(name: str, words: list[str]) -> int:
         more = "; the same command resumes" * (name == "prepare")
         signal.signal(signal.SIGINT, partial(interrupt, f"interrupted{more}"))
     # Commands that only print fail if the output cannot be written.
-    makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
+    makes_files = name in ("train", "prepare", "timing") or [name, *words[:1]] == ["study", "run"]
     with nullcontext() if makes_files else result():
         return command(words) or 0
     return 0

@@ -119,13 +119,10 @@ def study_command(argv: list[str]) -> int:
     if args.gpu:
         raise ConfigError(f"gpu={args.gpu} is only for estimates; add --dry-run or remove gpu=")
     from diffllm.compare.study.running import run_study
-    from diffllm.config.plugins import directories, yamls
+    from diffllm.config.plugins import launch_words
 
-    named = [directory for directory in directories() if yamls(directory)]
-    flags = [word for directory in named for word in ("--config-dir", str(directory))]
-    plugins = [f"plugins={args.plugins}"] if args.plugins else []
     with messages_on_stderr(args.json):
-        status, content = run_study(study, out, launcher, [*flags, *plugins])
+        status, content = run_study(study, out, launcher, launch_words(args.plugins))
     if args.json and own_rank() == 0:
         with result():
             echo_json(content)
@@ -147,6 +144,11 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     from diffllm.compare.study.costs import START_S, costs
     from diffllm.compare.study.design import design_notes
     from diffllm.compare.study.running import check_study_runs
+    from diffllm.compare.study.spending import (
+        budget_sentences,
+        spending_numbers,
+        spending_table,
+    )
     from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)
@@ -168,14 +170,21 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     if args.json:
         stages = [{**vars(cost), "hours": cost.hours} for cost in found]
         remaining = {"runs": runs - ended, "tokens": tokens, "flops": flops}
-        content = {"study": str(study.path), "stages": stages, "left": remaining, "notes": notes}
+        content = {
+            "study": str(study.path), "budget": spending_numbers(study), "stages": stages,
+            "left": remaining, "notes": notes,
+        }  # fmt: skip
         echo_json(content)
         return
     heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
     echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
+    if sentences := budget_sentences(study):
+        echo(f"{' '.join(sentences)}\n\n{spending_table(study)}\n")
     time = "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
     if None not in (hours := [cost.hours for cost in found]):
         where = "here" if device is None else f"on one {device.name}"
+        if any(cost.by_profile for cost in found):
+            where = "of training steps on the machine of the profile"
         time = f"about {clock(3600 * sum(filter(None, hours)))} {where}, one run after another"
     state = f"{runs} runs; {ended} finished" if ended else f"{runs} runs"
     echo(f"{state}. Left: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")

@@ -311,6 +311,18 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
     return [user_path(each, "--config-dir").resolve() for each in known.config_dir], others
 
 
+def launch_words(plugins: str) -> list[str]:
+    """Return the words that give a new process the same plugins and YAML directories.
+
+    `plugins` is the value of plugins=[...], or "".
+    """
+    words = []
+    for directory in directories():
+        if yamls(directory):
+            words += ["--config-dir", str(directory)]
+    return [*words, f"plugins={plugins}"] if plugins else words
+
+
 def add_directory(directory: Path) -> None:
     """Add `directory` to Hydra's search path for YAML files.
 

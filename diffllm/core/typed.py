@@ -4,7 +4,7 @@ import sys
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from diffllm.core.errors import choose_from
@@ -74,7 +74,8 @@ def without_null(declared: Any) -> Any:
 def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     """Convert a plain value to the declared type `kind` of a dataclass field.
 
-    Supported types are dataclasses, list[T], dict[str, T], T | None, str, bool, float and int.
+    Supported types are dataclasses, list[T], dict[str, T], T | None, str, bool, float and int, and
+    the union of a dataclass, which is a mapping in the file, and another type.
     Raises ValueError if the value has the wrong type, is not finite or exceeds 64 bits.
 
     Args:
@@ -84,6 +85,9 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     declared, kind = kind, without_null(kind)
     if value is None and kind is not declared:
         return None
+    if isinstance(kind, UnionType):
+        is_mapping = isinstance(value, dict)
+        kind = next(part for part in get_args(kind) if is_dataclass(part) == is_mapping)
     if is_dataclass(kind):
         return made(kind, value, where, strict)  # type: ignore[arg-type]
     if get_origin(kind) is list:

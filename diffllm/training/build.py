@@ -218,6 +218,20 @@ def chosen_compile(
     return AutoSetting(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs per rank")
 
 
+def planned_compile(
+    cfg: TrainConfig, device: torch.device, world_size: int, kept: bool | None = None
+) -> AutoSetting:
+    """Return whether a run on `world_size` ranks uses torch.compile, and the reason.
+
+    For `kept`, see `chosen_compile`.
+    """
+    model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
+    # An estimate from the shape alone, so that all variants of the shape decide alike.
+    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim
+    flops = 6 * tokens * weights / world_size
+    return chosen_compile(cfg.compile, device, flops, kept)
+
+
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
     """Decide for all ranks alike whether to use torch.compile; return the decision and the reason.
 
@@ -225,11 +239,7 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
     estimate of the model size without attention settings. For `kept`, see `chosen_compile`. Every
     rank must call this function.
     """
-    model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
-    # An estimate from the shape alone, so that all variants of the shape decide alike.
-    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim
-    flops = 6 * tokens * weights / dist.get_world_size()
-    choice = chosen_compile(cfg.compile, device, flops, kept)
+    choice = planned_compile(cfg, device, dist.get_world_size(), kept)
     everywhere = torch.tensor(int(choice.value), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if choice.value and not everywhere:

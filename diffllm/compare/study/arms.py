@@ -32,6 +32,7 @@ from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.facts import RunFacts, facts_of
 from diffllm.metrics.records import finite
+from diffllm.metrics.steps import read_steps
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
@@ -61,6 +62,10 @@ class StudyRun:
     settings: dict[str, str] = field(default_factory=dict)
     """Formatted values of the compared config keys, see `settings_of`."""
     variant: str = ""
+    training_flops: float | None = None
+    """Measured FLOPs of all training steps; None if unknown."""
+    train_seconds: float | None = None
+    """Measured seconds of all training steps; None unless the study's budget is in seconds."""
     plugin_code: dict[str, str] = field(default_factory=dict)
     """Hash of the code of each plugin."""
     mark: str = ""
@@ -206,6 +211,8 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
         facts=facts_of(run.facts),
         settings=settings_of(run.cfg, study.sets_rates, run.facts.get("previous")),
         variant=run.variant,
+        training_flops=training_flops_of(run),
+        train_seconds=train_seconds_of(run) if study.profile else None,
         plugin_code=run.plugin_code,
         mark=run.cfg.run.study or "",
         strayed=problem,
@@ -214,6 +221,22 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
         digest=own,
         thin=thin_note([run]),
     )
+
+
+def training_flops_of(run: Run) -> float | None:
+    """Return the tokens of a finished run times its FLOPs per token, which count visible keys."""
+    tokens = finite((run.summary or {}).get("tokens"))
+    flops_per_token = finite(run.facts.get("flops_per_token"))
+    return tokens * flops_per_token if tokens and flops_per_token else None
+
+
+def train_seconds_of(run: Run) -> float | None:
+    """Return the summed times of the training steps, or None if steps.npy has no such times."""
+    try:
+        seconds = read_steps(run.path / "steps.npy")["train_seconds"]
+    except CheckpointError:
+        return None
+    return float(seconds[-1]) if len(seconds) and math.isfinite(seconds[-1]) else None
 
 
 def rounded(losses: DocumentLosses) -> DocumentLosses:

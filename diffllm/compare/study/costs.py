@@ -8,6 +8,7 @@ from diffllm.compare.report.runs import find_runs
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (
     config_of_planned,
+    cost_of_step,
     deciding_runs,
     first_runs,
     is_ended,
@@ -25,6 +26,7 @@ class Cost:
     `stage` is "rates" (grid of learning rates) or "deciding" (runs that the rules compare). `runs`
     is the number of planned runs, and `ended` is the number of these that have ended. `tokens`,
     `flops` and `seconds` refer to a single run. `seconds` is None if the speed is unknown.
+    `by_profile`: whether `seconds` follows from the step times of the study's profile.
     """
 
     stage: str
@@ -34,6 +36,7 @@ class Cost:
     tokens: int
     flops: float
     seconds: float | None
+    by_profile: bool = False
 
     @property
     def hours(self) -> float | None:
@@ -49,10 +52,11 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     """Estimate the cost of each arm in each stage of a study.
 
     The time is the planned FLOPs divided by the median speed of the study's finished runs in `out`.
-    If no run in `out` is finished, use the finished runs in `pilot` (directories or globs). With
-    `assumed` FLOP/s, ignore finished runs and add START_S per run. With
-    data.mask_documents, FLOPs depend on the mean number of keys per attention query. If the config
-    does not determine this number, use its median over the same finished runs.
+    If no run in `out` is finished, use the finished runs in `pilot` (directories or globs), or else
+    the step times of the study's profile, without evaluations and checkpoints. With `assumed`
+    FLOP/s, ignore finished runs and the profile, and add START_S per run. With data.mask_documents,
+    FLOPs depend on the mean number of keys per attention query. If the config does not determine
+    this number, use its median over the same finished runs.
     """
     stages = []
     for first in first_runs(study):
@@ -74,11 +78,15 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
             keys = min(statistics.median(counted), (cfg.seq_len + 1) / 2)
         flops = tokens * totals(cfg.model, keys)["flops"]
         ended = sum(is_ended(out / run.name) for run in runs)
+        by_profile = not assumed and not speeds and study.profile is not None
         if assumed:
             seconds: float | None = START_S + flops / assumed
+        elif by_profile:
+            seconds = cfg.steps * cost_of_step(study, runs[0].arm)
         else:
             seconds = flops / statistics.median(speeds) if speeds else None
-        found.append(Cost(runs[0].stage, runs[0].arm, len(runs), ended, tokens, flops, seconds))
+        stage, arm = runs[0].stage, runs[0].arm
+        found.append(Cost(stage, arm, len(runs), ended, tokens, flops, seconds, by_profile))
     return found
 
 

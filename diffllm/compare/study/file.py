@@ -2,11 +2,17 @@
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
 from diffllm.compare.study.differences import allowed_names, check_unequal
+from diffllm.compare.study.training_budget import (
+    SecondsBudget,
+    budget_profile,
+    check_budget,
+)
+from diffllm.compare.timing_profile import TimingProfile
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
@@ -138,11 +144,15 @@ class Study:
     lr: Rates | None = None
     lr_sweep: list[float] | None = None
     """Increasing learning rates at which all arms run."""
+    budget: str | SecondsBudget = TOKENS
+    """Cost of training that is equal in all arms: tokens, flops, or seconds of a profile."""
     power: Power | None = None
     notes: str = ""
     path: Path = Path()
+    profile: TimingProfile | None = None
+    """Content of `budget.profile`; None unless the budget is in seconds."""
     hash: str = ""
-    """SHA-256 of the file, hexadecimal."""
+    """SHA-256 of the file, followed by the profile if there is one; hexadecimal."""
 
     @property
     def sets_rates(self) -> bool:
@@ -198,16 +208,27 @@ def better(metric: str) -> int:
     return metric.startswith(HIGHER_IS_BETTER) - metric.startswith(LOWER_IS_BETTER)
 
 
-def load_study(path: Path) -> Study:
-    """Read and check a study file; raises ConfigError if the file is invalid."""
+def load_study(path: Path, is_timed: bool = True) -> Study:
+    """Read and check a study file; raises ConfigError if the file or its profile is invalid.
+
+    `is_timed=False` is for the measurement of the profile of a budget in seconds. The profile may
+    then be missing, and all arms have the lengths of their configs.
+    """
     content, text = read_yaml(path)
+    profile = None
     try:
-        study = made(Study, content, strict=True, omit=("path", "hash"))
+        study = made(Study, content, strict=True, omit=("path", "profile", "hash"))
         check_study(study)
+        if isinstance(study.budget, SecondsBudget):
+            if is_timed:
+                profile, profile_text = budget_profile(study.budget, path.parent, study.arms)
+                text += profile_text
+            else:
+                study = replace(study, budget=TOKENS)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     digest = hashlib.sha256(text).hexdigest()
-    return Study(**{**vars(study), "path": path, "hash": digest})
+    return replace(study, path=path, profile=profile, hash=digest)
 
 
 def check_study(study: Study) -> None:
@@ -243,6 +264,7 @@ def check_study(study: Study) -> None:
             f"{' and lr_sweep' * bool(study.lr_sweep)}; use a metric that is logged during "
             "training, such as tasks/mqar, without lr_sweep"
         )
+    check_budget_of_study(study)
     words = [*study.base, *chain.from_iterable(study.arms.values())]
     check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
     one_of("test", study.test, TESTS)
@@ -313,6 +335,13 @@ def check_trend(where: str, rule: Rule) -> None:
             raise ConfigError(
                 f"{where}: {', '.join(side)} contains an arm twice; name each arm once"
             )
+
+
+def check_budget_of_study(study: Study) -> None:
+    check_budget(study.budget, study.base, study.arms, study.baseline)
+    for rule in study.rules:
+        if study.budget != TOKENS and rule.kind in ("log_rank", "trend"):
+            raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
 
 
 def check_grid(where: str, grid: list[float]) -> None:

@@ -13,11 +13,13 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.study.differences import starting_point
-from diffllm.compare.study.file import Study
+from diffllm.compare.study.file import TOKENS, Study
+from diffllm.compare.study.training_budget import FLOPS
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
+from diffllm.config.matching import totals
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import Counts, changes_to, flatten, load_run_config
 from diffllm.config.schema import ContextError
@@ -54,7 +56,7 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
         name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
-        words = [*study.base, *study.arms[arm], f"seed={seed}"]
+        words = [*words_of_arm(study, arm), f"seed={seed}"]
         words += [f"optim.lr={rate!r}"] if rate else []
         runs.append(Planned(DECIDING, arm, seed, rate, name, words))
     return runs
@@ -62,12 +64,105 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
-    words = [*study.base, *study.arms[arm]]
-    if study.lr.steps is not None:
-        words = [word for word in words if word.partition("=")[0] not in LENGTHS]
-        words.append(f"steps={study.lr.steps}")
+    words = words_of_arm(study, arm, study.lr.steps)
     words += [f"seed={seed}", f"optim.lr={lr!r}"]
     return Planned(RATES, arm, seed, lr, f"rates/{arm}-lr{lr:g}-seed{seed}", words)
+
+
+def words_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> list[str]:
+    """Return the overrides of an arm, without its seed and learning rate.
+
+    For `baseline_steps`, see `steps_of_arm`.
+    """
+    words = [*study.base, *study.arms[arm]]
+    steps = steps_of_arm(study, arm, baseline_steps)
+    if steps is None:
+        return words
+    words = [word for word in words if word.partition("=")[0] not in LENGTHS]
+    return [*words, f"steps={steps}"]
+
+
+def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> int | None:
+    """Return the steps of an arm that cost the study's budget; None if its overrides decide.
+
+    Raises ConfigError if the budget is less than one step.
+
+    Args:
+        baseline_steps: steps of the baseline arm, if they differ from those of its compared runs.
+    """
+    if study.budget == TOKENS:
+        return baseline_steps
+    cost = cost_of_step(study, arm)
+    if baseline_steps is None:
+        amount = planned_cost(study)
+    else:
+        amount = baseline_steps * cost_of_step(study, study.baseline)
+    if amount < cost * (1 - 1e-9):  # a quotient of equal costs can be rounded
+        raise ConfigError(
+            f"arm {arm}: the budget of a run, {amount:.3g}, is less than one training step, "
+            f"{cost:.3g} (FLOPs or seconds)"
+        )
+    return round(amount / cost)
+
+
+def planned_cost(study: Study) -> float:
+    """Return the FLOPs or seconds of a run in a study with a budget in FLOPs or seconds."""
+    if not isinstance(study.budget, str):
+        return study.budget.seconds
+    steps, flops = length_and_flops(study, study.baseline)
+    return steps * flops
+
+
+def cost_of_step(study: Study, arm: str) -> float:
+    """Return the FLOPs or seconds of a training step in a study with such a budget."""
+    if study.profile:
+        return study.profile.seconds_per_step(arm)
+    return length_and_flops(study, arm)[1]
+
+
+def length_and_flops(study: Study, arm: str) -> tuple[int, float]:
+    """Return the steps of an arm by its overrides, and the training FLOPs of one step.
+
+    Raises ConfigError if the config does not determine the FLOPs.
+    """
+    return length_and_flops_of(arm, (*study.base, *study.arms[arm]), study.sets_rates)
+
+
+@cache
+def length_and_flops_of(
+    arm: str, overrides: tuple[str, ...], study_sets_lr: bool
+) -> tuple[int, float]:
+    lr = 1.0 if study_sets_lr else None
+    cfg = config_of_planned(Planned(DECIDING, arm, 0, lr, arm, [*overrides]))
+    if cfg.data.mask_documents and cfg.visible_keys is None:
+        raise ConfigError(
+            f"arm {arm}: budget={FLOPS} with data.mask_documents=true needs the mean number of "
+            "tokens that a query sees; set data.document_lengths or data.visible_keys"
+        )
+    flops = totals(cfg.model, cfg.visible_keys)["flops"]
+    return cfg.steps, cfg.global_batch_size * cfg.seq_len * flops
+
+
+def terms_of(study: Study) -> tuple[list[str], bool, bool]:
+    """Return `study.terms` with the keys and facts that the study's budget declares.
+
+    A budget in FLOPs or seconds declares tokens and FLOPs per token. It also declares keys such as
+    optim.warmup_steps, if they follow the steps in every arm.
+    """
+    allowed, measures_time, reads_curve = study.terms
+    if study.budget != TOKENS:
+        allowed = [*allowed, "tokens", "flops_per_token", *keys_that_follow_steps(study)]
+    return allowed, measures_time, reads_curve
+
+
+def keys_that_follow_steps(study: Study) -> list[str]:
+    """Return the config keys whose values are a share of the steps in every arm."""
+    following = []
+    for words in study.arms.values():
+        config = config_of_arm((*study.base, *words), study.sets_rates)
+        values = flatten(OmegaConf.to_container(config, resolve=False, enum_to_str=True))  # type: ignore[arg-type]
+        following.append({name for name, value in values.items() if "${of_steps:" in str(value)})
+    return sorted(set.intersection(*following))
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:

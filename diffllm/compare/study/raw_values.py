@@ -28,7 +28,7 @@ from diffllm.metrics.records import LARGEST
 FORMAT = 1
 SHARED = (
     "name", "seed", "lr", "loss", "value", "planned_tokens", "vocab_size", "variant", "mark",
-    "plugin_code", "strayed", "thin", "chance",
+    "plugin_code", "strayed", "thin", "chance", "training_flops", "train_seconds",
 )  # fmt: skip
 """Fields that `RunValues` and `StudyRun` have in common."""
 T = TypeVar("T")
@@ -81,6 +81,8 @@ class RunValues:
     strayed: str = ""
     thin: str = ""
     chance: float | None = None
+    training_flops: float | None = None
+    train_seconds: float | None = None
     positions: list[float] | None = None
     position_losses: list[float | None] = field(default_factory=list)
     position_settings: str = ""
@@ -107,7 +109,7 @@ class Values:
     study: str
     """Name of the study file."""
     sha256: str
-    """Hash of the study file."""
+    """The field `hash` of `Study`: SHA-256 of the study file and of its profile."""
     study_hash: str
     """Hash of `sha256` and `digests` together."""
     metric: str
@@ -237,6 +239,8 @@ def check_run(study: Study, found: Values, run: RunValues) -> None:
             raise ValueError(f"{run.name}.{key}={place} is out of range of {key}")
     check_number(f"{run.name}.lr", run.lr, above=0)
     check_number(f"{run.name}.vocab_size", run.vocab_size, above=0)
+    for name in ("training_flops", "train_seconds"):
+        check_number(f"{run.name}.{name}", getattr(run, name), above=0)
     numbers = [run.loss, run.value, run.chance, *run.values, *run.tokens, run.planned_tokens]
     for number in [*numbers, *(run.nats or [])]:
         check_number(run.name, number)

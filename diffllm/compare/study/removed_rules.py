@@ -13,7 +13,7 @@ def replacement_of(study: Study, rule: Rule) -> str:
     if rule.at == "flops":
         return (
             "at=flops is removed, because it read losses before the end of the learning rate "
-            "schedule; set model.match_flops_to in the arms to compare them at equal FLOPs"
+            "schedule; set budget: flops to compare arms at equal FLOPs"
         )
     if study.test == "welch" and rule.kind != "log_rank":
         return "test=welch is removed; remove the key, because arms are compared at equal seeds"

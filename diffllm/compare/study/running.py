@@ -21,7 +21,9 @@ from diffllm.compare.study.planned_runs import (
     next_runs,
     start_words,
     strayed,
+    terms_of,
 )
+from diffllm.compare.study.spending import check_profile_settings, planned_problems
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends, unequal_pairs
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
@@ -167,8 +169,9 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             check_wandb(cfg.wandb)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
+    check_profile_settings(study, configs)
     planned_runs = planned_comparands(study, configs)
-    problems = undeclared(planned_runs, *study.terms)
+    problems = undeclared(planned_runs, *terms_of(study)) + planned_problems(study)
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, planned_runs)

@@ -12,9 +12,10 @@ from diffllm.compare.study.decision import apply_rules, tested_numbers
 from diffllm.compare.study.differences import TOLERANCES, differences, undeclared
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import PARAMETERS, Study
-from diffllm.compare.study.planned_runs import ChosenRate
+from diffllm.compare.study.planned_runs import ChosenRate, terms_of
 from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.rule_tests import Tested
+from diffllm.compare.study.spending import spending_numbers, spending_problems
 from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
 from diffllm.config.plugins import several_versions
 from diffllm.core.errors import ConfigError
@@ -55,6 +56,7 @@ class Verdict:
             "hash": self.study.hash,
             "study_hash": self.evidence.hash_of(self.study),
             "unequal": self.study.unequal,
+            "budget": spending_numbers(self.study, self.arms),
             "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(each) for each in self.tested],
             "equal": [each.numbers() for each in self.equal],
@@ -106,7 +108,7 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     runs = comparands(arms)
     shown = [
         difference
-        for difference in differences(runs, *study.terms)
+        for difference in differences(runs, *terms_of(study))
         if difference.role != "condition"
     ]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence, shown)
@@ -132,7 +134,8 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, comparands(arms), study.measures_time)
-    return problems + undeclared(comparands(arms), *study.terms)
+    problems += spending_problems(study, arms)
+    return problems + undeclared(comparands(arms), *terms_of(study))
 
 
 def exploratory(

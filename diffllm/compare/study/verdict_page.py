@@ -23,9 +23,10 @@ from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
-from diffllm.compare.study.file import Study
+from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.rule_tests import Tested
+from diffllm.compare.study.spending import budget_sentences, spending_table
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
@@ -222,12 +223,15 @@ def verdict_html(found: Verdict) -> str:
         arms=arms_table(found),
         overrides=[line.replace("`", "") for line in override_lines(found.study)],
         differences=[line.replace("`", "") for line in difference_lines(found)],
+        budget=budget_sentences(found.study, found.arms),
+        spending=None if not has_budget(found) else spending_table(found.study, found.arms),
         equal=equal_gaps_table(found.equal) if found.equal else None,
         equal_words=equal_gaps_words(found.study.rule.alpha),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         conditions=conditions(numbers),
         origin=origin(numbers).replace("`", ""),
+        hashed_files=hashed_files(found.study),
         study_hash=numbers["study_hash"],
     )
 
@@ -296,6 +300,25 @@ def origin(numbers: dict[str, Any]) -> str:
     return f"Corpus hash {corpus or 'not recorded'}. {made_by}."
 
 
+def has_budget(found: Verdict) -> bool:
+    return found.study.budget != TOKENS
+
+
+def budget_lines(found: Verdict) -> list[str]:
+    """Return Markdown lines with the budget and the costs of each arm; [] if it is in tokens."""
+    if not has_budget(found):
+        return []
+    sentences = " ".join(budget_sentences(found.study, found.arms))
+    return [sentences, "", spending_table(found.study, found.arms).markdown(), ""]
+
+
+def hashed_files(study: Study) -> str:
+    """Return the names of the files that `study.hash` covers."""
+    if isinstance(study.budget, str):
+        return study.path.name
+    return f"{study.path.name} and {study.budget.profile}"
+
+
 def equal_lines(found: Verdict) -> list[str]:
     """Return a Markdown table of `found.equal` with notes; [] if `found.equal` is empty."""
     if not found.equal:
@@ -329,8 +352,9 @@ def markdown(found: Verdict) -> str:
             *(f"- Overrides of {line}" for line in override_lines(study)),
             *(f"- Difference in {line}" for line in difference_lines(found)),
             "",
+            *budget_lines(found),
             *equal_lines(found),
-            f"Metric: {study.quantity}, paired over seeds. Study {study.path.name}, SHA-256 "
+            f"Metric: {study.quantity}, paired over seeds. Study {hashed_files(study)}, SHA-256 "
             f"`{study.hash}`, with resolved configs `{numbers['study_hash']}`. {origin(numbers)}",
             "",
         ]

@@ -407,7 +407,7 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
 @pytest.mark.parametrize(
     ("rule", "more", "replacement"),
     [
-        (LOWER.replace("}", ", at: flops}"), {}, "set model.match_flops_to in the arms"),
+        (LOWER.replace("}", ", at: flops}"), {}, "set budget: flops to compare arms"),
         (TREND, {}, "the verdict page and the report state this trend without a rule"),
         (TREND.replace("tokens", "position"), {}, "such as metric: position/1024"),
         (LOWER.replace("0.0", "0.1"), {}, "use below=0, or kind=equivalence with margin=0.1"),

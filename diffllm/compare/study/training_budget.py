@@ -1,0 +1,96 @@
+"""The key `budget` of a study file: the cost of training that is equal in all arms."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diffllm.compare.timing_profile import TimingProfile, read_profile
+from diffllm.config.compose import LENGTHS
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import read_bytes, readable, user_path
+
+TOKENS, FLOPS = BUDGETS = ("tokens", "flops")
+
+
+@dataclass(frozen=True)
+class SecondsBudget:
+    """Seconds of the training steps of a run, by the step times of a profile.
+
+    `profile` is a file of `diffllm timing`, relative to the study file.
+    """
+
+    seconds: float = field(metadata={"above": 0})
+    profile: str
+
+
+Budget = str | SecondsBudget
+
+
+def check_budget(
+    budget: Budget, base: Sequence[str], arms: Mapping[str, Sequence[str]], baseline: str
+) -> None:
+    """Raise ConfigError for an unknown budget, and for lengths that the budget would replace.
+
+    Args:
+        base: overrides of all arms.
+        arms: overrides by arm.
+        baseline: arm whose length determines a budget in FLOPs.
+    """
+    if budget == TOKENS:
+        return
+    name = "budget.seconds" if isinstance(budget, SecondsBudget) else f"budget={budget}"
+    if not isinstance(budget, SecondsBudget) and budget not in BUDGETS:
+        raise ConfigError(
+            f"{name} is not one of {', '.join(BUDGETS)}, or a mapping such as "
+            "{seconds: 600, profile: timing.json}"
+        )
+    words_by_place = {f"arms.{arm}": words for arm, words in arms.items()}
+    words_by_place["base"] = base
+    if budget == FLOPS:
+        del words_by_place["base"]
+        del words_by_place[f"arms.{baseline}"]
+    for place, words in words_by_place.items():
+        for word in words:
+            if word.partition("=")[0].lstrip("+~") in LENGTHS:
+                raise ConfigError(f"{place}: remove {word}, because {name} sets the steps")
+
+
+def budget_profile(
+    budget: SecondsBudget, directory: Path, arms: Collection[str]
+) -> tuple[TimingProfile, bytes]:
+    """Return the profile of a budget and the bytes of its file.
+
+    Raises ConfigError if the file cannot be read or is invalid, if the profile lacks an arm or has
+    arms of several machines, or if the budget is less than one training step of an arm.
+
+    Args:
+        directory: directory of the study file.
+        arms: names of the study's arms.
+    """
+    path = directory / user_path(budget.profile, "budget.profile")
+    try:
+        profile = read_profile(path)
+        with readable(path):
+            content = read_bytes(path, follow=True)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"budget.profile: {error}; write a profile with diffllm timing STUDY.yaml out={path}"
+        ) from error
+    for name in arms:
+        try:
+            seconds = profile.seconds_per_step(name)
+        except ConfigError as error:
+            raise ConfigError(f"budget.profile={budget.profile}: {error}") from error
+        if budget.seconds < seconds:
+            raise ConfigError(
+                f"budget.seconds={budget.seconds:g} must be at least {seconds:.3g}, the seconds of "
+                f"one training step of arm {name}"
+            )
+    for fact in ("device", "ranks", "torch"):
+        values = {str(getattr(profile.arms[name].facts, fact)) for name in arms}
+        if len(values) > 1:
+            raise ConfigError(
+                f"budget.profile={budget.profile}: the arms differ in {fact} "
+                f"({', '.join(sorted(values))}); measure all arms on one machine"
+            )
+    return profile, content

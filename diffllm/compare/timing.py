@@ -1,0 +1,284 @@
+"""Measure the step times of several arms in turns.
+
+Each turn is a normal run of `diffllm train`, because a second training loop could have other costs.
+The speed of a busy or throttled machine changes. The runs of the arms alternate, so that all arms
+meet fast and slow times: A, B, C in odd rounds and C, B, A in even rounds.
+"""
+
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import config_of_planned, first_runs
+from diffllm.compare.sweep.cluster import ranks_of_runs
+from diffllm.compare.sweep.command import join_ranks, run_here
+from diffllm.compare.sweep.job import Ending, Job
+from diffllm.compare.sweep.plan import combinations, experiment_words, name_run, split_overrides
+from diffllm.compare.timing_profile import (
+    FORMAT,
+    ArmTiming,
+    Blocks,
+    TimingProfile,
+    time_settings,
+)
+from diffllm.config import TrainConfig, load_config
+from diffllm.config.compose import LENGTHS
+from diffllm.config.loading import configs_of
+from diffllm.config.words import typed_override
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.keys import declaration_of, declarations
+from diffllm.distributed.launcher import stopped_status
+from diffllm.metrics.facts import RunFacts, facts_of
+from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.steps import read_steps
+from diffllm.training.build import planned_compile
+from diffllm.training.memory import check_memory
+
+
+class Turns(NamedTuple):
+    """Number of rounds, each with one turn per arm, and of training steps in a turn.
+
+    The timed steps form blocks of `warmup_steps` steps, and each block has one measured time.
+    """
+
+    rounds: int
+    warmup_steps: int
+    timed_steps: int
+
+    @property
+    def steps(self) -> int:
+        return self.warmup_steps + self.timed_steps
+
+
+class Arm(NamedTuple):
+    """An arm to time: the overrides of its runs and their complete config."""
+
+    words: list[str]
+    cfg: TrainConfig
+
+
+class Measurement(NamedTuple):
+    """Result of one turn: its blocks, facts of the run, and CPU threads per rank."""
+
+    blocks: Blocks
+    facts: RunFacts
+    threads: int
+
+
+def arms_of_study(study: Study) -> dict[str, Arm]:
+    """Return the arms of a study, each with its first seed and learning rate."""
+    return {run.arm: Arm(run.words, config_of_planned(run)) for run in first_runs(study)}
+
+
+def arms_of_sweep(words: list[str]) -> dict[str, Arm]:
+    """Return the runs of the sweep with the overrides `words`, each with its first seed, by name.
+
+    Raises ConfigError if the overrides or a config are invalid.
+    """
+    overrides, launcher = split_overrides([*experiment_words(words), *words])
+    if launcher:
+        raise ConfigError(f"{launcher[0]}: timing measures the machine of this command; remove it")
+    jobs = combinations(overrides)
+    configs = configs_of([partial(load_config, job) for job in jobs])
+    declared = declarations(configs[0])
+    swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
+    keys = [key for key in swept if "seed" not in declaration_of(key, declared).kinds]
+    arms: dict[str, Arm] = {}
+    for job, cfg in zip(jobs, configs, strict=True):
+        arms.setdefault(name_run(cfg, keys or ["attention"]), Arm(job, cfg))
+    return arms
+
+
+def turn_order(names: Sequence[str], round_number: int) -> list[str]:
+    """Return the order of the arms in a round, counted from 1: even rounds are reversed."""
+    return list(names) if round_number % 2 else list(reversed(names))
+
+
+def turn_words(arm: Arm, turns: Turns, world_size: int) -> list[str]:
+    """Return the overrides of a turn: the arm's overrides, with few steps and little other work.
+
+    The length of the arm's config decides about torch.compile, because a turn is a short run. Steps
+    are logged at the end of the warm-up and of each block.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compiles = planned_compile(arm.cfg, device, world_size).value
+    settings = {
+        "steps": turns.steps,
+        "log_interval": turns.warmup_steps,
+        "optim.warmup_steps": turns.steps,
+        "diagnostics.interval": 0,
+        "diagnostics.probe_interval": 0,
+        "eval.interval": turns.steps,
+        "eval.sequences": 1,
+        "eval.tokens": 1,
+        "eval.suites": "[]",
+        "checkpoint.interval": turns.steps,
+        "profile.steps": "[]",
+        "metrics.tensorboard": "false",
+        "wandb.mode": "disabled",
+        "run.report": "false",
+        "compile": str(compiles).lower(),
+    }
+    words = []
+    for word in arm.words:
+        key = word.partition("=")[0].lstrip("+~")
+        if key not in (*settings, *LENGTHS) and not key.startswith("run."):
+            words.append(word)
+    return [*words, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def time_arms(
+    choose: Callable[[], dict[str, Arm]], turns: Turns, out: Path, added: list[str]
+) -> tuple[int, TimingProfile | None]:
+    """Train the arms in turns and return their step times. Every rank must call this.
+
+    The runs are in a temporary directory next to `out`, and are deleted after each round. Raises
+    ConfigError if a config is invalid or a run fails.
+
+    Args:
+        choose: returns the arms by name; called on rank 0.
+        out: path of the profile, which the caller writes.
+        added: plugins and --config-dir options for the command lines of the runs.
+
+    Returns:
+        The exit status and, on rank 0, the profile. If a signal stopped the runs, the status is the
+        result of `stopped_status`, and there is no profile.
+    """
+    world = join_ranks()
+    measurements: defaultdict[str, list[Measurement]] = defaultdict(list)
+    with ExitStack() as stack:
+
+        def begin() -> tuple[list[list[dict[str, Any]]], dict[str, Arm]]:
+            arms = choose()
+            check_arms(arms, world.size)
+            words = {name: turn_words(arm, turns, world.size) for name, arm in arms.items()}
+            directory = Path(stack.enter_context(directory_for_runs(out)))
+            return plan_rounds(words, turns.rounds, directory, added), arms
+
+        rounds, arms = world.broadcast_and_keep("timing", begin)
+        for number, planned in enumerate(rounds, start=1):
+            jobs = [Job(**job) for job in planned]
+            stopped, endings = run_here(jobs, world)
+            # Rank 0 decides for all ranks: a signal may have reached only some of the ranks.
+            results = partial(measure_round, jobs, endings, turns, stopped)
+            stopped, by_arm = world.broadcast_and_keep(f"round/{number}", results)
+            if stopped:
+                return stopped_status(stopped), None
+            for name, measurement in (by_arm or {}).items():
+                measurements[name].append(measurement)
+    return 0, profile_of(arms, measurements, turns) if arms else None
+
+
+def check_arms(arms: Mapping[str, Arm], world_size: int) -> None:
+    _, ranks_here = ranks_of_runs(None, world_size)
+    for name, arm in arms.items():
+        try:
+            arm.cfg.check_world(world_size)
+            check_memory(arm.cfg, world_size, ranks_here)
+        except ConfigError as error:
+            raise ConfigError(f"arm {name}: {error}") from error
+
+
+def directory_for_runs(out: Path) -> "TemporaryDirectory[str]":
+    """Create a directory next to `out`; raises ConfigError if `out` cannot be written later."""
+    if out.is_dir():
+        raise ConfigError(f"out={out} is a directory; choose another out=FILE")
+    try:
+        return TemporaryDirectory(prefix=".timing-", dir=out.parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"out={out} cannot be written: {error.strerror}; choose another out=FILE"
+        ) from None
+
+
+def plan_rounds(
+    words: Mapping[str, list[str]], rounds: int, directory: Path, added: list[str]
+) -> list[list[dict[str, Any]]]:
+    """Return the keyword arguments of `Job` for each turn of each round.
+
+    `words` are the overrides of a turn by arm. The field `group` of a job is its arm.
+    """
+    planned = []
+    for number in range(1, rounds + 1):
+        jobs: list[dict[str, Any]] = []
+        for name in turn_order(list(words), number):
+            index = len(words) * (number - 1) + len(jobs) + 1
+            path = directory / f"turn-{index}"
+            run_dir = typed_override("run.dir", str(path))
+            job = Job(
+                number=index, total=len(words) * rounds, name=f"{name}, round {number}",
+                path=str(path), steps=0, flops_of_step=0.0,
+                words=[*added, *words[name], run_dir], finished=False, group=name,
+            )  # fmt: skip
+            jobs.append(vars(job))
+        planned.append(jobs)
+    return planned
+
+
+def measure_round(
+    jobs: list[Job], endings: Mapping[str, Ending], turns: Turns, stopped: int
+) -> tuple[int, dict[str, Measurement]]:
+    """Return `stopped`, the number of the signal that stopped the round, and the result per arm."""
+    if stopped:
+        return stopped, {}
+    return 0, {job.group: measure(job, endings[job.name], turns) for job in jobs}
+
+
+def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
+    """Read the result of a finished turn, and delete its run.
+
+    Raises ConfigError if the run failed or diverged.
+    """
+    run = Path(job.path)
+    try:
+        summary = read_ending(run)
+        if ending.state != "finished" or summary is None:
+            raise ConfigError(f"{job.name}: {ending.state}, {ending.reason}")
+        if summary.get("stopped"):
+            raise ConfigError(f"{job.name}: diverged, {stopped_text(summary)}")
+        seconds = read_steps(run / "steps.npy")["train_seconds"]
+        if len(seconds) < turns.steps:  # for example, after the disk was full
+            raise CheckpointError(f"{run / 'steps.npy'} has {len(seconds)} of {turns.steps} steps")
+        record = read_record(run / "run.json") or {}
+    except CheckpointError as error:
+        raise ConfigError(f"{job.name}: {error}") from error
+    # The device has finished its work only at logged steps, which end the blocks.
+    ends = seconds[turns.warmup_steps - 1 :: turns.warmup_steps]
+    blocks = np.diff(ends) / turns.warmup_steps
+    threads = record["environment"]["threads"]
+    shutil.rmtree(run, ignore_errors=True)
+    return Measurement(blocks.tolist(), facts_of(record), threads)
+
+
+def profile_of(
+    arms: Mapping[str, Arm], measurements: Mapping[str, list[Measurement]], turns: Turns
+) -> TimingProfile:
+    timings = {}
+    for name, arm in arms.items():
+        timings[name] = ArmTiming(
+            variant=arm.cfg.resolved.choices["attention"],
+            overrides=arm.words,
+            settings=time_settings(arm.cfg),
+            facts=measurements[name][-1].facts,
+            tokens_per_step=arm.cfg.global_batch_size * arm.cfg.seq_len,
+            block_seconds=[measurement.blocks for measurement in measurements[name]],
+        )
+    threads = max(results[-1].threads for results in measurements.values())
+    return TimingProfile(
+        format=FORMAT,
+        date=time.strftime("%Y-%m-%d"),
+        threads=threads,
+        warmup_steps=turns.warmup_steps,
+        timed_steps=turns.timed_steps,
+        arms=timings,
+    )

@@ -1,0 +1,180 @@
+"""The timing profile: a JSON file with the step times of several arms on one machine."""
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from diffllm.config import TrainConfig
+from diffllm.config.compose import LENGTHS
+from diffllm.config.saved import flatten, yaml_dict
+from diffllm.core.bounds import check_bounds
+from diffllm.core.errors import ConfigError, choose_from
+from diffllm.core.files import read_json, readable
+from diffllm.core.keys import declaration_of, declarations
+from diffllm.core.typed import made
+from diffllm.metrics.facts import RunFacts
+
+FORMAT = 1
+NOISY = 0.1
+"""Spread between rounds above which the step time of an arm is uncertain."""
+Blocks = list[float]
+"""Mean seconds of a training step in each block of steps of one turn."""
+
+
+@dataclass(frozen=True)
+class ArmTiming:
+    """Step times of one arm.
+
+    `settings` are the config keys that decide the time of a step, with their values as JSON text;
+    see `time_settings`. `facts` are those of the arm's last run, such as its device and world size.
+    """
+
+    variant: str
+    overrides: list[str]
+    settings: dict[str, str]
+    facts: RunFacts
+    tokens_per_step: int = field(metadata={"least": 1})
+    block_seconds: list[Blocks]
+    """The blocks of each round."""
+
+    @property
+    def round_seconds(self) -> list[float]:
+        """Seconds of a training step in the fastest block of each round."""
+        return [min(blocks) for blocks in self.block_seconds]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of a training step in the fastest block.
+
+        Other processes of the machine only add time, so the fastest block has least of their
+        effect. On a busy machine, medians of two arms compare the load during their turns.
+        """
+        return min(self.round_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median over all blocks of the seconds of a training step."""
+        return statistics.median(chain.from_iterable(self.block_seconds))
+
+    @property
+    def mean_seconds(self) -> float:
+        return statistics.fmean(chain.from_iterable(self.block_seconds))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.seconds_per_step
+
+    @property
+    def spread(self) -> float:
+        """Difference of `round_seconds` between the slowest and the fastest round, relative."""
+        return max(self.round_seconds) / min(self.round_seconds) - 1
+
+    def ratio(self, baseline: "ArmTiming") -> float:
+        """Return the time of this arm over that of `baseline`."""
+        return self.seconds_per_step / baseline.seconds_per_step
+
+    def round_ratios(self, baseline: "ArmTiming") -> list[float]:
+        """Return the time of this arm over that of `baseline` in each round."""
+        pairs = zip(self.round_seconds, baseline.round_seconds, strict=True)
+        return [seconds / reference for seconds, reference in pairs]
+
+
+@dataclass(frozen=True)
+class TimingProfile:
+    """Step times of several arms, measured in turns on one machine; the first is the baseline."""
+
+    format: int
+    date: str
+    """Day of the measurement, such as "2026-11-28"."""
+    threads: int = field(metadata={"least": 1})
+    """CPU threads per rank."""
+    warmup_steps: int = field(metadata={"least": 1})
+    """First steps of each turn, which are not timed; also the length of a block."""
+    timed_steps: int = field(metadata={"least": 1})
+    """Steps of each turn that are timed."""
+    arms: dict[str, ArmTiming]
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.arms))
+
+    def arm(self, name: str) -> ArmTiming:
+        """Return the step times of an arm; raises ConfigError if the arm is unknown."""
+        if name not in self.arms:
+            choices = choose_from(name, list(self.arms))
+            raise ConfigError(f"the timing profile has no arm {name!r}{choices}")
+        return self.arms[name]
+
+    def seconds_per_step(self, name: str) -> float:
+        """Return the seconds of a step of the arm `name`; raises ConfigError if it is unknown."""
+        return self.arm(name).seconds_per_step
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of the profile file.
+
+        The file also has numbers that follow from the times of the blocks. `read_profile` ignores
+        these numbers.
+        """
+        content = asdict(self)
+        baseline = self.arms[self.baseline]
+        for name, arm in self.arms.items():
+            content["arms"][name] |= {
+                "seconds_per_step": arm.seconds_per_step,
+                "median_seconds": arm.median_seconds,
+                "mean_seconds": arm.mean_seconds,
+                "tokens_per_s": arm.tokens_per_s,
+                "round_seconds": arm.round_seconds,
+                "spread": arm.spread,
+                "ratio": arm.ratio(baseline),
+                "round_ratios": arm.round_ratios(baseline),
+            }
+        return content
+
+
+def time_settings(cfg: TrainConfig) -> dict[str, str]:
+    """Return the config keys that decide the time of a training step, with values as JSON text.
+
+    Seeds, the number of steps and the settings of the optimizer do not change this time, and
+    checkpoints do not count. With data.mask_documents, the time also depends on the data, which
+    these keys do not describe.
+    """
+    declared = declarations(cfg)
+    settings = {}
+    for name, value in flatten(yaml_dict(cfg)).items():
+        key = declaration_of(name, declared)
+        other = name in LENGTHS or name.startswith(("optim.", "checkpoint.")) or "seed" in key.kinds
+        if key.effect in ("numbers", "speed") and not other:
+            settings[name] = json.dumps(value, sort_keys=True)
+    return settings
+
+
+def read_profile(path: Path) -> TimingProfile:
+    """Read a file of `diffllm timing`; raises CheckpointError if the content is invalid."""
+    with readable(path):
+        content = read_json(path, follow=True)
+        try:
+            if content.get("format") != FORMAT:
+                raise ValueError(f"format={content.get('format')!r:.20} must be {FORMAT}")
+            profile = made(TimingProfile, content)
+            check_profile(profile)
+        except (ValueError, ConfigError) as error:
+            raise ValueError(f"is not a profile of diffllm timing: {error}") from None
+        return profile
+
+
+def check_profile(profile: TimingProfile) -> None:
+    check_bounds("", profile)
+    if not profile.arms:
+        raise ValueError("arms is empty")
+    rounds = {len(arm.block_seconds) for arm in profile.arms.values()}
+    if len(rounds) > 1 or 0 in rounds:
+        raise ValueError(
+            "block_seconds of all arms must have the same number of rounds, at least 1"
+        )
+    for name, arm in profile.arms.items():
+        for blocks in arm.block_seconds:
+            if not blocks or min(blocks) <= 0:
+                raise ValueError(f"arms.{name}.block_seconds must be positive in each round")

@@ -1,0 +1,285 @@
+"""Studies whose arms train with equal FLOPs or equal seconds."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from runs.written import config_of, study_file, write_ended
+
+from diffllm.cli import main
+from diffllm.compare.study.costs import costs
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.planned_runs import (
+    config_of_planned,
+    deciding_runs,
+    rate_run,
+    steps_of_arm,
+)
+from diffllm.compare.study.raw_values import read_values
+from diffllm.compare.study.running import check_study_runs
+from diffllm.compare.study.verdict import judge, judge_evidence
+from diffllm.compare.study.verdict_page import markdown, verdict_html, write_verdict
+from diffllm.compare.timing_profile import FORMAT, ArmTiming, TimingProfile, time_settings
+from diffllm.config.matching import totals
+from diffllm.core.errors import ConfigError
+from diffllm.metrics.facts import RunFacts
+from diffllm.metrics.steps import STEP, StepsFile
+
+ARMS = {
+    "base": "[model=tiny, steps=100, seq_len=32, global_batch_size=8]",
+    "arms": "{standard: [attention=standard], v2: [attention=diff_v2]}",
+    "unequal": "[parameters]",
+}
+LOWER = "{kind: difference, arm: v2, against: standard, below: 0.0}"
+SECONDS = {
+    **ARMS,
+    "base": "[model=tiny, seq_len=32, global_batch_size=8]",
+    "budget": "{seconds: 6, profile: timing.json}",
+}
+STEP_SECONDS = {"standard": 0.1, "v2": 0.13}
+MACHINE = {"device": "GPU", "ranks": 1, "compute_dtype": "float32", "compiled": False}
+
+
+def write_profile(path, step_seconds=STEP_SECONDS, **settings):
+    arms = {}
+    for arm, seconds in step_seconds.items():
+        variant = {"standard": "standard", "v2": "diff_v2"}[arm]
+        words = ("model=tiny", "seq_len=32", "global_batch_size=8", f"attention={variant}")
+        timed = {**time_settings(config_of(words)), **settings}
+        facts = RunFacts(**MACHINE, torch="2.13.0")
+        arms[arm] = ArmTiming(variant, [*words], timed, facts, 256, [[seconds], [1.02 * seconds]])
+    profile = TimingProfile(FORMAT, "2026-11-28", 2, 5, 25, arms)
+    path.write_text(json.dumps(asdict(profile)), encoding="utf-8")
+
+
+def seconds_study(tmp_path, **more):
+    write_profile(tmp_path / "timing.json")
+    return study_file(tmp_path / "study.yaml", LOWER, **{**SECONDS, **more})
+
+
+def write_runs(study, out, loss_of, flops_factor=1.0, seconds_factor=1.0, **facts):
+    """Write the runs of a study: `loss_of(flops, arm, seed)` is the final held-out loss.
+
+    The factors multiply the measured costs of v2.
+    """
+    for arm in study.arms:
+        for seed in study.seeds:
+            (planned,) = deciding_runs(study, arm, seed, None)
+            cfg = config_of_planned(planned)
+            flops_per_token = totals(cfg.model)["flops"]
+            loss = loss_of(cfg.steps * 256 * flops_per_token, arm, seed)
+            measured = flops_per_token * (flops_factor if arm == "v2" else 1)
+            path = write_ended(study, planned, out, loss, flops_per_token=measured, **facts)
+            rows = np.zeros(cfg.steps, STEP)
+            rows["step"] = np.arange(1, cfg.steps + 1)
+            step_seconds = STEP_SECONDS[arm] * (seconds_factor if arm == "v2" else 1)
+            rows["train_seconds"] = step_seconds * rows["step"]
+            StepsFile(path / "steps.npy").append(rows)
+
+
+def better_v2(flops, arm, seed):
+    return (4.3 if arm == "v2" else 4.4) + 0.001 * seed**2 + 0.0005 * (arm == "v2") * seed
+
+
+def one_curve(flops, arm, seed):
+    """Loss of fully annealed runs as a function of FLOPs alone, with noise of seeds."""
+    noise = {"standard": (0.001, -0.002, 0.001), "v2": (0.002, -0.001, -0.001)}
+    return 4.4 - 0.5 * math.log(flops / 1e11) + noise[arm][seed]
+
+
+def test_steps_at_equal_flops_follow_from_equations_of_the_model(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+    # Per token and layer: matrices (q, k, v, o, and lambda in V2), attention over 16.5 keys on
+    # average, and the feed-forward network. The output matrix has 2,048 x 128 entries.
+    ffn, output = 3 * 128 * 384, 2048 * 128
+    standard = 2 * (128 * (128 + 64 + 64 + 128) + 4 * (32 + 32) * 16.5 + ffn) + output
+    v2 = 2 * (128 * (256 + 64 + 64 + 128) + 128 * 4 + 8 * (32 + 32) * 16.5 + ffn) + output
+    assert steps_of_arm(study, "standard") == 100
+    assert steps_of_arm(study, "v2") == round(100 * standard / v2) == 94
+    configs = [config_of_planned(deciding_runs(study, arm, 0, None)[0]) for arm in study.arms]
+    assert [cfg.steps for cfg in configs] == [100, 94]
+    assert [cfg.optim.warmup_steps for cfg in configs] == [10, 10]  # ceil(94 / 10)
+    assert [cfg.eval.interval for cfg in configs] == [25, 24]
+    check_study_runs(study, tmp_path / "out", 1)
+
+
+def test_steps_at_equal_seconds_follow_from_step_times_of_the_profile(tmp_path):
+    lr = "{grid: [1e-3, 2e-3, 4e-3], seeds: [100], steps: 26}"
+    study = seconds_study(tmp_path, lr=lr)
+    assert [steps_of_arm(study, arm) for arm in study.arms] == [60, 46]  # 6 / 0.13 = 46.15
+    runs = [rate_run(study, arm, 100, 1e-3) for arm in study.arms]
+    assert [config_of_planned(run).steps for run in runs] == [26, 20]
+    check_study_runs(study, tmp_path / "out", 1)
+    rates, deciding = costs(study, tmp_path / "out", [])[:2]
+    assert (rates.seconds, deciding.seconds) == pytest.approx((2.6, 6.0))
+
+
+def test_arms_must_agree_in_warmup_that_does_not_follow_steps(tmp_path):
+    arms = "{standard: [attention=standard], v2: [attention=diff_v2, optim.warmup_steps=5]}"
+    study = study_file(tmp_path / "study.yaml", LOWER, **{**ARMS, "arms": arms}, budget="flops")
+    with pytest.raises(ConfigError, match=r"optim\.warmup_steps: 10 in standard; 5 in v2"):
+        check_study_runs(study, tmp_path / "out", 1)
+
+
+def test_arms_with_one_loss_curve_over_flops_are_different_only_at_equal_tokens(tmp_path):
+    verdicts = {}
+    for budget in ("flops", "tokens"):
+        out = tmp_path / budget
+        more = {**ARMS, "unequal": "[parameters, flops]", "budget": budget}
+        study = study_file(tmp_path / f"{budget}.yaml", LOWER, **more)
+        write_runs(study, out, one_curve)
+        verdicts[budget] = judge(study, out)
+    assert verdicts["tokens"].verdict == "shown", verdicts["tokens"].reasons
+    assert verdicts["flops"].verdict == "underpowered", verdicts["flops"].reasons
+    (gap,) = [tested.gap.mean for tested in verdicts["flops"].tested]
+    assert abs(gap) < 0.001  # rounding to whole steps
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.02, "shown"), (1.05, "not comparable")])
+def test_measured_flops_of_arms_must_agree(tmp_path, factor, verdict):
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+    write_runs(study, tmp_path / "out", better_v2, flops_factor=factor)
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == verdict, found.reasons
+    if verdict == "not comparable":
+        assert found.reasons == [
+            "budget: measured training FLOPs per run differ by 5%, more than 3%: "
+            "102B in standard; 107B in v2"
+        ]
+
+
+def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+    out = tmp_path / "out"
+    write_runs(study, out, better_v2)
+    found = judge(study, out)
+    assert found.verdict == "shown", found.reasons
+    write_verdict(found, out)
+    recomputed = judge_evidence(study, read_values(study, out / "values.json"))
+    assert recomputed.numbers() == found.numbers()
+    v2 = found.numbers()["budget"]["arms"][1]
+    assert (v2["arm"], v2["steps"], v2["tokens"]) == ("v2", 94, 94 * 256)
+    assert v2["measured"] == pytest.approx(v2["planned"])
+    assert "Budget: the training FLOPs of the runs of standard." in markdown(found)
+    assert "<h2>Budget</h2>" in verdict_html(found)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "shown"), (1.06, "not comparable")])
+def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, verdict):
+    study = seconds_study(tmp_path)
+    write_runs(study, tmp_path / "out", better_v2, seconds_factor=factor, **MACHINE)
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == verdict, found.reasons
+    text = markdown(found)
+    assert "Profile of 2026-11-28: GPU, 1 rank, float32, eager, torch 2.13.0" in text
+    assert "differ by at most 2% (" in text
+    assert "Study study.yaml and timing.json, SHA-256" in text
+    assert f"| v2 | 46 | 11.78k | 5.98 s | {5.98 * factor:.2f} s |" in text
+    assert "another machine" not in text
+
+
+def test_profile_decides_if_runs_used_another_machine(tmp_path):
+    study = seconds_study(tmp_path)
+    facts = {**MACHINE, "device": "CPU"}
+    write_runs(study, tmp_path / "out", better_v2, seconds_factor=2, **facts)
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == "shown", found.reasons
+    assert "used another machine (device CPU, not GPU). The machine of the profile" in markdown(
+        found
+    )
+
+
+def test_study_is_exploratory_if_its_profile_changed_after_the_runs(tmp_path):
+    study = seconds_study(tmp_path)
+    write_runs(study, tmp_path / "out", better_v2, **MACHINE)
+    assert judge(study, tmp_path / "out").verdict == "shown"
+    write_profile(tmp_path / "timing.json", {"standard": 0.1, "v2": 0.12})
+    found = judge(load_study(study.path), tmp_path / "out")
+    assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
+    assert "6 of 6 runs began under another version of study.yaml" in found.reasons[0]
+    assert any("steps is 46, not 50" in reason for reason in found.reasons)
+
+
+def test_study_does_not_start_if_profile_was_measured_with_other_settings(tmp_path):
+    study = seconds_study(tmp_path)
+    write_profile(tmp_path / "timing.json", seq_len="64")
+    with pytest.raises(ConfigError, match=r"arm standard: seq_len is 32, but budget\.profile="):
+        check_study_runs(load_study(study.path), tmp_path / "out", 1)
+
+
+def test_profile_with_arms_of_several_machines_raises_error(tmp_path):
+    path = seconds_study(tmp_path).path
+    content = json.loads((tmp_path / "timing.json").read_text(encoding="utf-8"))
+    content["arms"]["v2"]["facts"]["device"] = "faster GPU"
+    (tmp_path / "timing.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the arms differ in device \(GPU, faster GPU\)"):
+        load_study(path)
+
+
+def test_study_loads_without_its_profile_to_measure_the_profile(tmp_path):
+    path = seconds_study(tmp_path).path
+    (tmp_path / "timing.json").unlink()
+    assert load_study(path, is_timed=False).budget == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "message"),
+    [
+        ("time", {}, "budget=time is not one of tokens, flops, or a mapping such as"),
+        ("[flops]", {}, "budget=['flops'] must be text"),
+        ("{seconds: 6}", {}, "budget.profile is missing"),
+        ("{seconds: 0, profile: timing.json}", {}, "budget.seconds=0.0 must be positive"),
+        ("{seconds: 6, profil: timing.json}", {}, "unknown key budget.profil"),
+        ("{seconds: 6, profile: none.json}", {}, "none.json cannot be read: No such file"),
+        ("{seconds: 6, profile: study.yaml}", {}, "budget.profile: "),
+        ("{seconds: 0.12, profile: timing.json}", {}, "one training step of arm v2"),
+        (
+            "{seconds: 6, profile: timing.json}",
+            {"arms": "{standard: [], v3: [attention=diff_v2]}"},
+            "the timing profile has no arm 'v3'; choose from standard, v2",
+        ),
+        ("{seconds: 6, profile: timing.json}", {"base": ARMS["base"]}, "base: remove steps=100"),
+        ("flops", {"arms": "{standard: [], v2: [steps=3]}"}, "arms.v2: remove steps=3, because"),
+        (
+            "flops",
+            {"rule": "{kind: log_rank, arm: v2, against: standard, reaches: 0.5}"},
+            "kind=log_rank compares equal tokens",
+        ),
+    ],
+)
+def test_invalid_budget_raises_one_error(tmp_path, budget, more, message):
+    write_profile(tmp_path / "timing.json")
+    rule = "{kind: difference, arm: %s, against: standard, below: 0.0}"
+    keys = {**SECONDS, "rule": rule % ("v3" if "v3" in str(more) else "v2"), **more}
+    if "log_rank" in keys["rule"]:
+        keys["metric"] = "tasks/mqar"
+    with pytest.raises(ConfigError) as raised:
+        study_file(tmp_path / "study.yaml", **{**keys, "budget": budget})
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_budget_in_flops_needs_visible_keys_with_document_masks(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+    masked = replace(study, base=[*study.base, "data.mask_documents=true"])
+    with pytest.raises(ConfigError, match=r"arm v2: budget=flops with data\.mask_documents"):
+        steps_of_arm(masked, "v2")
+
+
+@pytest.mark.slow
+def test_study_with_equal_flops_runs_and_agrees_in_measured_flops(tmp_path, capsys):
+    base = "[model=tiny, data=stdlib, steps=20, seq_len=32, global_batch_size=4, eval.tokens=2000]"
+    more = {**ARMS, "base": base, "seeds": "[0, 1]", "budget": "flops"}
+    study = study_file(tmp_path / "study.yaml", LOWER, **more)
+    out = tmp_path / "out"
+    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run"]) == 0
+    assert "Budget: the training FLOPs of the runs of standard." in capsys.readouterr().out
+    assert main(["study", "run", str(study.path), f"out={out}"]) == 0
+    found = judge(study, out)
+    assert found.verdict not in ("not comparable", "exploratory"), found.reasons
+    standard, v2 = found.numbers()["budget"]["arms"]
+    assert (standard["steps"], v2["steps"]) == (20, 19)
+    for arm in (standard, v2):
+        assert arm["measured"] == pytest.approx(arm["planned"])

@@ -1,0 +1,211 @@
+"""Turns of `diffllm timing`, and the profile with the measured step times."""
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffllm.cli.timing import profile_text
+from diffllm.compare.sweep.job import Ending, Job
+from diffllm.compare.timing import Arm, Turns, arms_of_sweep, measure, plan_rounds, turn_words
+from diffllm.compare.timing_profile import (
+    FORMAT,
+    ArmTiming,
+    TimingProfile,
+    read_profile,
+    time_settings,
+)
+from diffllm.config import load_config
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.metrics.facts import RunFacts
+from diffllm.metrics.steps import STEP, StepsFile
+
+TINY = ["model=tiny", "seq_len=64", "global_batch_size=4"]
+FACTS = RunFacts(
+    parameters=9e5, flops_per_token=6e6, compute_dtype="bfloat16", torch="2.13.0", device="CPU",
+    ranks=2, compiled=False,
+)  # fmt: skip
+BLOCK_SECONDS = {
+    "standard": [[0.3, 0.1], [0.2, 0.4], [0.11, 0.2]],
+    "diff_v2": [[0.12, 0.3], [0.25, 0.25], [0.5, 0.132]],
+}
+TURNS = Turns(rounds=3, warmup_steps=2, timed_steps=4)
+
+
+def arm_timing(name: str, block_seconds: list[list[float]]) -> ArmTiming:
+    words = [*TINY, f"attention={name}"]
+    return ArmTiming(
+        name, words, time_settings(load_config(words)), FACTS, tokens_per_step=256,
+        block_seconds=block_seconds,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profile() -> TimingProfile:
+    arms = {name: arm_timing(name, seconds) for name, seconds in BLOCK_SECONDS.items()}
+    return TimingProfile(FORMAT, "2026-11-28", 2, TURNS.warmup_steps, TURNS.timed_steps, arms)
+
+
+def written(profile: TimingProfile, path: Path) -> dict[str, Any]:
+    """Write a profile as `diffllm timing` does; return the content of the file."""
+    path.write_text(json.dumps(profile.content()), encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_read_profile_returns_written_profile(profile, tmp_path):
+    content = written(profile, tmp_path / "timing.json")
+    assert read_profile(tmp_path / "timing.json") == profile
+    # Readers without diffllm find the statistics in the file.
+    arm = content["arms"]["diff_v2"]
+    blocks = [seconds for turn in BLOCK_SECONDS["diff_v2"] for seconds in turn]
+    assert arm["seconds_per_step"] == profile.seconds_per_step("diff_v2") == min(blocks)
+    assert arm["median_seconds"] == statistics.median(blocks)
+    assert arm["mean_seconds"] == pytest.approx(statistics.mean(blocks))
+    assert arm["round_seconds"] == [0.12, 0.25, 0.132]
+    assert arm["spread"] == pytest.approx(0.25 / 0.12 - 1)
+    assert arm["tokens_per_s"] == pytest.approx(256 / 0.12)
+    assert arm["ratio"] == pytest.approx(1.2)
+    assert arm["round_ratios"] == pytest.approx([1.2, 1.25, 1.2])
+
+
+def test_unknown_arm_of_profile_raises_error_with_choices(profile):
+    with pytest.raises(ConfigError, match="no arm 'difv2'; did you mean diff_v2"):
+        profile.seconds_per_step("difv2")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("format", 2, "format=2 must be 1"),
+        ("arms", {}, "arms is empty"),
+        ("arms", [], "arms=[] must be a mapping"),
+        ("timed_steps", 0, "timed_steps=0 must be at least 1"),
+        ("date", None, "date=None must be text"),
+        ("arms.standard.block_seconds", [[0.1], [0.2]], "must have the same number of rounds"),
+        ("arms.standard.block_seconds", [[0.1], [-1.0], [0.2]], "must be positive in each round"),
+        ("arms.standard.block_seconds", [[0.1], [], [0.2]], "must be positive in each round"),
+        ("arms.standard.block_seconds", [["fast"]], "block_seconds[0][0]='fast' must be a number"),
+        ("arms.standard.block_seconds", [0.1, 0.2, 0.3], "block_seconds[0]=0.1 must be a list"),
+        ("arms.standard.tokens_per_step", 0, "arms.standard.tokens_per_step=0 must be at least 1"),
+        ("arms.standard.facts.parameters", "many", "facts.parameters='many' must be a number"),
+    ],
+)
+def test_damaged_profile_raises_one_error(profile, tmp_path, key, value, message):
+    path = tmp_path / "timing.json"
+    content = written(profile, path)
+    *sections, name = key.split(".")
+    section = content
+    for part in sections:
+        section = section[part]
+    section[name] = value
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CheckpointError) as raised:
+        read_profile(path)
+    assert str(raised.value).startswith(f"{path} is not a profile of diffllm timing: ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"steps": 9, "heldout_loss": 4.5}', "format=None must be 1"),
+        ("[1, 2]", "is not a JSON object"),
+        ('{"format": 1, "arms"', "is not JSON"),
+        (None, "No such file"),
+    ],
+)
+def test_foreign_profile_raises_one_error(tmp_path, text, message):
+    path = tmp_path / "timing.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        read_profile(path)
+
+
+def test_table_warns_about_arms_whose_rounds_differ_by_more_than_10_percent(profile):
+    steady = arm_timing("gated", [[0.1, 0.5], [0.105], [0.109]])
+    text = profile_text(replace(profile, arms={**profile.arms, "gated": steady}))
+    warned = [line for line in text.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[4] for line in warned] == ["standard", "diff_v2"]
+    assert "2 x CPU with 2 CPU threads, torch 2.13.0, 2026-11-28; 3 rounds of 4 steps" in text
+    assert "1.200 (1.200 to 1.250)" in text
+
+
+def test_order_of_arms_alternates_between_rounds(tmp_path):
+    words = {name: [f"arm={name}"] for name in "ABC"}
+    rounds = plan_rounds(words, 3, tmp_path, ["plugins=[mine]"])
+    assert ["".join(job["group"] for job in jobs) for jobs in rounds] == ["ABC", "CBA", "ABC"]
+    jobs = [Job(**job) for jobs in rounds for job in jobs]
+    # Ranks of a launch meet under the number of the job, so numbers must differ.
+    assert [job.number for job in jobs] == list(range(1, 10))
+    assert len({job.path for job in jobs}) == 9
+    for job in jobs:
+        assert job.words == ["plugins=[mine]", f"arm={job.group}", f"run.dir={job.path}"]
+
+
+def test_arms_of_sweep_have_one_arm_per_variant_and_no_arm_per_seed():
+    arms = arms_of_sweep([*TINY, "attention=standard,diff_v2", "seed=3,4"])
+    assert list(arms) == ["standard", "diff_v2"]
+    assert arms["diff_v2"].words == [*TINY, "attention=diff_v2", "seed=3"]
+    assert list(arms_of_sweep([*TINY, "attention=gated"])) == ["gated"]
+    with pytest.raises(ConfigError, match="hydra/launcher=submitit_slurm: timing measures"):
+        arms_of_sweep([*TINY, "hydra/launcher=submitit_slurm"])
+
+
+@pytest.mark.parametrize("length", ["steps=2000000", "max_tokens=6e8", "steps=50"])
+def test_turn_is_compiled_if_the_arm_is_compiled(monkeypatch, length):
+    """The length of a CPU run decides whether it is compiled, and turns are short."""
+    monkeypatch.setattr("diffllm.training.build.compiler_fault", lambda: "")
+    words = [*TINY, length, "run.sweep=mine", "diagnostics.interval=5", "eval.suites=[mqar]"]
+    words += ["optim.warmup_steps=40"]
+    turn = load_config(turn_words(Arm(words, load_config(words)), TURNS, 1))
+    assert turn.compile == (length != "steps=50")
+    assert turn.steps == TURNS.warmup_steps + TURNS.timed_steps
+    assert turn.run == load_config([*TINY, "run.report=false"]).run
+    assert (turn.diagnostics.interval, turn.eval.suites) == (0, [])
+    assert time_settings(turn) == {
+        **time_settings(load_config(words)),
+        "compile": json.dumps(turn.compile),
+    }
+
+
+def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:
+    """Write the files of a turn whose steps take 1, 2, 3, ... seconds."""
+    path.mkdir()
+    rows = np.zeros(steps, STEP)
+    rows["step"] = np.arange(1, steps + 1)
+    rows["train_seconds"] = np.cumsum(rows["step"])
+    file = StepsFile(path / "steps.npy")
+    file.append(rows)
+    file.close()
+    record = {"device": "CPU", "ranks": 1, "environment": {"threads": 2}}
+    (path / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return Job(1, 1, "standard, round 1", str(path), 6, 0.0, [], False)
+
+
+def test_blocks_of_turn_omit_warmup_steps(tmp_path):
+    job = turn_run(tmp_path / "turn", 6, {})
+    result = measure(job, Ending("finished"), TURNS)
+    assert result.blocks == [statistics.mean([3, 4]), statistics.mean([5, 6])]
+    assert result.threads == 2
+    assert (result.facts.device, result.facts.ranks) == ("CPU", 1)
+    assert not (tmp_path / "turn").exists()
+
+
+@pytest.mark.parametrize(
+    ("steps", "ending", "summary", "message"),
+    [
+        (6, Ending("failed", "exit status 1"), {}, "failed, exit status 1"),
+        (6, Ending("finished"), {"stopped": "skips", "steps": 4}, "diverged, stopped after step 4"),
+        (5, Ending("finished"), {}, "has 5 of 6 steps"),
+    ],
+)
+def test_unfinished_turn_raises_error_with_arm_and_round(tmp_path, steps, ending, summary, message):
+    job = turn_run(tmp_path / "turn", steps, summary)
+    with pytest.raises(ConfigError, match=rf"^standard, round 1: .*{message}"):
+        measure(job, ending, TURNS)
