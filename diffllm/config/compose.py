@@ -18,6 +18,7 @@ from diffllm.config.overrides import (
     GROUPS,
     REMOVED,
     check_booleans,
+    check_computed,
     check_interpolations,
     check_overrides,
     check_secrets,
@@ -77,6 +78,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
         try:
             check_secrets(overrides)
             check_interpolations(overrides)
+            check_computed(overrides)
             typed = [part for word in overrides for part in with_recipe(word)]
             parsed = [parsed_override(for_hydra(word)) for word in typed]
             check_overrides(parsed, yaml_names)

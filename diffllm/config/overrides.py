@@ -20,6 +20,7 @@ from diffllm.data.config import DataConfig
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = "resolved"
 """Section of computed values, which overrides cannot set."""
+FIXED = "an override cannot set or delete this key; remove this override"
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError, OSError,
@@ -88,6 +89,13 @@ def check_secrets(words: list[str]) -> None:
             raise ConfigError(f"{key}: set secrets in the environment: WANDB_API_KEY, HF_TOKEN")
 
 
+def check_computed(words: list[str]) -> None:
+    """Raise ConfigError if an override sets a key whose value loading computes."""
+    for word in words:
+        if re.match(rf"{FILLED_IN}\b", key_of_word(word)):
+            raise ConfigError(f"{word}: {FIXED}")
+
+
 def check_choice(word: str, name: str, options: list[str]) -> None:
     if name not in options:
         raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
@@ -103,11 +111,9 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         word, key = str(override.input_line), override.key_or_group
         if key in REMOVED:
             raise ConfigError(removal(key))
-        fixed = not key or key == "run" or re.match(rf"(hydra|{FILLED_IN})\b", key)
+        fixed = not key or key == "run" or re.match(r"hydra\b", key)
         if fixed or override.is_delete():
-            raise ConfigError(
-                f"{word}: an override cannot set or delete this key; remove this override"
-            )
+            raise ConfigError(f"{word}: {FIXED}")
         if key in GROUPS and override.is_add():
             raise ConfigError(f"{word}: {key} already exists; remove the +")
         if override.is_sweep_override():
