@@ -93,5 +93,5 @@ def test_run_says_before_training_that_its_tokenizer_cannot_be_exported(
     note = "diffllm export will refuse the tokenizer of this run, because it is not a BPE model"
     before, _, after = result.out.partition(note)
     assert "chosen for this device" in after
-    assert "\ndefaults: conf/train.yaml, because model=" in before
+    assert "\ndefaults: conf/train.yaml, because the override of model" in before
     assert "step" not in before.splitlines()[-1]
