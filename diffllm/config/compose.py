@@ -117,10 +117,10 @@ def deciding_words(overrides: list[Override]) -> list[str]:
     words = []
     for override in overrides:
         name = override.key_or_group
-        inside = [found for key, found in declared.items() if is_within(key, [name])]
+        inside = [part for key, part in declared.items() if is_within(key, [name])]
         if not inside:  # an entry of a mapping, a group without keys, or an unknown key
             inside = [declaration_of(name, declared)]
-        if any(found.computes and "seed" not in found.kinds for found in inside):
+        if any(part.computes and "seed" not in part.kinds for part in inside):
             words.append(str(override.input_line))
     return words
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from diffllm.core.bounds import RULES, metadata_of, sections
@@ -163,29 +165,30 @@ def declarations(config: Any) -> dict[str, Declaration]:
     Sources of a mixture are included, for example "data.sources.web.paths". A field without `key`
     has the declaration of the mapping or dataclass that contains the field, if this is declared.
     """
-    found: dict[str, Declaration] = {}
+    by_name: dict[str, Declaration] = {}
     for prefix, section in sections(config):
         for config_field in fields(section):
             name = f"{prefix}{config_field.name}"
             declared = declared_in(type(section), config_field.name)
             if declared is not None:
-                found[name] = declared
+                by_name[name] = declared
             elif not is_dataclass(getattr(section, config_field.name)):
-                found[name] = declaration_of(name, found)
-    return found
+                by_name[name] = declaration_of(name, by_name)
+    return by_name
 
 
-def class_declarations(config_class: type, prefix: str = "") -> dict[str, Declaration]:
+@cache
+def class_declarations(config_class: type, prefix: str = "") -> Declarations:
     """Return the declarations of all keys of a config class and of its nested classes."""
     hints = get_type_hints(config_class)
-    found: dict[str, Declaration] = {}
+    by_name: dict[str, Declaration] = {}
     for config_field in fields(config_class):
         name, kind = f"{prefix}{config_field.name}", hints[config_field.name]
         if is_dataclass(kind):
-            found |= class_declarations(kind, f"{name}.")  # type: ignore[arg-type]
+            by_name |= class_declarations(kind, f"{name}.")  # type: ignore[arg-type]
         else:
-            found[name] = declared_in(config_class, config_field.name) or UNDECLARED
-    return found
+            by_name[name] = declared_in(config_class, config_field.name) or UNDECLARED
+    return MappingProxyType(by_name)  # the result is cached and shared
 
 
 def strictest(parts: Iterable[Declarations]) -> dict[str, Declaration]:
@@ -198,8 +201,8 @@ def strictest(parts: Iterable[Declarations]) -> dict[str, Declaration]:
     merged: dict[str, Declaration] = {}
     for part in parts:
         for name, declared in part.items():
-            known = merged.get(name)
-            if known is None or ranks[declared.effect] < ranks[known.effect]:
+            other = merged.get(name)
+            if other is None or ranks[declared.effect] < ranks[other.effect]:
                 merged[name] = declared
     return merged
 

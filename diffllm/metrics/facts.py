@@ -84,16 +84,21 @@ def machine_facts() -> tuple[str, ...]:
     )
 
 
+@cache
+def fact_types() -> dict[str, tuple[type, ...]]:
+    """Return the types of the values of each fact, NoneType included."""
+    return {name: get_args(hint) for name, hint in get_type_hints(RunFacts).items()}
+
+
 def facts_of(record: dict[str, Any]) -> RunFacts:
     """Return the facts in `record`, the content of run.json; values of a wrong type become None."""
     python = (record.get("environment") or {}).get("python")
     code = (record.get("diffllm") or {}).get("hash")
-    known = {**record, "python": python, "code": code}
-    hints = get_type_hints(RunFacts)
+    entries = {**record, "python": python, "code": code}
     values = {}
     for fact in fields(RunFacts):
-        value = known.get(fact.name)
-        kinds = get_args(hints[fact.name])
+        value = entries.get(fact.name)
+        kinds = fact_types()[fact.name]
         is_number = float in kinds and isinstance(value, int) and not isinstance(value, bool)
         values[fact.name] = value if is_number or isinstance(value, kinds) else None
     return RunFacts(**values)

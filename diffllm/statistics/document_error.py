@@ -4,24 +4,25 @@ import numpy as np
 
 
 def document_error(
-    own: np.ndarray, base: np.ndarray, tokens: np.ndarray, log: bool = False
+    arm_nats: np.ndarray, base_nats: np.ndarray, tokens: np.ndarray, log: bool = False
 ) -> float | None:
-    """Return the standard error over documents of the mean loss gap, `own` minus `base`.
+    """Return the standard error over documents of the mean loss gap, arm minus baseline.
 
     The loss of a run is a ratio: the sum over documents divided by the number of tokens. The error
     is that of the linearised ratio (Cochran, Sampling Techniques, 1977, section 6). Return None
     with a single document.
 
     Args:
-        own, base: (seeds, documents), sum of the token losses of each document in nats.
+        arm_nats, base_nats: (seeds, documents), sum of the token losses of each document in nats.
         tokens: (documents,), number of tokens of each document.
         log: whether the gap is the mean difference of the logarithms of the losses.
     """
     n = len(tokens)
     if n < 2:
         return None
-    influences = [mean_influence(np.asarray(side, np.float64), tokens, log) for side in (own, base)]
-    squares = (influences[0] - influences[1]) ** 2
+    arm_influence = mean_influence(np.asarray(arm_nats, np.float64), tokens, log)
+    base_influence = mean_influence(np.asarray(base_nats, np.float64), tokens, log)
+    squares = (arm_influence - base_influence) ** 2
     return float(np.sqrt(n / (n - 1) * squares.sum()))
 
 

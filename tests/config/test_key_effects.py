@@ -40,7 +40,7 @@ OWN = {name: cls for name, cls in SCHEMAS.items() if cls.__module__.startswith("
 """Registered classes without those of plugins, which other tests register."""
 ALL = class_declarations(TrainConfig)
 for (group, _), config_class in OWN.items():
-    ALL |= class_declarations(
+    ALL = ALL | class_declarations(
         config_class, "model.attention." if group == "attention" else f"{group}."
     )
 SOURCE = class_declarations(SourceConfig, "data.sources.web.")

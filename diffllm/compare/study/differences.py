@@ -168,26 +168,27 @@ def differences(
         if all(run.values.get(name) is not None for run in runs)
     }
     names = {name for run in runs for name in run.values}
-    found = []
+    result = []
     for name in sorted(names):
         declaration = declaration_in_study(name, declared)
         if declaration.fact in known_facts:
             continue
-        known = [run for run in runs if name in run.values]
+        recorded = [run for run in runs if name in run.values]
         texts = [(run.arm, run.seed, exact_value(name, run)) for run in runs]
         if name in COMPUTED or name.startswith(ATTENTION):
             # Diverged runs have no documents, and attention variants have different keys.
-            texts = [(run.arm, run.seed, exact_value(name, run)) for run in known]
-        apart = largest_ratio(name, known)
+            texts = [(run.arm, run.seed, exact_value(name, run)) for run in recorded]
+        apart = largest_ratio(name, recorded)
         is_within_tolerance = apart is not None and apart <= TOLERANCES[name] * (1 + 1e-9)
         if is_within_tolerance or not disagrees(texts):
             continue
         part = role(name, declaration, "study", allowed, measures_time, reads_curve)
-        values = {shortened(name, text): arms for text, arms in arms_by_value(texts).items()}
-        if len(values) < 2:  # two hashes with the same start
-            values = arms_by_value(texts)
-        found.append(Difference(name, part, values))
-    return found
+        exact_values = arms_by_value(texts)
+        values = {shortened(name, text): arms for text, arms in exact_values.items()}
+        if len(values) < len(exact_values):  # two hashes with the same start
+            values = exact_values
+        result.append(Difference(name, part, values))
+    return result
 
 
 def largest_ratio(name: str, runs: Sequence[Comparand]) -> float | None:
