@@ -105,9 +105,8 @@ def counted(calls):
     return Counter((call.kind.value, call.size, call.ranks) for call in calls)
 
 
-def activations_and_calls(overrides):
-    step = observed(load_config(overrides))
-    return step.activations, counted(step.calls)
+def collectives(overrides):
+    return counted(observed(load_config(overrides)).calls)
 
 
 WITHOUT_PROBES = "diagnostics.probe_interval=0"
@@ -122,11 +121,13 @@ REAL_STEPS = [  # one and two micro-batches
 
 
 @pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
-def test_simulated_peak_memory_equals_peak_memory_of_real_step(overrides):
+def test_simulated_memory_equals_memory_of_real_step(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
-    with fake_world(0, 2):  # gloo would make copies that do not exist on a GPU
+    # Threads of gloo make copies, and keep a collective's tensors until some time after its end.
+    with fake_world(0, 2):
         real = observed(cfg)
+    assert step.activations == real.activations
     assert step.peak.total == real.peak.total
     assert (step.peak.by_kind, step.when) == (real.peak.by_kind, real.when)
     assert sum(step.peak.by_kind.values()) == step.peak.total
@@ -134,10 +135,9 @@ def test_simulated_peak_memory_equals_peak_memory_of_real_step(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_simulated_activation_bytes_and_collectives_match_real_step(overrides, tmp_path):
+def test_simulated_collectives_match_real_step(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
-    real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
-    assert (step.activations, counted(step.calls)) == real
+    assert counted(step.calls) == run_ranks(collectives, 2, tmp_path, overrides)[0]
 
 
 @pytest.mark.slow
