@@ -29,7 +29,7 @@ FROM_TOKENS = 150_000
 
 
 def write_curves(sweep: Path) -> None:
-    from diffllm.compare.report.runs import load_run
+    from diffllm.compare.arms.run import load_run
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     runs = [load_run(path.parent) for path in sorted(sweep.glob("*/summary.json"))]

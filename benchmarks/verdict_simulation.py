@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.compare.report.runs import Series
+from diffllm.compare.arms.run import Series
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import (
     EQUIVALENT,

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from runs.written import config_yaml
 
 from diffllm.cli.events import table_of
-from diffllm.compare.report.runs import Metrics, read_metrics
+from diffllm.compare.arms.run import Metrics, read_metrics
 from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.words import with_recipe

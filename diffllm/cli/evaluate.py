@@ -20,7 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
-from diffllm.compare.report.numbers import ascii_minus, in_digits, with_interval
+from diffllm.compare.arms.sentences import (
+    ascii_minus,
+    in_digits,
+    with_interval,
+)
 from diffllm.core.errors import CheckpointError, ConfigError, listed
 from diffllm.core.printing import Table, echo, echo_json, to_stderr
 from diffllm.metrics.records import read_record
@@ -52,7 +56,7 @@ def evaluate_command(argv: list[str]) -> None:
     import torch
 
     from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
-    from diffllm.compare.report.runs import shortlist
+    from diffllm.compare.arms.directories import shortlist
     from diffllm.config.saved import load_run_config, no_run
     from diffllm.config.yaml_file import parse_yaml
     from diffllm.data.tasks.task import levels_of

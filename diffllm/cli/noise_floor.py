@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.cli.arguments import CommandArguments, argument, parse, write_out
-from diffllm.compare.report.numbers import short
+from diffllm.compare.arms.sentences import short
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 

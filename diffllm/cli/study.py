@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffllm.cli.arguments import CommandArguments, argument, flag, parse, plugins_argument
-from diffllm.compare.report.numbers import (
+from diffllm.compare.arms.sentences import (
     MISSING,
     clock,
     compact,

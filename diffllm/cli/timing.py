@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument, write_out
 from diffllm.cli.count import compared
-from diffllm.compare.report.numbers import MISSING, fixed, percent, plural, short
+from diffllm.compare.arms.sentences import (
+    MISSING,
+    fixed,
+    percent,
+    plural,
+    short,
+)
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.printing import Table, echo, echo_json, to_stderr

@@ -18,7 +18,7 @@ from runs.command import (
 )
 from tiers import slow_but
 
-from diffllm.compare.report.runs import load_run
+from diffllm.compare.arms.run import load_run
 from diffllm.metrics.events import read_events
 from diffllm.metrics.records import diverged
 

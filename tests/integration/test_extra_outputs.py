@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from wandb_file import OfflineRun
 
 from diffllm.cli.run import run_and_report as run
-from diffllm.compare.report.runs import load_run
+from diffllm.compare.arms.run import load_run
 from diffllm.compare.report.step_curves import run_curves
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError

@@ -23,7 +23,7 @@ from tiers import slow_but
 from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
-from diffllm.compare.report.runs import load_run
+from diffllm.compare.arms.run import load_run
 from diffllm.compare.report.stages import over_stages, stages_of
 from diffllm.compare.report.step_curves import run_curves
 from diffllm.config import load_config

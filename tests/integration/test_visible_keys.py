@@ -12,7 +12,7 @@ from runs.planted_train import Fault
 
 from diffllm import load_config
 from diffllm.checkpoint.manifest import read_state
-from diffllm.compare.report.runs import load_run
+from diffllm.compare.arms.run import load_run
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import training_samples
 from diffllm.metrics.events import read_events

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from diffllm import build_model
 from diffllm.checkpoint.writer import write_parameters
-from diffllm.compare.report.runs import Run, load_run
+from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run, start_words
 from diffllm.compare.study.study_hash import planned_digests, study_hash

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.compare.conditions import Difference
+from diffllm.compare.arms.comparable import Difference
+from diffllm.compare.arms.directories import find_runs, sweep_notes
+from diffllm.compare.arms.run import Run, load_run
+from diffllm.compare.arms.sentences import plural
 from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
@@ -17,9 +20,7 @@ from diffllm.compare.report.notes import (
     run_notes,
     speed_notes,
 )
-from diffllm.compare.report.numbers import plural
 from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
-from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
 from diffllm.compare.report.tables import row_values
 from diffllm.compare.report.trends import row_trend
 from diffllm.core.errors import CheckpointError, ConfigError

@@ -7,8 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diffllm.compare.arms.run import (
+    Run,
+    Series,
+    flops_facts,
+    keys_seen,
+)
 from diffllm.compare.report.rows import EqualGap, Row
-from diffllm.compare.report.runs import Run, Series, flops_facts, keys_seen
 from diffllm.metrics.facts import machine_facts
 from diffllm.statistics.estimates import CONFIDENCE, Estimate, estimate
 from diffllm.statistics.gap_tests import paired

@@ -1,6 +1,6 @@
 """List every difference between the rows of a report, with its role in the comparison."""
 
-from diffllm.compare.conditions import (
+from diffllm.compare.arms.comparable import (
     ATTENTION,
     Difference,
     Role,
@@ -8,9 +8,10 @@ from diffllm.compare.conditions import (
     disagrees,
     role,
 )
+from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.run import Run
 from diffllm.compare.report.keys import COMPUTED, SEEDS, all_declarations, value_text
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run, shortlist
 from diffllm.config.changes import is_within
 from diffllm.core.keys import Declaration, declaration_of
 from diffllm.core.printing import Cell, Table

@@ -7,9 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.compare.report.numbers import ends, finite
+from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.run import Run
+from diffllm.compare.arms.sentences import ends, finite
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run, shortlist
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
 from diffllm.statistics.estimates import Estimate, estimate, wilson
 from diffllm.statistics.gap_tests import paired

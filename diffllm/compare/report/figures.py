@@ -11,11 +11,15 @@ from zlib import crc32
 import numpy as np
 from markupsafe import Markup
 
+from diffllm.compare.arms.run import Series
+from diffllm.compare.arms.sentences import (
+    compact,
+    short,
+    with_minus,
+)
 from diffllm.compare.report.curves import Band, envelope
 from diffllm.compare.report.keys import ATTENTION, overrides, shown_value
-from diffllm.compare.report.numbers import compact, short, with_minus
 from diffllm.compare.report.rows import FIRST, Row
-from diffllm.compare.report.runs import Series
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate
 

@@ -7,8 +7,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.compare.conditions import ATTENTION, role, starting_point
-from diffllm.compare.report.runs import Run
+from diffllm.compare.arms.comparable import (
+    ATTENTION,
+    role,
+    starting_point,
+)
+from diffllm.compare.arms.run import Run
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed, is_within
 from diffllm.config.compose import variant_config

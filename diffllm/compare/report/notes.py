@@ -3,7 +3,15 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from diffllm.compare.conditions import ATTENTION, disagrees
+from diffllm.compare.arms.comparable import ATTENTION, disagrees
+from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.run import Run, skipped_text
+from diffllm.compare.arms.sentences import (
+    compact,
+    finite,
+    plural,
+    short,
+)
 from diffllm.compare.report.keys import (
     FACTS,
     HASH,
@@ -19,10 +27,8 @@ from diffllm.compare.report.keys import (
     shown_value,
     value_text,
 )
-from diffllm.compare.report.numbers import compact, finite, plural, short
 from diffllm.compare.report.results import NAMED, progress, size_against
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run, shortlist, skipped_text
 from diffllm.config.changes import is_within
 from diffllm.core.keys import declaration_of
 from diffllm.data.shards import thin_heldout

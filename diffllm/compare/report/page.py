@@ -7,6 +7,13 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from diffllm.compare.arms.sentences import (
+    MISSING,
+    ascii_minus,
+    compact,
+    fixed,
+    with_interval,
+)
 from diffllm.compare.report import differences, tables
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.curves import POINTS, rows_of_gaps, sample_gaps, seed_noise
@@ -20,7 +27,6 @@ from diffllm.compare.report.notes import (
     thin_note,
     training_length,
 )
-from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed, with_interval
 from diffllm.compare.report.results import (
     divergence,
     few_seeds_note,

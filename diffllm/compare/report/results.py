@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from diffllm.compare.report.curves import LOSS, gap_band
-from diffllm.compare.report.numbers import (
+from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.sentences import (
     MISSING,
     digits_for,
     finite,
@@ -15,8 +16,8 @@ from diffllm.compare.report.numbers import (
     plural,
     share_words,
 )
+from diffllm.compare.report.curves import LOSS, gap_band
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run, Series, shortlist
 from diffllm.metrics.display import frequency_text
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import ALPHA

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.run import Metrics, Run
+from diffllm.compare.arms.sentences import finite
 from diffllm.compare.report.keys import (
     ATTENTION,
     CHANGED,
@@ -21,8 +24,6 @@ from diffllm.compare.report.keys import (
     shown_value,
     value_text,
 )
-from diffllm.compare.report.numbers import finite
-from diffllm.compare.report.runs import Metrics, Run, shortlist
 from diffllm.config import TrainConfig
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of

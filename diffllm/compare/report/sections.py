@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
+from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import (
@@ -21,7 +23,6 @@ from diffllm.compare.report.figures import (
     to_image,
 )
 from diffllm.compare.report.notes import heldout_text
-from diffllm.compare.report.numbers import short
 from diffllm.compare.report.results import (
     has_intervals,
     noise_floor_note,
@@ -31,7 +32,6 @@ from diffllm.compare.report.results import (
     tested_rows,
 )
 from diffllm.compare.report.rows import keys_apart
-from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.report.stages import over_stages, spikes_over_stages, stages_of
 from diffllm.compare.report.step_curves import (
     INTERVALS,

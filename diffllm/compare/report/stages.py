@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.compare.arms.directories import is_run
+from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.report.curves import Spike
-from diffllm.compare.report.runs import Run, is_run, load_run
 from diffllm.compare.report.step_curves import StepCurve
 from diffllm.core.errors import CheckpointError
 

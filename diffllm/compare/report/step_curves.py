@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
-from diffllm.compare.report.runs import Run, Series
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr
 from diffllm.metrics import table

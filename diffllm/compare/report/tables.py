@@ -6,10 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from diffllm.compare.report.curves import BUDGETS
-from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
-from diffllm.compare.report.figures import RowStyle
-from diffllm.compare.report.numbers import (
+from diffllm.compare.arms.run import Run
+from diffllm.compare.arms.sentences import (
     MISSING,
     clock,
     compact,
@@ -24,6 +22,9 @@ from diffllm.compare.report.numbers import (
     short,
     with_interval,
 )
+from diffllm.compare.report.curves import BUDGETS
+from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
+from diffllm.compare.report.figures import RowStyle
 from diffllm.compare.report.results import (
     divergence,
     gap_tag,
@@ -32,7 +33,6 @@ from diffllm.compare.report.results import (
     tested_rows,
 )
 from diffllm.compare.report.rows import Group, Row, row_value, run_value
-from diffllm.compare.report.runs import Run
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
 from diffllm.metrics.table import METRICS, metric_of

@@ -2,8 +2,14 @@
 
 from collections.abc import Sequence
 
+from diffllm.compare.arms.sentences import (
+    compact,
+    digits_for,
+    fixed,
+    in_words,
+    plural,
+)
 from diffllm.compare.report.curves import LOSS
-from diffllm.compare.report.numbers import compact, digits_for, fixed, in_words, plural
 from diffllm.compare.report.results import NAMED
 from diffllm.compare.report.rows import Row
 from diffllm.statistics.gap_tests import ALPHA, Gap, holm, paired

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diffllm.compare.report.numbers import percent, with_interval
+from diffllm.compare.arms.sentences import percent, with_interval
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.rule_tests import paired_gap

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffllm.compare.report.runs import find_runs
+from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (
     config_of_planned,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from diffllm.compare.report.numbers import compact
+from diffllm.compare.arms.sentences import compact
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.removed_rules import replacement_of

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from diffllm.compare.conditions import (
+from diffllm.compare.arms.comparable import (
     ATTENTION,
     Comparand,
     Difference,
@@ -12,8 +12,8 @@ from diffllm.compare.conditions import (
     role,
     starting_point,
 )
+from diffllm.compare.arms.sentences import compact, percent
 from diffllm.compare.report.keys import HASH, shown_value
-from diffllm.compare.report.numbers import compact, percent
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
 from diffllm.config.compose import LENGTHS, registered_declarations

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffllm.compare.report.runs import load_run
+from diffllm.compare.arms.run import load_run
 from diffllm.compare.study.arms import StudyArm, StudyRun, read_run, value_of
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (

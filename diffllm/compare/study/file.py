@@ -170,7 +170,7 @@ class Study:
 
     @property
     def terms(self) -> tuple[list[str], bool, bool]:
-        """Arguments `allowed`, `measures_time` and `reads_curve` of `compare.conditions.role`."""
+        """Arguments `allowed`, `measures_time` and `reads_curve` of `comparable.role`."""
         reads_curve = self.logged or any(rule.needs_curve for rule in self.rules)
         return self.allowed, self.measures_time, reads_curve
 

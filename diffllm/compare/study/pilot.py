@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.sentences import finite
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.notes import thin_note
-from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.design import exact_note
 from diffllm.core.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from diffllm.compare.report.runs import Series
+from diffllm.compare.arms.run import Series
 from diffllm.compare.study.arms import StudyRun
 from diffllm.compare.study.evidence import Evidence
 from diffllm.compare.study.file import Study

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.conditions import Comparand
+from diffllm.compare.arms.comparable import Comparand
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.differences import settings_of, undeclared
 from diffllm.compare.study.file import PARAMETERS, Study
@@ -35,9 +35,9 @@ from diffllm.compare.sweep.command import (
     run_here,
     run_values,
 )
+from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of

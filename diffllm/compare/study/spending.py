@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from diffllm.compare.report.numbers import MISSING, compact, percent, plural
+from diffllm.compare.arms.sentences import (
+    MISSING,
+    compact,
+    percent,
+    plural,
+)
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.differences import value_words
 from diffllm.compare.study.file import TOKENS, Study

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.report.numbers import ascii_minus
+from diffllm.compare.arms.sentences import ascii_minus
 from diffllm.compare.report.trends import trend_sentence
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study

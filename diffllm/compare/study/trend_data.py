@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.conditions import Comparand
+from diffllm.compare.arms.comparable import Comparand
+from diffllm.compare.arms.run import Run
 from diffllm.compare.report.evaluations import question_asked
-from diffllm.compare.report.runs import Run
 from diffllm.compare.study.differences import allowed_names, difference_words, differences
 from diffllm.compare.study.file import PARAMETERS, POSITION, Rule, Study
 from diffllm.config import TrainConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.conditions import Comparand, Difference
+from diffllm.compare.arms.comparable import Comparand, Difference
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.budgets import EqualGaps, equal_gaps
 from diffllm.compare.study.decision import apply_rules, tested_numbers

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
+from diffllm.compare.sweep.directory import MESSAGE_WORDS, SweepDirectory
 from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import (
-    MESSAGE_WORDS,
-    SweepDirectory,
     experiment_words,
     plan_sweep,
     split_overrides,

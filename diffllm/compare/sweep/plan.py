@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import ListConfig
 
+from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Job
 from diffllm.config import RunConfig, TrainConfig, load_config
@@ -40,13 +41,12 @@ from diffllm.config.words import (
     typed_text,
     unquoted,
 )
-from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
-from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
+from diffllm.core.errors import CheckpointError, ConfigError, UserError
+from diffllm.core.files import check_length, why_no_file
 from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.core.names import shortened
-from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_run import check_wandb
-from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
+from diffllm.training.directory import LONGEST_NAME, choose_path, ending
 from diffllm.training.memory import check_memory
 
 LONGEST = 40
@@ -185,39 +185,6 @@ def label_value(label: str, value: Any) -> str:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
         safe = "-".join(filter(None, [safe[-LONGEST:].lstrip("_.-"), digest]))
     return f"{label}{'' if number or not label else '_'}{safe}"
-
-
-MESSAGE_WORDS = ("sweep directory", "another run.sweep")
-"""Kind of directory, and the override that chooses another, in errors of `hold` and `reserve`."""
-
-
-class SweepDirectory:
-    """The directory of a sweep or study; `record` holds the content of its file sweep.json.
-
-    record["keys"] contains the keys whose values form the run names. record["runs"] maps each run
-    name to the overrides of these keys. record["jobs"] maps each run name to its SLURM job id.
-    """
-
-    def __init__(self, path: Path, kind: str = "sweep", created: Sequence[Path] = ()):
-        """Read sweep.json; `created` lists the paths that `reserve` has created for this sweep."""
-        self.path, self.kind, self.file = path, kind, path / "sweep.json"
-        self.created = created
-        check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
-        found = {k: v for k, v in (read_record(self.file) or {}).items() if v is not None}
-        self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}, **found}
-
-    def hold(self) -> None:
-        self.made = [*missing(self.path), *self.created]
-        self.lock = hold(self.path, *MESSAGE_WORDS, created=self.created)
-        if SweepDirectory(self.path, self.kind).record != self.record:
-            raise InUseError(f"sweep {self.path} was just started by another process; try again")
-
-    def withdraw(self) -> None:
-        if not any(path.is_dir() and path.name[0] != "." for path in self.path.glob("*")):
-            take_back(self.path, self.made)
-
-    def write(self) -> None:
-        write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")
 
 
 def plan_sweep(

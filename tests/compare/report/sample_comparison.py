@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 import diffllm
+from diffllm.compare.arms.run import Metrics, Run
 from diffllm.compare.report.comparison import Comparison, compare
 from diffllm.compare.report.rows import Group
-from diffllm.compare.report.runs import Metrics, Run
 from diffllm.config import TrainConfig
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.statistics.estimates import Estimate

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from runs.written import study_file, write_ended
 
 from diffllm import cli as tools
+from diffllm.compare.arms.run import (
+    Metrics,
+    Series,
+    load_run,
+)
 from diffllm.compare.report.curves import over_seeds
 from diffllm.compare.report.figures import RowStyle, draw_curves
-from diffllm.compare.report.runs import Metrics, Series, load_run
 from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record

@@ -9,7 +9,7 @@ from runs.written import sweep, write_run
 from scipy.stats import chi2
 
 from diffllm import cli as tools
-from diffllm.compare.report.numbers import percent
+from diffllm.compare.arms.sentences import percent
 from diffllm.statistics.power_analysis import paired_power, welch_power
 
 LOSSES = {"standard": [4.00, 4.02, 4.05], "diff_v2": [3.91, 3.96, 3.96]}

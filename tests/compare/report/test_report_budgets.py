@@ -8,9 +8,9 @@ import pytest
 from runs.written import loaded, write_run
 from scipy.special import stdtrit
 
+from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import flops_spent, read_curve, seed_noise
-from diffllm.compare.report.runs import Series
 
 TOKENS = 8 * 32
 FLOPS = {"standard": 2e6, "gated": 3e6}

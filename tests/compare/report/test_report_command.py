@@ -9,9 +9,9 @@ from runs.written import sweep, write_run
 
 import diffllm.compare.report.page
 from diffllm import cli as tools
+from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.report import write_report
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.runs import find_runs
 
 LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 

@@ -10,13 +10,13 @@ from runs.written import loaded, write_run
 from scipy import stats
 from test_report_page import Reader
 
+from diffllm.compare.arms.sentences import compact, fixed
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.numbers import compact, fixed
 from diffllm.compare.report.page import page, table_text
 from diffllm.compare.report.tables import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.sweep.command import print_outcomes
+from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.statistics.estimates import Rate
 

@@ -7,7 +7,7 @@ import pytest
 from runs.written import loaded, sweep, write_run
 
 from diffllm.cli.report import report_command
-from diffllm.compare.conditions import role
+from diffllm.compare.arms.comparable import role
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.differences import OMITTED
 from diffllm.compare.report.keys import FACTS, SEEDS, causes_of, is_deciding, keys_of_fact

@@ -14,13 +14,17 @@ import sample_comparison as sample
 from matplotlib.axes import Axes
 from tiers import slow_but
 
+from diffllm.compare.arms.run import (
+    Metrics,
+    Run,
+    Series,
+)
+from diffllm.compare.arms.sentences import compact
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of, row_styles
-from diffllm.compare.report.numbers import compact
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Metrics, Run, Series
 from diffllm.compare.report.tables import runs_table, table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell

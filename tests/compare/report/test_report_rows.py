@@ -11,9 +11,9 @@ import pytest
 from runs.written import TINY, config, facts_of, loaded, metric_lines, parameters, sweep, write_run
 from tiers import slow_but
 
+from diffllm.compare.arms.run import Metrics, load_run
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.rows import row_labels
-from diffllm.compare.report.runs import Metrics, load_run
 from diffllm.compare.report.tables import csv_text
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError

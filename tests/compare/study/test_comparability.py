@@ -6,7 +6,7 @@ import pytest
 from runs.written import study_file, write_arms
 
 from diffllm.cli import main
-from diffllm.compare.conditions import Comparand, role
+from diffllm.compare.arms.comparable import Comparand, role
 from diffllm.compare.study.differences import differences, settings_of, undeclared
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.verdict import judge

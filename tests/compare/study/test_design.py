@@ -5,7 +5,7 @@ from runs.written import study_file, write_arms
 
 from diffllm.cli import main
 from diffllm.compare.study.running import check_study_runs, next_jobs
-from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.compare.sweep.directory import SweepDirectory
 
 TWO = {
     "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "

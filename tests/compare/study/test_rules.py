@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs.written import study_file
 
-from diffllm.compare.report.runs import Series
+from diffllm.compare.arms.run import Series
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
 from diffllm.evaluation.heldout import DocumentLosses

@@ -10,7 +10,7 @@ from runs.written import study_file, write_arms, write_ended, write_rates
 from tiers import slow_but
 
 from diffllm.cli import main
-from diffllm.compare.report.numbers import clock
+from diffllm.compare.arms.sentences import clock
 from diffllm.compare.study import planned_runs
 from diffllm.compare.study.arms import StudyArm, lr_sensitivity
 from diffllm.compare.study.costs import costs

@@ -1,4 +1,4 @@
-"""Format numbers for a report."""
+"""Numbers, intervals and counts as text."""
 
 import math
 from typing import Any
