@@ -25,8 +25,8 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.wandb_config import RUN_ID
 from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
-from diffllm.metrics.wandb_run import RUN_ID
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
