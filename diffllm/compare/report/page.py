@@ -46,13 +46,9 @@ from diffllm.core.errors import CheckpointError, ConfigError, printable
 from diffllm.core.files import replace_file, write_atomic
 from diffllm.core.names import directory_name
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn, to_stderr
+from diffllm.metrics.wandb_config import resolve_mode, with_defaults, with_recorded
 from diffllm.metrics.wandb_directories import is_synced, wandb_parent
-from diffllm.metrics.wandb_run import (
-    WandbRun,
-    resolve_mode,
-    with_defaults,
-    with_recorded,
-)
+from diffllm.metrics.wandb_run import WandbRun
 from diffllm.metrics.wandb_start import new_id
 from diffllm.statistics.estimates import Estimate
 

@@ -15,7 +15,7 @@ from diffllm.compare.report.page import COMPARISON_ID, comparison_id, record_gap
 from diffllm.compare.sweep.command import print_upload
 from diffllm.compare.wandb_runs import Destination, write_gaps
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.wandb_run import WandbMode
+from diffllm.metrics.wandb_config import WandbMode
 
 
 def curve(variant, tokens, seed):
