@@ -27,11 +27,9 @@ from diffllm.compare.report.figures import (
 from diffllm.compare.report.keys import ATTENTION
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
-from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
-from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
+from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN, Tested
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.spending import budget_sentences, spending_table
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
@@ -115,9 +113,11 @@ def rule_line(tested: Tested, study: Study) -> str:
         logs = (tested.gap.mean, *tested.bounds)
         ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
         words.append(f"a ratio of {ratio} (bounds {low} and {high})")
-    if tested.p is not None and tested.p_adjusted is not None:
-        adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
-        words.append(f"p {tested.p:.2g}{adjusted}")
+    if tested.showing.p is not None and tested.adjusted["showing"] is not None:
+        adjusted = (
+            "" if tested.verdict == SHOWN else f", {tested.adjusted['showing']:.2g} after Holm"
+        )
+        words.append(f"p {tested.showing.p:.2g}{adjusted}")
     if tested.showing.exact is not None:
         smallest = f"smallest possible {tested.smallest:.2g}"
         words.append(f"sign-flip test p {tested.showing.exact:.2g} ({smallest})")
@@ -231,8 +231,6 @@ def verdict_html(found: Verdict) -> str:
         differences=[line.replace("`", "") for line in difference_lines(found)],
         budget=budget_sentences(found.study, found.arms),
         spending=None if not has_budget(found) else spending_table(found.study, found.arms),
-        equal=equal_gaps_table(found.equal) if found.equal else None,
-        equal_words=equal_gaps_words(found.study.rule.alpha),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         conditions=conditions(numbers),
@@ -325,18 +323,6 @@ def hashed_files(study: Study) -> str:
     return f"{study.path.name} and {study.budget.profile}"
 
 
-def equal_lines(found: Verdict) -> list[str]:
-    """Return a Markdown table of `found.equal` with notes; [] if `found.equal` is empty."""
-    if not found.equal:
-        return []
-    return [
-        equal_gaps_table(found.equal).markdown(),
-        "",
-        equal_gaps_words(found.study.rule.alpha),
-        "",
-    ]
-
-
 def markdown(found: Verdict) -> str:
     study, numbers = found.study, found.numbers()
     source = [f"**Source**: {study.source}", ""] if study.source else []
@@ -359,7 +345,6 @@ def markdown(found: Verdict) -> str:
             *(f"- Difference in {line}" for line in difference_lines(found)),
             "",
             *budget_lines(found),
-            *equal_lines(found),
             f"Metric: {study.quantity}, paired over seeds. Study {hashed_files(study)}, SHA-256 "
             f"`{study.hash}`, with resolved configs `{numbers['study_hash']}`. {origin(numbers)}",
             "",

@@ -117,11 +117,11 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
 def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     v2 = [4.37, 4.385, 4.355]
     (alone,) = decided(tmp_path, LOWER, v2)
-    assert alone.p == pytest.approx(alone.p_adjusted)
+    assert alone.showing.p == pytest.approx(alone.adjusted["showing"])
     also = "[{kind: difference, arm: v2, against: standard, below: 0.0}, " + ALIKE + "]"
     three = decided(tmp_path, LOWER, v2, also=also)
-    assert three[0].p == pytest.approx(alone.p)
-    assert three[0].p_adjusted == pytest.approx(2 * alone.p)
+    assert three[0].showing.p == pytest.approx(alone.showing.p)
+    assert three[0].adjusted["showing"] == pytest.approx(2 * alone.showing.p)
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
