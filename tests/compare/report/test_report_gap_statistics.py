@@ -17,8 +17,8 @@ from diffllm.compare.report.results import holm_sentence
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import csv_text, gap_table, table_columns
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
+from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate
 
 LOSSES = {
