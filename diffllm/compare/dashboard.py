@@ -17,7 +17,7 @@ from diffllm.compare.wandb_runs import ids_of_run, stored_comparison_id
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
 from diffllm.metrics.table import GAPS
-from diffllm.metrics.wandb_run import WandbConfig, WandbMode, resolve_mode, with_recorded
+from diffllm.metrics.wandb_config import WandbConfig, WandbMode, resolve_mode, with_recorded
 
 NOISE_FLOOR = "gap/noise_floor"
 LEAST_RUNS, PROJECT_RUNS = 10, 100

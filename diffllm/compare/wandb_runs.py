@@ -21,19 +21,18 @@ from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
-from diffllm.metrics.wandb_directories import has_online, is_synced, set_aside, wandb_parent
-from diffllm.metrics.wandb_events import events_summary
-from diffllm.metrics.wandb_run import (
+from diffllm.metrics.wandb_config import (
     MODES,
     RUN_ID,
     WandbConfig,
     WandbMode,
-    WandbRun,
-    init_options,
     resolve_mode,
     with_defaults,
     with_recorded,
 )
+from diffllm.metrics.wandb_directories import has_online, is_synced, set_aside, wandb_parent
+from diffllm.metrics.wandb_events import events_summary
+from diffllm.metrics.wandb_run import WandbRun, init_options
 from diffllm.metrics.wandb_start import Upload, new_id, upload
 from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
 from diffllm.statistics.estimates import Estimate

@@ -25,8 +25,8 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.wandb_config import RUN_ID
 from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
-from diffllm.metrics.wandb_run import RUN_ID
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
@@ -127,7 +127,7 @@ def run_here(
     pace, first_step = Pace(), 0
     with Stops() as stops:
         for index, job in enumerate(jobs):
-            if world.rank == 0:
+            if world.rank == 0 and not job.quiet:
                 echo(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
                 known = pace if pace.flops else earlier
                 if known and (eta := known.eta(jobs[index:])):
@@ -138,7 +138,7 @@ def run_here(
             if world.rank == 0 and ending.state == "finished":
                 steps = job.saved_step - first_step
                 pace.add(time.monotonic() - start, job.flops_of_step * steps)
-            if world.rank == 0 and ending.state == "failed":
+            if world.rank == 0 and ending.state == "failed" and not job.quiet:
                 echo(f"{job.path} failed, {ending.reason}", flush=True)
             if stops.received:
                 break

@@ -20,7 +20,7 @@ from diffllm.compare.wandb_runs import (
     write_gaps,
 )
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.wandb_run import WandbMode
+from diffllm.metrics.wandb_config import WandbMode
 
 
 def curve(variant, tokens, seed):

@@ -172,7 +172,8 @@ def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, verdi
     found = judge(study, tmp_path / "out")
     assert found.verdict == verdict, found.reasons
     text = verdict_page(found).markdown()
-    assert "Profile of 2026-11-28: GPU, 1 rank, float32, eager, torch 2.13.0" in text
+    machine = "GPU, 1 rank, 2 CPU threads per rank, float32, eager, torch 2.13.0"
+    assert f"Profile of 2026-11-28: {machine}" in text
     assert "differ by at most 2% (" in text
     assert "Study study.yaml and timing.json, SHA-256" in text
     assert f"| v2 | 46 | 11.78k | 5.98 s | {5.98 * factor:.2f} s |" in text
