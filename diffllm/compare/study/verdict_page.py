@@ -131,7 +131,8 @@ def arms_table(found: Verdict) -> Table:
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
-        mean, interval = arm.mean, MISSING
+        interval = MISSING
+        mean = arm.mean.within(*found.study.limits) if arm.mean else None
         rates = [run.lr for run in arm.runs]
         if mean and mean.low is not None and mean.high is not None:
             interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
