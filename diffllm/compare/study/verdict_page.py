@@ -149,7 +149,8 @@ def arms_table(found: Verdict) -> Table:
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
-        style, mean = styles.get(arm.name), arm.mean
+        style = styles.get(arm.name)
+        mean = arm.mean.within(*found.study.limits) if arm.mean else None
         interval = mean.interval if mean else None
         rates = [run.lr for run in arm.runs]
         rows.append(
