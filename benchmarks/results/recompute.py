@@ -5,9 +5,9 @@
 The script uses numpy and scipy, but not diffllm. It recomputes each number of every verdict.md and
 each number of the claims in README.md, and compares the printed digits. It prints one line per page
 and exits with status 1 if a number differs. If the values per seed are lost, a number is compared
-with the JSON or CSV file that contains it. The tables, the gaps of rules and the counts of log-rank
-rules on a page are recomputed from values.json. Bounds and p of the rules are recomputed only where
-README.md repeats them.
+with the JSON or CSV file that contains it. The tables, the gaps and bounds of rules and the counts
+of log-rank rules on a page are recomputed from values.json. p of the rules is recomputed only where
+README.md repeats it.
 """
 
 import csv

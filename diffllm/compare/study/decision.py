@@ -46,8 +46,8 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     for i, test in enumerate(tests):
         adjusted = {name: p_values[i] for name, p_values in families.items()}
         verdict, reason = decide(study, test, adjusted, exact_tests)
-        if test.remark:
-            reason += f"; {test.remark}"
+        if test.best_losses:
+            reason += f"; {test.best_losses}"
         tested.append(Tested(**vars(test), adjusted=adjusted, verdict=verdict, reason=reason))
     return tested
 

@@ -64,8 +64,10 @@ class RuleTest:
     """Names of runs without losses of documents, if other runs have them."""
     chance: str
     """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
-    remark: str
-    """A fact to read the gap with, such as the loss of both arms at their best learning rates."""
+    best_losses: str
+    """Losses of both arms at their best learning rates, in a study with `lr_sweep`."""
+    same_size: str
+    """Whether both arms have equally many parameters, if the metric is the held-out loss."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -81,7 +83,7 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     own, base = arms[rule.arm], arms[rule.against]
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
-        return RuleTest(rule, outcome, None, None, NEVER, NEVER, 1.0, [], "", "")
+        return RuleTest(rule, outcome, None, None, NEVER, NEVER, 1.0, [], "", "", "")
     gap = None if rule.kind == "log_rank" else outcome.full
     times, sides, smallest = None, (Side(), Side()), 1.0
     if rule.kind == "log_rank":
@@ -94,13 +96,13 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
         smallest = smallest_p("paired", gap.seeds, gap.seeds)
         sides = t_tests(rule, gap, np.array(outcome.differences))
     sides = sides_of_diverged(study, rule, outcome) or sides
-    chance, remark = "", ""
-    if rule.kind != "trend":
+    chance = losses = same_size = ""
+    compares_values = rule.kind in ("difference", "equivalence")
+    if compares_values:
         chance = floor_or_ceiling(study, own, base)
-        if study.metric == "heldout_loss":
-            remark = size_words(own, base)
-    if rule.kind != "trend" and study.lr_sweep:
-        remark = best_losses(own, base)
+        same_size = size_words(own, base) if study.metric == "heldout_loss" else ""
+    if compares_values and study.lr_sweep:
+        losses = best_losses(own, base)
         shares = Share(own.diverged, len(own.runs)), Share(base.diverged, len(base.runs))
         outcome = replace(outcome, own=shares[0], base=shares[1])
         sides = sides_of_sensitivity(rule, sides, *shares)
@@ -108,7 +110,9 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     for run in (*own.runs, *base.runs):
         if run.seed in outcome.undocumented and run.documents is None:
             undocumented.append(run.name)
-    return RuleTest(rule, outcome, gap, times, *sides, smallest, undocumented, chance, remark)
+    return RuleTest(
+        rule, outcome, gap, times, *sides, smallest, undocumented, chance, losses, same_size
+    )
 
 
 def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGap:
@@ -261,5 +265,5 @@ def size_words(own: StudyArm, base: StudyArm) -> str:
         return ""
     share = sizes[0] / sizes[1] - 1
     if abs(share) <= TOLERANCE:
-        return f"at equal parameters (within {percent(TOLERANCE)})"
+        return f"at equal parameters (within {percent(float(TOLERANCE))})"
     return f"{own.name} has {percent(abs(share))} {'more' if share > 0 else 'fewer'} parameters"

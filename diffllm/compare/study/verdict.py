@@ -55,7 +55,7 @@ class Verdict:
             "budget": spending_numbers(self.study, self.arms),
             "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(each) for each in self.tested],
-            "arms": {arm.name: arm.numbers() for arm in self.arms},
+            "arms": {arm.name: arm.numbers(self.study.limits) for arm in self.arms},
             "learning_rates": {
                 choice.arm: {
                     "lr": choice.lr,
