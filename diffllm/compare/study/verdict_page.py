@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from diffllm.compare.arms.comparable import ATTENTION
 from diffllm.compare.arms.sentences import (
     MISSING,
     compact,
@@ -24,7 +25,6 @@ from diffllm.compare.report.figures import (
     row_styles,
     to_image,
 )
-from diffllm.compare.report.keys import ATTENTION
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
