@@ -212,7 +212,7 @@ def print_upload(directory: Path) -> None:
 
 def wandb_ids(directory: Path) -> list[str]:
     """Return the ids in wandb of the comparison and of all runs in a sweep or study directory."""
-    from diffllm.compare.report.page import stored_comparison_id
+    from diffllm.compare.wandb_runs import stored_comparison_id
 
     ids = [stored_comparison_id(directory)]
     for file in sorted([*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]):
@@ -239,7 +239,9 @@ def write_comparison(directory: Path) -> list[str]:
     wanted, files = "comparison of the runs", []
     try:
         from diffllm.compare.report.comparison import read
-        from diffllm.compare.report.page import record_gaps, whole_text, write
+        from diffllm.compare.report.page import write
+        from diffllm.compare.report.terminal import whole_text
+        from diffllm.compare.wandb_runs import record_gaps
 
         comparison, _ = read([directory])
         echo(f"\n{whole_text(comparison)}\n")
