@@ -7,7 +7,8 @@ from zlib import crc32
 
 from markupsafe import Markup
 
-from diffllm.compare.report.keys import ATTENTION, overrides, shown_value
+from diffllm.compare.arms.comparable import ATTENTION, shown_value
+from diffllm.compare.report.keys import overrides
 from diffllm.compare.report.rows import FIRST, Row
 
 HUES = (
