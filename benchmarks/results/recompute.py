@@ -288,9 +288,13 @@ def differences(text: str, expected: Expected) -> Iterator[str]:
         pairs.append((claim, re.findall(NUMBER, row), numbers))
         if f"**{verdict}**" not in row and f"(rule: {verdict})" not in row:
             yield f"{claim}: its rule gives {verdict}"
+    rows_by_name: dict[str, list[str]] = {}
+    for name, cells in re.findall(r"^\| ([^|]*) \|(.*)$", plain, re.M):
+        rows_by_name.setdefault(name, []).append(cells)
     for name, numbers in expected.tables:
-        row = re.search(rf"^\| {re.escape(name)} \|(.*)$", plain, re.M)
-        pairs.append((name, re.findall(NUMBER, row[1]) if row else [], numbers))
+        remaining = rows_by_name.get(name, [])
+        cells = remaining.pop(0) if remaining else ""
+        pairs.append((name, re.findall(NUMBER, cells), numbers))
     said = re.sub(r"\s+", " ", re.sub(r"^> ?", "", plain, flags=re.M))
     for sentence, numbers in expected.sentences:
         found = re.search(f"({NUMBER})".join(map(re.escape, sentence.split("{}"))), said)
