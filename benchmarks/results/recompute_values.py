@@ -23,7 +23,10 @@ class Expected:
     sentences: list[tuple[str, list[float]]] = field(default_factory=list)
     """Sentences with {} in place of each number, and the numbers."""
     tables: list[tuple[str, list[float]]] = field(default_factory=list)
-    """First cell of each table row, and the numbers of the other cells."""
+    """First cell of each table row, and the numbers of the other cells.
+
+    Rows with the same first cell have the order of the page.
+    """
 
 
 def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
@@ -122,6 +125,12 @@ class Raw:
         percent = float(f"{100 * abs(share):.2g}")
         return f"{arm} has {percent:g}% {'more' if share > 0 else 'fewer'} parameters"
 
+    def cost_row(self, budget: dict[str, Any]) -> list[float]:
+        """Return steps, tokens per run, planned seconds, and mean measured seconds of an arm."""
+        runs = [run for of_seed in self.runs[budget["arm"]].values() for run in of_seed]
+        measured = sum(run["train_seconds"] for run in runs) / len(runs)
+        return [budget["steps"], runs[0]["planned_tokens"], budget["planned"], measured]
+
     def expected(self, page: dict[str, Any]) -> Expected:
         """Return the expected tables and gaps of the study's verdict.md.
 
@@ -157,4 +166,6 @@ class Raw:
                 found.sentences.append(self.rule_sentence(rule))
                 if self.json["metric"] == "heldout_loss":
                     found.words.append(self.size_words(rule["arm"], rule["against"]))
+        for budget in page.get("budget", {}).get("arms", []):
+            found.tables.append((budget["arm"], self.cost_row(budget)))
         return found
