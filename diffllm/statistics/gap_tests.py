@@ -181,7 +181,7 @@ def holm(p: Sequence[float | None]) -> list[float | None]:
 
     The smallest of m p-values is multiplied by m, the second smallest by m - 1, and so on; the
     largest is multiplied by 1. A product below the product of a smaller p-value is raised to that
-    product. All results are limited to 1. None stands for a missing test and remains None.
+    product. All results are limited to 1. None, for a missing test, remains None.
     """
     values = np.array([x for x in p if x is not None], dtype=np.float64)
     order = np.argsort(values, kind="stable")
