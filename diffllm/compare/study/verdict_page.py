@@ -128,8 +128,8 @@ def verdict_sentence(verdict: Verdict, arms: dict[str, Any]) -> str:
         compact(arms[against][fact]) for fact in ("parameters", "flops_per_token")
     )
     return (
-        f"{start}{verdict.study.quantity}: {tested.reason}. {arm} has {size} parameters and {flops} "
-        f"training FLOPs per token, {against} has {base_size} and {base_flops}."
+        f"{start}{verdict.study.quantity}: {tested.reason}. {arm} has {size} parameters and "
+        f"{flops} training FLOPs per token, {against} has {base_size} and {base_flops}."
     )
 
 
