@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 BOUNDS = "one-sided bounds"
+RATES_OF_FILE = "Learning rates are set in the study file; the study did not choose one per arm."
 REASONS = {
     "declared": "declared",
     "question": "part of the attention variant",
@@ -107,8 +108,10 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     if verdict.choices:
         choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
+    if not study.sets_rates:
+        sections.append(Section("Learning rates", [Paragraph(RATES_OF_FILE)]))
     if study.notes:
-        sections.append(Section("Notes", [Paragraph(study.notes)]))
+        sections.append(Section("Notes", [Paragraph(study.notes, label="From the study file")]))
     result = verdict.verdict
     if result == EXPLORATORY:
         result += f", it would be: {verdict.would_be}"
