@@ -54,6 +54,8 @@ class Tested:
     outcome: ArmGap
     gap: Gap | None = None
     """None for log-rank rules."""
+    largest_gap: float = math.inf
+    """Largest possible difference between two values of the metric."""
     times: tuple[Times, Times] | None = None
     """None except for log-rank rules."""
     showing: Side = Side()
@@ -83,9 +85,12 @@ class Tested:
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        None if the gap has no standard error.
+        The bounds end at the possible values. None if the gap has no standard error.
         """
-        return self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        interval = self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        if interval is None:
+            return None
+        return max(interval[0], -self.largest_gap), min(interval[1], self.largest_gap)
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
@@ -101,6 +106,9 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
         return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
     gap = outcome.full
     tested = Tested(rule, outcome, gap)
+    if rule.kind != "trend":  # A trend is a slope.
+        low, high = study.limits
+        tested = replace(tested, largest_gap=high - low)
     if gap is not None and gap.error is not None:
         tested = replace(
             tested,
