@@ -32,7 +32,7 @@ def test_verdict_simulation_detects_rule_that_ignores_diverged_runs(monkeypatch)
     rng = np.random.default_rng(1)
     honest = simulation.simulate(scenario, 5, 40, rng)
     assert simulation.problems(scenario, honest, 40) == []
-    monkeypatch.setattr(rule_tests, "with_divergence", lambda tested, upwards: tested)
+    monkeypatch.setattr(rule_tests, "sides_of_diverged", lambda study, rule, outcome: None)
     rng = np.random.default_rng(1)
     broken = simulation.simulate(scenario, 5, 40, rng)
     assert "shown" in simulation.problems(scenario, broken, 40)

@@ -27,12 +27,10 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
 from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
-from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
-from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
+from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN, Tested
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.spending import budget_sentences, spending_table
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
@@ -101,10 +99,6 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     if sentences := budget_sentences(study, verdict.arms):
         costs = TableBlock(spending_table(study, verdict.arms), "Costs of the runs of each arm")
         sections.append(Section("Budget", [Paragraph(" ".join(sentences)), costs]))
-    if verdict.equal:
-        title = "Equal tokens and parameters"
-        gaps = TableBlock(equal_gaps_table(verdict.equal), title)
-        sections.append(Section(title, [gaps, Paragraph(equal_gaps_words(study.rule.alpha))]))
     if verdict.choices:
         choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
@@ -144,14 +138,17 @@ def rule_line(tested: Tested, study: Study) -> str:
         logs = (tested.gap.mean, *tested.bounds)
         ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
         words.append(f"a ratio of {ratio} (bounds {low} and {high})")
-    if tested.p is not None and tested.p_adjusted is not None:
-        adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
-        words.append(f"p {tested.p:.2g}{adjusted}")
+    p, adjusted = tested.showing.p, tested.adjusted["showing"]
+    if p is not None and adjusted is not None:
+        after = "" if tested.verdict == SHOWN else f", {adjusted:.2g} after Holm"
+        words.append(f"p {p:.2g}{after}")
     if tested.showing.exact is not None:
         smallest = f"smallest possible {tested.smallest:.2g}"
         words.append(f"sign-flip test p {tested.showing.exact:.2g} ({smallest})")
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
+    if tested.same_size:
+        words.append(tested.same_size)
     return ", ".join(words)
 
 
