@@ -54,6 +54,8 @@ class RuleTest:
     outcome: ArmGap
     gap: Gap | None
     """Gap of the metric with all known errors, or of its slope; None for log-rank rules."""
+    largest_gap: float
+    """Largest possible difference between two values of the metric or slope."""
     times: tuple[Times, Times] | None
     """None except for log-rank rules."""
     showing: Side
@@ -73,9 +75,12 @@ class RuleTest:
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        None if the gap has no standard error.
+        The bounds end at the possible values. None if the gap has no standard error.
         """
-        return self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        interval = self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        if interval is None:
+            return None
+        return max(interval[0], -self.largest_gap), min(interval[1], self.largest_gap)
 
 
 def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTest:
@@ -83,7 +88,7 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     own, base = arms[rule.arm], arms[rule.against]
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
-        return RuleTest(rule, outcome, None, None, NEVER, NEVER, 1.0, [], "", "", "")
+        return RuleTest(rule, outcome, None, math.inf, None, NEVER, NEVER, 1.0, [], "", "", "")
     gap = None if rule.kind == "log_rank" else outcome.full
     times, sides, smallest = None, (Side(), Side()), 1.0
     if rule.kind == "log_rank":
@@ -110,8 +115,20 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     for run in (*own.runs, *base.runs):
         if run.seed in outcome.undocumented and run.documents is None:
             undocumented.append(run.name)
+    low, high = study.limits
+    largest_gap = math.inf if rule.kind == "trend" else high - low
     return RuleTest(
-        rule, outcome, gap, times, *sides, smallest, undocumented, chance, losses, same_size
+        rule,
+        outcome,
+        gap,
+        largest_gap,
+        times,
+        *sides,
+        smallest,
+        undocumented,
+        chance,
+        losses,
+        same_size,
     )
 
 

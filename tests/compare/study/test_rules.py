@@ -347,6 +347,16 @@ def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     assert "because these runs have no losses of documents: run-seed8" in found.reason
 
 
+def test_bounds_of_gap_between_shares_end_at_possible_values(tmp_path):
+    arms = two([0.0, 0.9, 0.1], [1.0, 0.1, 0.9])
+    (tested,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert tested.bounds == (-1, 1)
+    assert "95% bounds -1 and +1" in tested.reason
+    (tested,) = decided(tmp_path, HIGHER, arms)
+    assert tested.bounds[0] < -1
+    assert tested.bounds[1] > 1
+
+
 @pytest.mark.parametrize(
     ("v2", "half", "verdict"),
     [
