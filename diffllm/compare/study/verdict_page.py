@@ -28,11 +28,11 @@ from diffllm.compare.report.keys import ATTENTION
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
+from diffllm.compare.study.costs import budget_sentences, spending_table
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.rule_tests import Tested
-from diffllm.compare.study.spending import budget_sentences, spending_table
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
