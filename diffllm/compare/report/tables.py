@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import (
     MISSING,
@@ -36,7 +37,6 @@ from diffllm.compare.report.rows import Group, Row, row_value, run_value
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
 from diffllm.metrics.table import METRICS, metric_of
-from diffllm.statistics.arm_comparison import ArmComparison
 
 
 class PageColumn(NamedTuple):
@@ -319,7 +319,7 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     return table
 
 
-def diverged_cell(found: ArmComparison) -> Cell:
+def diverged_cell(found: ArmGap) -> Cell:
     own, base = found.own, found.base
     if not own.diverged and not base.diverged:
         return Cell("no run")

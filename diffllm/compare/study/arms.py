@@ -193,8 +193,14 @@ class StudyArm:
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.first_reach(level) for run in runs)
 
-    def numbers(self) -> dict[str, Any]:
-        mean, first = self.mean, self.runs[0] if self.runs else None
+    def numbers(self, limits: tuple[float, float]) -> dict[str, Any]:
+        """Return the content of verdict.json.
+
+        Args:
+            limits: least and largest possible value of the metric.
+        """
+        mean = self.mean.within(*limits) if self.mean else None
+        first = self.runs[0] if self.runs else None
         return {
             "variant": first and first.variant,
             "parameters": first and first.facts.parameters,

@@ -1,6 +1,7 @@
 """The study file: a claim, the runs that decide the claim, and the rules."""
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -15,6 +16,7 @@ from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.typed import made
+from diffllm.metrics.metric import possible_values
 from diffllm.metrics.table import METRICS, metric_of
 from diffllm.statistics.trend import FEWEST_POINTS
 
@@ -181,6 +183,15 @@ class Study:
         if self.metric == LR_SENSITIVITY or self.octave:
             return OF_THE_SUMMARY["heldout_loss"]
         return OF_THE_SUMMARY.get(self.metric) or metric_of(self.metric).unit
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Least and largest possible value of the metric, or of its logarithm if scale is "log"."""
+        unit = replace(self, scale="linear").unit
+        limits = possible_values(unit)
+        if self.scale == "log":
+            return -math.inf, math.log(limits[1])
+        return limits
 
     @property
     def octave(self) -> int | None:

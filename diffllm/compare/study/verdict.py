@@ -60,7 +60,7 @@ class Verdict:
             "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(each) for each in self.tested],
             "equal": [each.numbers() for each in self.equal],
-            "arms": {arm.name: arm.numbers() for arm in self.arms},
+            "arms": {arm.name: arm.numbers(self.study.limits) for arm in self.arms},
             "learning_rates": {
                 choice.arm: {
                     "lr": choice.lr,
