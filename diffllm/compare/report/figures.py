@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 from markupsafe import Markup
 
+from diffllm.compare.arms.comparable import ATTENTION, shown_value
 from diffllm.compare.arms.run import Series
 from diffllm.compare.arms.sentences import (
     compact,
@@ -18,7 +19,7 @@ from diffllm.compare.arms.sentences import (
     with_minus,
 )
 from diffllm.compare.report.curves import Band, envelope
-from diffllm.compare.report.keys import ATTENTION, overrides, shown_value
+from diffllm.compare.report.keys import overrides
 from diffllm.compare.report.rows import FIRST, Row
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate

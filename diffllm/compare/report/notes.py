@@ -3,7 +3,13 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from diffllm.compare.arms.comparable import ATTENTION, disagrees
+from diffllm.compare.arms.comparable import (
+    ATTENTION,
+    HASH,
+    disagrees,
+    shown_value,
+    value_text,
+)
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run, skipped_text
 from diffllm.compare.arms.sentences import (
@@ -14,7 +20,6 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.compare.report.keys import (
     FACTS,
-    HASH,
     HEADLINE,
     HELDOUT,
     HELDOUT_SPLIT,
@@ -24,8 +29,6 @@ from diffllm.compare.report.keys import (
     differs,
     keys_of_fact,
     overrides,
-    shown_value,
-    value_text,
 )
 from diffllm.compare.report.results import NAMED, progress, size_against
 from diffllm.compare.report.rows import Row

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.budget import unequal_costs
+from diffllm.compare.arms.comparable import exact_text
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.differences import value_words
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
     choose_from,
@@ -175,8 +175,8 @@ def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
         timed = study.profile.arm(arm.name).facts
         for run in arm.runs:
             for place, name in enumerate(MACHINE):
-                value = value_words(name, getattr(run.facts, name))
-                timed_value = value_words(name, getattr(timed, name))
+                value = exact_text(name, getattr(run.facts, name))
+                timed_value = exact_text(name, getattr(timed, name))
                 if value != timed_value:
                     texts.add((place, f"{name} {value}, not {timed_value}"))
     return [text for _, text in sorted(texts)]

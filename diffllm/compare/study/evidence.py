@@ -5,13 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from diffllm.compare.arms.comparable import HASH
 from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.report.curves import LOSS
-from diffllm.compare.report.keys import HASH
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
-from diffllm.compare.study.differences import settings_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     RATES,
@@ -26,6 +25,7 @@ from diffllm.compare.study.planned_runs import (
 )
 from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
 from diffllm.compare.study.trend_data import position_losses
+from diffllm.compare.study.unequal import settings_of
 from diffllm.config.similar import SimilarConfigs
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.data.progress import track

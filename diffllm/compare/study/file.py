@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.study.differences import allowed_names, check_unequal
+from diffllm.compare.arms.comparable import Terms
 from diffllm.compare.study.training_budget import FLOPS, SecondsBudget, budget_profile
+from diffllm.compare.study.unequal import allowed_names, check_unequal
 from diffllm.compare.timing_profile import TimingProfile
 from diffllm.config.compose import LENGTHS
 from diffllm.config.overrides import check_shared
@@ -166,10 +167,10 @@ class Study:
         return self.metric.startswith(MACHINE_METRICS)
 
     @property
-    def terms(self) -> tuple[list[str], bool, bool]:
-        """Arguments `allowed`, `measures_time` and `reads_curve` of `comparable.role`."""
+    def terms(self) -> Terms:
+        """Terms of the comparison of the arms, without the budget's; see `terms_of`."""
         reads_curve = self.logged or any(rule.needs_curve for rule in self.rules)
-        return self.allowed, self.measures_time, reads_curve
+        return Terms("study", self.allowed, self.measures_time, reads_curve)
 
     @property
     def quantity(self) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.arms.budget import equal_steps
+from diffllm.compare.arms.comparable import Terms, starting_point
 from diffllm.compare.study.arms import RateRun
-from diffllm.compare.study.differences import starting_point
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.training_budget import FLOPS, SecondsBudget
 from diffllm.config import TrainConfig
@@ -130,21 +130,21 @@ def config_before_budget(study: Study, arm: str) -> TrainConfig:
     return config_of_planned(Planned(DECIDING, arm, 0, lr, arm, words))
 
 
-def terms_of(study: Study) -> tuple[list[str], bool, bool]:
+def terms_of(study: Study) -> Terms:
     """Return `study.terms` with the keys and facts that the study's budget declares.
 
     A budget in FLOPs or seconds declares tokens and FLOPs per token. It also declares keys such as
     optim.warmup_steps, if they follow the steps in every arm.
     """
-    allowed, measures_time, reads_curve = study.terms
     if study.budget == TOKENS:
-        return allowed, measures_time, reads_curve
+        return study.terms
     following = []
     for words in study.arms.values():
         formulas = interpolations((*study.base, *words), study.sets_rates)
         following.append({name for name, text in formulas.items() if "${of_steps:" in text})
     names = sorted(set.intersection(*following))
-    return [*allowed, "tokens", "flops_per_token", *names], measures_time, reads_curve
+    allowed = [*study.allowed, "tokens", "flops_per_token", *names]
+    return study.terms._replace(allowed=allowed)
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:

@@ -7,10 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import Comparand
+from diffllm.compare.arms.comparable import Comparand, differences
 from diffllm.compare.study.costs import check_profile_settings, spending_problems
 from diffllm.compare.study.design import check_design
-from diffllm.compare.study.differences import settings_of, undeclared
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import (
     RATES,
@@ -27,6 +26,7 @@ from diffllm.compare.study.planned_runs import (
 )
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends, unequal_pairs
+from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
@@ -205,7 +205,7 @@ def planned_problems(study: Study) -> list[str]:
         facts = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
         values = {**settings_of(cfg, study.sets_rates), **facts}
         comparands.append(Comparand(planned.arm, planned.seed, values))
-    problems = undeclared(comparands, *terms_of(study)) + spending_problems(study)
+    problems = undeclared(differences(comparands, terms_of(study))) + spending_problems(study)
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, comparands)
