@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.budget import unequal_costs
+from diffllm.compare.arms.budget import TOLERANCE
 from diffllm.compare.arms.comparable import exact_text
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
@@ -164,6 +164,20 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     if unknown := [name for name in finite_arms if name not in measured]:
         problems.append(f"budget: the {unit} of {listed(unknown)} are not recorded")
     return problems
+
+
+def unequal_costs(what: str, costs: Mapping[str, float], advice: str = "") -> list[str]:
+    """Return a message if the costs of arms, by name, differ by more than TOLERANCE."""
+    if len(costs) < 2:
+        return []
+    apart = max(costs.values()) / min(costs.values()) - 1
+    if apart <= TOLERANCE:
+        return []
+    by_arm = [f"{compact(cost)} in {arm}" for arm, cost in costs.items()]
+    return [
+        f"budget: {what} per run differ by {percent(apart)}, more than {percent(TOLERANCE)}: "
+        f"{listed(by_arm)}{advice}"
+    ]
 
 
 def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:

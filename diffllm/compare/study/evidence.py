@@ -4,6 +4,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from diffllm.compare.arms.comparable import HASH
 from diffllm.compare.arms.run import Run, load_run
@@ -127,25 +128,27 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
         raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
     value = run.final_loss
-    positions = None
+    measured: dict[str, Any] = {}
     if value is not None and study.octave:
-        positions = position_losses(run)
-        if study.octave not in positions.positions:
+        losses = position_losses(run)
+        if study.octave not in losses.positions:
             raise ConfigError(
                 f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
                 "another metric"
             )
-        value = positions.losses[positions.positions.index(study.octave)]
+        value = losses.position_losses[losses.positions.index(study.octave)]
+        measured = losses._asdict()
     elif value is not None and not is_loss:
         number = final_value(run, study.metric)
         if number is None:
             file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
             raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
         value = finite(number)
-    texts, nats = losses_by_text(run) if is_loss and value is not None else (None, None)
-    chance = None
+    if is_loss and value is not None:
+        measured |= losses_by_text(run)
     if study.metric.startswith(TASKS):
-        chance = finite(run.last_value(f"tasks_chance/{study.metric.removeprefix(TASKS)}"))
+        name = f"tasks_chance/{study.metric.removeprefix(TASKS)}"
+        measured["chance"] = finite(run.last_value(name))
     values = StudyRun(
         name=planned.name,
         arm=planned.arm,
@@ -161,29 +164,25 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         settings=settings_of(run.cfg, study.sets_rates, run.facts.get("previous")),
         tokens=curve.tokens.tolist(),
         values=[finite(number) for number in curve.values],
-        texts=texts,
-        nats=nats,
         plugin_code=run.plugin_code,
         strayed=strayed(run.path, run.cfg, config_of_planned(planned), is_hashed),
         thin=thin_note([run]),
-        chance=chance,
         training_flops=run.training_flops,
         train_seconds=run.train_seconds if study.profile else None,
-        positions=positions.positions if positions else None,
-        position_losses=positions.losses if positions else [],
-        position_settings=positions.settings if positions else "",
+        **measured,
     )
     levels = [rule.reaches for rule in study.rules if rule.reaches is not None]
     reached = {f"{level:g}": [*map(float, values.first_reach(level))] for level in levels}
     return replace(values, reached=reached)
 
 
-def losses_by_text(run: Run) -> tuple[Texts | None, list[float | None] | None]:
-    """Return the held-out documents of a run and their losses, if the run has recorded them."""
+def losses_by_text(run: Run) -> dict[str, Any]:
+    """Return the fields `texts` and `nats` of `StudyRun`, if the run has losses of documents."""
     with suppress(CheckpointError):
         losses = document_losses(run.path)
-        return Texts.of(losses), [finite(float(f"{x:.{DIGITS}g}")) for x in losses.nats]
-    return None, None
+        nats = [finite(float(f"{x:.{DIGITS}g}")) for x in losses.nats]
+        return {"texts": Texts.of(losses), "nats": nats}
+    return {}
 
 
 def final_value(run: Run, name: str) -> float | None:

@@ -179,8 +179,10 @@ class Study:
     @property
     def unit(self) -> str:
         """Unit of gaps; "" if the scale is "log" or the metric has no unit."""
-        if self.scale == "log":
-            return ""
+        return "" if self.scale == "log" else self.metric_unit
+
+    @property
+    def metric_unit(self) -> str:
         if self.metric == LR_SENSITIVITY or self.octave:
             return OF_THE_SUMMARY["heldout_loss"]
         return OF_THE_SUMMARY.get(self.metric) or metric_of(self.metric).unit
@@ -188,11 +190,8 @@ class Study:
     @property
     def limits(self) -> tuple[float, float]:
         """Least and largest possible value of the metric, or of its logarithm if scale is "log"."""
-        unit = replace(self, scale="linear").unit
-        limits = possible_values(unit)
-        if self.scale == "log":
-            return -math.inf, math.log(limits[1])
-        return limits
+        low, high = possible_values(self.metric_unit)
+        return (low, high) if self.scale == "linear" else (-math.inf, math.log(high))
 
     @property
     def octave(self) -> int | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from diffllm.compare.arms.budget import equal_steps
 from diffllm.compare.arms.comparable import Terms, starting_point
 from diffllm.compare.study.arms import RateRun
 from diffllm.compare.study.file import TOKENS, Study
@@ -104,7 +103,12 @@ def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> i
     else:
         steps = baseline_steps or config_before_budget(study, study.baseline).steps
         amount = steps * cost_of_step(study, study.baseline)
-    return equal_steps(f"arm {arm}: ", amount, cost)
+    if amount < cost * (1 - 1e-9):  # a quotient of equal costs can be rounded
+        raise ConfigError(
+            f"arm {arm}: the budget of a run, {amount:.3g}, is less than one training step, "
+            f"{cost:.3g} (FLOPs or seconds)"
+        )
+    return round(amount / cost)
 
 
 def cost_of_step(study: Study, arm: str) -> float:

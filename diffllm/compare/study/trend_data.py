@@ -27,9 +27,9 @@ class PositionLosses(NamedTuple):
 
     positions: list[float]
     """First position of each octave. Position 0 is omitted: it has no logarithm."""
-    losses: list[float | None]
+    position_losses: list[float | None]
     """Mean loss of each octave in nats per token; None if the loss is not finite."""
-    settings: str
+    position_settings: str
     """JSON that identifies the documents, corpus and tokenizer. It must be equal for all runs."""
 
 
