@@ -241,14 +241,15 @@ def spending_table(study: Study, arms: Sequence[StudyArm] = ()) -> Table:
         return f"{cost:,.2f} s" if study.profile else compact(cost)
 
     heads = ["arm", "steps", "tokens per run", f"planned {'time' if study.profile else 'FLOPs'}"]
-    rows = [
-        [each.arm, f"{each.steps:,}", compact(each.tokens), amount(each.planned)]
-        for each in spendings(study, arms)
-    ]
-    if any(arm.runs for arm in arms):
+    has_runs = any(arm.runs for arm in arms)
+    if has_runs:
         heads.append("measured")
-        for row, spending in zip(rows, spendings(study, arms), strict=True):
-            row.append(amount(spending.measured))
+    rows = []
+    for each in spendings(study, arms):
+        row = [each.arm, f"{each.steps:,}", compact(each.tokens), amount(each.planned)]
+        if has_runs:
+            row.append(amount(each.measured))
+        rows.append(row)
     return Table.of(heads, rows)
 
 

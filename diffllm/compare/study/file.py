@@ -208,6 +208,11 @@ class Study:
     def rules(self) -> list[Rule]:
         return [self.rule, *self.also]
 
+    @property
+    def named_rules(self) -> list[tuple[str, Rule]]:
+        """The keys of all rules in the study file, and the rules."""
+        return [("rule", self.rule), *((f"also[{i}]", rule) for i, rule in enumerate(self.also))]
+
 
 def better(metric: str) -> int:
     """Return 1 if larger values of a metric are better, -1 if smaller values are, else 0."""
@@ -249,13 +254,11 @@ def check_study(study: Study) -> None:
                 "with a dot"
             )
         check_overrides(f"arms.{name}", words, study.sets_rates)
-    check_known_arms("baseline", [study.baseline], study)
-    for i, rule in enumerate(study.rules):
-        where = f"also[{i - 1}]" if i else "rule"
+    named = [("baseline", study.baseline)]
+    for where, rule in study.named_rules:
         check_rule(where, rule)
-        check_known_arms(f"{where}.arm", [rule.arm], study)
-        check_known_arms(f"{where}.against", [rule.against], study)
-        check_known_arms(f"{where}.smaller", [*rule.smaller, *rule.smaller.values()], study)
+        named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
+        named += [(f"{where}.smaller", arm) for pair in rule.smaller.items() for arm in pair]
         if rule.kind == "log_rank" and not (study.logged and study.lr_sweep is None):
             raise ConfigError(
                 f"kind=log_rank is not supported with metric={study.metric}"
@@ -264,19 +267,16 @@ def check_study(study: Study) -> None:
             )
         if rule.kind in ("log_rank", "trend") and study.budget != TOKENS:
             raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
+    for where, arm in named:
+        if arm not in study.arms:
+            raise ConfigError(
+                f"{where}={arm} is not one of the arms {', '.join(sorted(study.arms))}"
+            )
     words = [*study.base, *chain.from_iterable(study.arms.values())]
     check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
     check_budget(study)
     check_seeds_and_rates(study)
     check_metric(study)
-
-
-def check_known_arms(where: str, names: list[str], study: Study) -> None:
-    for name in names:
-        if name not in study.arms:
-            raise ConfigError(
-                f"{where}={name} is not one of the arms {', '.join(sorted(study.arms))}"
-            )
 
 
 def check_rule(where: str, rule: Rule) -> None:

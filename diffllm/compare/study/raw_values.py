@@ -102,14 +102,19 @@ def read_values(study: Study, file: Path) -> Evidence:
                 raise ValueError(f"format={content.get('format')!r:.20} must be {FORMAT}")
             values = made(Values, content, strict=True)
             check_bounds("", values)
-            # `made` would print whole numbers as 5.0.
-            values = replace(values, facts=[RunFacts(**facts) for facts in content["facts"]])
+            values = replace(values, facts=[*map(whole_numbers, values.facts)])
             runs = [run_of(values, f"runs[{i}]", entry) for i, entry in enumerate(values.runs)]
             check_values(study, values, runs)
         except (ConfigError, ValueError) as error:
             raise ValueError(f"does not have the values of this study: {error}") from None
     rates = {rate.name: rate for rate in values.rates}
     return Evidence({run.name: run for run in runs}, rates, values.marks, values.digests)
+
+
+def whole_numbers(facts: RunFacts) -> RunFacts:
+    """Return `facts` with the counts as integers, as JSON should print them."""
+    numbers = {name: x for name, x in vars(facts).items() if isinstance(x, float)}
+    return replace(facts, **{name: int(x) for name, x in numbers.items() if x.is_integer()})
 
 
 def run_of(values: Values, where: str, entry: dict[str, Any]) -> StudyRun:
