@@ -20,7 +20,10 @@ class Expected:
     sentences: list[tuple[str, list[float]]] = field(default_factory=list)
     """Sentences with {} in place of each number, and the numbers."""
     tables: list[tuple[str, list[float]]] = field(default_factory=list)
-    """First cell of each table row, and the numbers of the other cells."""
+    """First cell of each table row, and the numbers of the other cells.
+
+    Rows with the same first cell have the order of the page.
+    """
 
 
 def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
@@ -109,6 +112,12 @@ class Raw:
         share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
         return [*gap, *(gap if abs(share) <= 0.005 else [100 * abs(share)])]
 
+    def cost_row(self, budget: dict[str, Any]) -> list[float]:
+        """Return steps, tokens per run, planned seconds, and mean measured seconds of an arm."""
+        runs = [run for of_seed in self.runs[budget["arm"]].values() for run in of_seed]
+        measured = sum(run["train_seconds"] for run in runs) / len(runs)
+        return [budget["steps"], runs[0]["planned_tokens"], budget["planned"], measured]
+
     def expected(self, page: dict[str, Any]) -> Expected:
         """Return the expected tables and gaps of the study's verdict.md.
 
@@ -144,6 +153,8 @@ class Raw:
                 sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
                 gap = self.gap(rule["arm"], rule["against"], rule["alpha"])
                 found.sentences.append((sentence, gap[:1]))
+        for budget in page.get("budget", {}).get("arms", []):
+            found.tables.append((budget["arm"], self.cost_row(budget)))
         for each in page["equal"]:
             if not isinstance(each["at_tokens"], str):
                 pair = each["arm"], each["against"]

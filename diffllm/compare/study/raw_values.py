@@ -113,8 +113,11 @@ def read_values(study: Study, file: Path) -> Evidence:
 
 def whole_numbers(facts: RunFacts) -> RunFacts:
     """Return `facts` with the counts as integers, as JSON should print them."""
-    numbers = {name: x for name, x in vars(facts).items() if isinstance(x, float)}
-    return replace(facts, **{name: int(x) for name, x in numbers.items() if x.is_integer()})
+    numbers: dict[str, Any] = {}
+    for name, value in vars(facts).items():
+        if isinstance(value, float) and value.is_integer():
+            numbers[name] = int(value)
+    return replace(facts, **numbers)
 
 
 def run_of(values: Values, where: str, entry: dict[str, Any]) -> StudyRun:

@@ -20,7 +20,8 @@ from diffllm.compare.arms.run import (
     load_run,
 )
 from diffllm.compare.report.curves import over_seeds
-from diffllm.compare.report.figures import RowStyle, draw_curves
+from diffllm.compare.report.figures import draw_curves
+from diffllm.compare.report.styles import RowStyle
 from diffllm.compare.study.arms import RateRun
 from diffllm.compare.study.planned_runs import deciding_runs, rate_runs
 from diffllm.core.errors import CheckpointError

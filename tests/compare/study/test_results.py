@@ -13,6 +13,8 @@ import pytest
 from runs.written import study_file, write_arms
 
 from diffllm.compare.study.file import load_study
+from diffllm.compare.study.raw_values import read_values
+from diffllm.compare.study.verdict import Verdict, judge_evidence
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,7 +31,8 @@ def load(path):
     return module
 
 
-sys.path.insert(0, str(RESULTS))  # recompute.py imports recompute_values.py
+# Scripts import their neighbours.
+sys.path[:0] = [str(RESULTS), str(ROOT / "benchmarks")]
 recompute = load(RESULTS / "recompute.py")
 
 
@@ -80,7 +83,7 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
     # in pages with values.json, it checks tables and gaps, but not bounds and p
     checked, least = r"^[^>\n].*$", 70
     if page == "README.md":
-        checked = r"^\| [A-Z].*\*\*.*$"
+        checked = r"^\| .*\*\*.*$"
     elif own.tables:
         rows = "|".join(re.escape(name) for name, _ in own.tables)
         checked = rf"^\| ({rows}) \|.*$"
@@ -102,6 +105,29 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
         assert len([*recompute.differences(text, other)]) == len(numbers), sentence
 
 
+def test_tables_of_results_page_equal_tables_written_by_engine(monkeypatch, capsys):
+    """Each cell is written from values.json by the rules of the studies."""
+    script = load(ROOT / "benchmarks" / "results_tables.py")
+    monkeypatch.setattr(sys, "argv", ["results_tables.py", "--check"])
+    assert script.main() == 0, capsys.readouterr().out
+
+
+def test_changed_cell_of_results_page_is_found_and_written_again(tmp_path, monkeypatch, capsys):
+    script = load(ROOT / "benchmarks" / "results_tables.py")
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    page = tmp_path / "README.md"
+    page.write_text(text.replace("| V1 after 0 steps |", "| V1 after 9 steps |"), encoding="utf-8")
+    gradients = text.partition("<!-- table: gradients -->\n\n")[2].partition("\n\n")[0]
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(script, "tables", lambda: {"gradients": gradients})
+    monkeypatch.setattr(sys, "argv", ["results_tables.py", "--check"])
+    assert script.main() == 1
+    assert "+| V1 after 0 steps |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["results_tables.py"])
+    assert script.main() == 0
+    assert page.read_text(encoding="utf-8") == text
+
+
 def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected):
     name = "damping_2/verdict.md"
     text = (RESULTS / name).read_text(encoding="utf-8")
@@ -115,10 +141,14 @@ def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected)
     assert [*recompute.differences(text, recompute.expectations(copy)[name])]
 
 
+def published(name: str) -> Verdict:
+    study = load_study(STUDIES / f"{name}.yaml")
+    return judge_evidence(study, read_values(study, RESULTS / name / "values.json"))
+
+
 def test_result_figures_have_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
-    numbers = json.loads((RESULTS / "damping_2" / "verdict.json").read_text(encoding="utf-8"))
-    drawn = picture(load_study(STUDIES / "damping_2.yaml"), numbers)
+    drawn = picture(published("damping_2"))
     figures = {
         path.parent.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*/*.svg")
     }
@@ -128,8 +158,7 @@ def test_result_figures_have_fixed_colours_and_white_background():
     root = ET.fromstring(drawn)
     labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"v2 − half", "v2 − gated", "v2 − fixed"} <= labels
-    no_gaps = json.loads((RESULTS / "retrieval_mqar/verdict.json").read_text(encoding="utf-8"))
-    assert picture(load_study(STUDIES / "retrieval_mqar.yaml"), no_gaps) == ""
+    assert picture(published("retrieval_mqar")) == "", "log-rank rules have no gap"
 
 
 def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ from diffllm.compare.study.running import check_study_runs, run_study
 from diffllm.compare.study.verdict import judge, judge_evidence
 from diffllm.compare.study.verdict_page import (
     verdict_page,
-    verdict_sentence,
 )
 from diffllm.config import load_config, saved
 from diffllm.config.matching import totals
@@ -247,7 +246,7 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     assert (
         "v2-seed0 is not the run of the study: its config changed during the run" in found.reasons
     )
-    assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
+    assert "\n\nNot comparable; the runs alone give: held" in verdict_page(found).markdown()
 
 
 def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
