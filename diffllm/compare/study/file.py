@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.arms.comparable import Terms
 from diffllm.compare.study.training_budget import FLOPS, SecondsBudget, budget_profile
-from diffllm.compare.study.unequal import allowed_names, check_unequal
+from diffllm.compare.study.unequal import check_unequal
 from diffllm.compare.timing_profile import TimingProfile
 from diffllm.config.compose import LENGTHS
 from diffllm.config.overrides import check_shared
@@ -157,20 +156,9 @@ class Study:
         return self.lr is not None or self.lr_sweep is not None
 
     @property
-    def allowed(self) -> list[str]:
-        """Keys, sections and facts in which arms may differ."""
-        return allowed_names(self.unequal)
-
-    @property
     def measures_time(self) -> bool:
         """Whether the metric is a time, a speed or memory, which depends on the machine."""
         return self.metric.startswith(MACHINE_METRICS)
-
-    @property
-    def terms(self) -> Terms:
-        """Terms of the comparison of the arms, without the budget's; see `terms_of`."""
-        reads_curve = self.logged or any(rule.needs_curve for rule in self.rules)
-        return Terms("study", self.allowed, self.measures_time, reads_curve)
 
     @property
     def quantity(self) -> str:

@@ -17,6 +17,7 @@ from diffllm.compare.arms.comparable import Terms, starting_point
 from diffllm.compare.study.arms import RateRun
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.training_budget import FLOPS, SecondsBudget
+from diffllm.compare.study.unequal import allowed_names
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS
@@ -135,20 +136,21 @@ def config_before_budget(study: Study, arm: str) -> TrainConfig:
 
 
 def terms_of(study: Study) -> Terms:
-    """Return `study.terms` with the keys and facts that the study's budget declares.
+    """Return the terms of the comparison of the study's arms.
 
     A budget in FLOPs or seconds declares tokens and FLOPs per token. It also declares keys such as
     optim.warmup_steps, if they follow the steps in every arm.
     """
+    reads_curve = study.logged or any(rule.needs_curve for rule in study.rules)
+    terms = Terms("study", allowed_names(study.unequal), study.measures_time, reads_curve)
     if study.budget == TOKENS:
-        return study.terms
+        return terms
     following = []
     for words in study.arms.values():
         formulas = interpolations((*study.base, *words), study.sets_rates)
         following.append({name for name, text in formulas.items() if "${of_steps:" in text})
     names = sorted(set.intersection(*following))
-    allowed = [*study.allowed, "tokens", "flops_per_token", *names]
-    return study.terms._replace(allowed=allowed)
+    return terms._replace(allowed=[*terms.allowed, "tokens", "flops_per_token", *names])
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:
