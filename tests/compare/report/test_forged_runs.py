@@ -27,7 +27,7 @@ from diffllm.compare.study.planned_runs import deciding_runs, rate_runs
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
-from diffllm.statistics.power_analysis import paired_power, welch_power
+from diffllm.statistics.power_analysis import paired_power
 
 pytestmark = pytest.mark.filterwarnings("error")
 NOT_RECORDS = [
@@ -91,10 +91,9 @@ def test_welch_p_value_does_not_change_if_values_are_scaled(unit: float):
     assert gap.p == pytest.approx(expected.p)
 
 
-@pytest.mark.parametrize("test", [welch_power, paired_power])
-def test_t_test_power_matches_limits_for_extreme_gaps(test: Callable[..., float]):
-    assert test(1e308, 5e-324, 3) == 1
-    assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
+def test_t_test_power_matches_limits_for_extreme_gaps():
+    assert paired_power(1e308, 5e-324, 3) == 1
+    assert paired_power(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("values", [[1e-320, LARGEST], [-1.0, -2.0], [1e-39, 1e-39]])

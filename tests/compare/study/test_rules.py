@@ -74,11 +74,11 @@ def noise(n, sd=0.01, seed=0):
 def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     arms = [timed("v2", [200, 300, 300]), timed("half", [600, 700, None])]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert found.p == pytest.approx(1 / 20)
+    assert found.showing.p == pytest.approx(1 / 20)
     assert found.verdict == "underpowered", "p of 3 against 3 seeds is never below 0.05"
     arms = [timed("v2", [200, 300, 300, 400]), timed("half", [600, 700, None, 900])]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.p) == ("shown", pytest.approx(1 / 70))
+    assert (found.verdict, found.showing.p) == ("shown", pytest.approx(1 / 70))
     (found,) = decided(tmp_path, SOONER.replace("v2, against: half", "half, against: v2"), arms,
                        **ACCURACY)  # fmt: skip
     assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
@@ -87,7 +87,7 @@ def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
 def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path):
     arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.p) == ("underpowered", 1)
+    assert (found.verdict, found.showing.p) == ("underpowered", 1)
 
 
 def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
@@ -99,7 +99,7 @@ def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
     for arm in arms:
         arm.runs.sort(key=lambda run: run.seed % 3)
     (again,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert again.p == found.p
+    assert again.showing.p == found.showing.p
 
 
 def test_log_rank_test_censors_diverged_run_despite_reached_accuracy(tmp_path):
@@ -153,7 +153,7 @@ def test_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path, rule, me
 def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.p) == ("underpowered", 1)
+    assert (found.verdict, found.showing.p) == ("underpowered", 1)
     (same,) = decided(tmp_path, SOONER, [timed("v2", [100] * 7 + [None]), arms[1]], **ACCURACY)
     assert same.verdict == "shown", "without divergence the same times decide"
 
@@ -234,9 +234,9 @@ def test_holm_correction_includes_rules_that_test_equivalence(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     found = decided(tmp_path, [ALIKE, LOWER], arms)
-    p_values = [each.p for each in found]
-    assert [each.p_adjusted for each in found] == holm(p_values)
-    assert found[1].p_adjusted == 2 * found[1].p
+    p_values = [each.showing.p for each in found]
+    assert [each.adjusted["showing"] for each in found] == holm(p_values)
+    assert found[1].adjusted["showing"] == 2 * found[1].showing.p
     assert [each.verdict for each in found] == ["equivalent, not equal", "shown"]
 
 
@@ -251,7 +251,7 @@ def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
     arms = [*two(half + differences, half), forged("standard", half + differences + noise(6))]
     found, _ = decided(tmp_path, [LOWER, *others], arms)
     assert found.smallest == 1 / 64
-    assert found.p_adjusted < 0.05 <= found.adjusted["showing_exact"]
+    assert found.adjusted["showing"] < 0.05 <= found.adjusted["showing_exact"]
     assert found.verdict == "not robust"
     assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
 
@@ -349,6 +349,16 @@ def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     assert "because these runs have no losses of documents: run-seed8" in found.reason
 
 
+def test_bounds_of_gap_between_shares_end_at_possible_values(tmp_path):
+    arms = two([0.0, 0.9, 0.1], [1.0, 0.1, 0.9])
+    (tested,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert tested.bounds == (-1, 1)
+    assert "95% bounds -1 and +1" in tested.reason
+    (tested,) = decided(tmp_path, HIGHER, arms)
+    assert tested.bounds[0] < -1
+    assert tested.bounds[1] > 1
+
+
 @pytest.mark.parametrize(
     ("v2", "half", "verdict"),
     [
@@ -429,7 +439,7 @@ def test_holm_correction_counts_removed_rules_of_saved_study(tmp_path):
     arms = two(half - 0.1 + noise(8, 0.001, seed=1), half)
     found, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
     assert (found.verdict, removed.verdict) == ("shown", "no longer judged")
-    assert found.p_adjusted == pytest.approx(2 * found.p)
+    assert found.adjusted["showing"] == pytest.approx(2 * found.showing.p)
 
 
 def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):

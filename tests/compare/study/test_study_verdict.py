@@ -24,9 +24,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.raw_values import read_values, values_text
 from diffllm.compare.study.running import check_study_runs, run_study
 from diffllm.compare.study.verdict import judge, judge_evidence
-from diffllm.compare.study.verdict_page import (
-    verdict_page,
-)
+from diffllm.compare.study.verdict_page import gaps_of_pairs, verdict_page
 from diffllm.config import load_config, saved
 from diffllm.config.matching import totals
 from diffllm.config.plugins import config_directory
@@ -117,11 +115,11 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
 def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     v2 = [4.37, 4.385, 4.355]
     (alone,) = decided(tmp_path, LOWER, v2)
-    assert alone.p == pytest.approx(alone.p_adjusted)
+    assert alone.showing.p == pytest.approx(alone.adjusted["showing"])
     also = "[{kind: difference, arm: v2, against: standard, below: 0.0}, " + ALIKE + "]"
     three = decided(tmp_path, LOWER, v2, also=also)
-    assert three[0].p == pytest.approx(alone.p)
-    assert three[0].p_adjusted == pytest.approx(2 * alone.p)
+    assert three[0].showing.p == pytest.approx(alone.showing.p)
+    assert three[0].adjusted["showing"] == pytest.approx(2 * alone.showing.p)
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
@@ -431,6 +429,19 @@ def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
     assert expected in text
     assert "v2 has 10.04k parameters and 66k training FLOPs per token, half has 10k" in text
     assert f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU, ranks `1`" in text
+    assert ", at equal parameters (within 0.5%)\n" in text
+    sizes["v2"]["parameters"] = 11_200
+    for arm, facts in sizes.items():
+        write_arms(study, tmp_path / "other", {arm: HALF}, **facts)
+    larger = verdict_page(judge(study, tmp_path / "other")).markdown()
+    assert ", v2 has 12% more parameters\n" in larger
+
+
+def test_verdict_figure_shows_only_gap_of_first_rule_of_two_arms(tmp_path):
+    also = f"[{ALIKE[:-1]}, alpha: 0.01}}]"
+    found = judged(tmp_path, LOWER, BETTER, also=also)
+    (gap,) = gaps_of_pairs(found).values()
+    assert gap.interval == found.tested[0].bounds != found.tested[1].bounds
 
 
 def test_lr_sensitivity_matches_hand_calculated_values():
