@@ -13,6 +13,7 @@ import numpy as np
 
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
+from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.keys import Declaration, declarations
 from diffllm.core.printing import to_stderr
@@ -25,6 +26,7 @@ from diffllm.metrics.records import (
     read_summary,
     recorded_variables,
 )
+from diffllm.metrics.steps import read_steps
 
 VISIBLE_KEYS = "data/visible_keys"
 
@@ -168,6 +170,27 @@ class Run:
             return Series(np.zeros(0, np.int64), np.zeros(0))
         places, values = self.metrics.columns[name]
         return Series(self.metrics.tokens[places], values)
+
+    def last_value(self, name: str) -> float | None:
+        """Return the last logged value of a metric: NaN if not finite, None if never logged."""
+        values = self.series(name).values
+        return float(values[-1]) if len(values) else None
+
+    @property
+    def training_flops(self) -> float | None:
+        """Tokens of a finished run times its FLOPs per token, which count visible keys."""
+        tokens = finite((self.summary or {}).get("tokens"))
+        flops_per_token = finite(self.facts.get("flops_per_token"))
+        return tokens * flops_per_token if tokens and flops_per_token else None
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Summed times of the training steps; None if steps.npy has no such times."""
+        try:
+            seconds = read_steps(self.path / "steps.npy")["train_seconds"]
+        except CheckpointError:
+            return None
+        return finite(float(seconds[-1])) if len(seconds) else None
 
     def by_layer(self, quantity: str) -> Series:
         """Return a metric that is logged per layer, at the steps with a value for every layer.

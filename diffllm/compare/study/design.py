@@ -1,7 +1,5 @@
 """Check before the first run of a study whether the study's rules can decide the claim."""
 
-from collections.abc import Iterator
-
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.compare.study.removed_rules import margin_note, replacement_of
 from diffllm.core.errors import ConfigError
@@ -18,7 +16,7 @@ def check_design(study: Study) -> None:
     docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
     are not checked, because older versions of diffllm accepted more designs.
     """
-    for where, rule in named_rules(study):
+    for where, rule in study.named_rules:
         if replacement := replacement_of(study, rule) or margin_note(rule):
             raise ConfigError(f"{where}: {replacement}")
         if rule.alpha > MOST_ALPHA:
@@ -32,12 +30,6 @@ def check_design(study: Study) -> None:
             check_smallest_p(study, where, rule)
         if study.power:
             check_alpha(study, where, rule)
-
-
-def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
-    yield "rule", study.rule
-    for i, rule in enumerate(study.also):
-        yield f"also[{i}]", rule
 
 
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
