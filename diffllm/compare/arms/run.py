@@ -13,6 +13,7 @@ import numpy as np
 
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
+from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.keys import Declaration, declarations
 from diffllm.core.printing import to_stderr
@@ -25,6 +26,7 @@ from diffllm.metrics.records import (
     read_summary,
     recorded_variables,
 )
+from diffllm.metrics.steps import read_steps
 
 VISIBLE_KEYS = "data/visible_keys"
 
@@ -138,6 +140,15 @@ class Run:
         if self.diverged:
             return "diverged" if self.summary is not None else "diverged, stopped"
         return "unfinished" if self.summary is None else "finished"
+
+    @cached_property
+    def train_seconds(self) -> float | None:
+        """Summed times of the training steps; None if steps.npy does not contain such times."""
+        try:
+            seconds = read_steps(self.path / "steps.npy")["train_seconds"]
+        except CheckpointError:
+            return None
+        return float(seconds[-1]) if len(seconds) and math.isfinite(seconds[-1]) else None
 
     @property
     def tokens_per_step(self) -> int:

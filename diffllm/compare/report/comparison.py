@@ -9,13 +9,14 @@ from diffllm.compare.arms.comparable import Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.arms.sentences import plural
-from diffllm.compare.report.curves import BUDGETS, equal_gap
+from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, overrides
 from diffllm.compare.report.notes import (
     code_notes,
     fact_notes,
+    length_notes,
     parameter_notes,
     run_notes,
     speed_notes,
@@ -120,12 +121,11 @@ def compare(
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
     no_gap = f"No gap for {', '.join(alone)}: no run of {chosen} agrees in all other keys."
     of_scores = [no_gap] if alone and len(rows) > 1 else []
-    notes += of_scores + fact_notes(kept) + parameter_notes(pairs)
+    notes += of_scores + fact_notes(kept) + parameter_notes(pairs) + length_notes(pairs)
     notes += speed_notes(kept) + code_notes(rows)
     evaluated, about = evaluations(rows, step)
     for i, row in enumerate(rows):
-        gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
-        row.equal = {name: gap for name, gap in gaps.items() if gap}
+        row.equal = equal_gaps(row)
         row.incomparable = keys.incomparable
         row.values = row_values(row) | columns(evaluated, i)
     return Comparison(

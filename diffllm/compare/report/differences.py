@@ -1,5 +1,6 @@
 """List every difference between the rows of a report, with its role in the comparison."""
 
+from diffllm.compare.arms.budgets import LENGTH_KEYS
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     Difference,
@@ -68,7 +69,9 @@ def other_difference(rows: list[Row], name: str, declared: Declaration) -> list[
     key_role = role(name, declared, "report")
     if key_role == "question":  # Variants have different defaults; labels show overrides.
         return []
-    if key_role == "condition":
+    if name in LENGTH_KEYS:
+        key_role, why = "declared", "follows from the equal budget"
+    elif key_role == "condition":
         # The key is not compared, because a fact or another key is compared in its place.
         key_role, why = "harmless", f"{declared.fact or declared.follows} is compared instead"
     elif key_role == "harmless":

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from diffllm.compare.arms.budgets import planned_budgets, without_length
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     role,
@@ -36,9 +37,10 @@ HELDOUT_SPLIT = "heldout_split_tokens"
 PLUGINS = "plugins"
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
-COMPUTED = dict.fromkeys(("attention", "resume", PLUGINS, CHANGED), UNDECLARED)
+COMPUTED = dict.fromkeys(("attention", "resume", PLUGINS, CHANGED, "budget"), UNDECLARED)
 """Values that a report computes for each run: variant, starting point, versions of plugins that
-several runs use in different versions, and changes during the run. All four decide numbers."""
+several runs use in different versions, changes during the run, and the budget that determines its
+length. All of these decide numbers."""
 
 SEEDS = [
     name for name, declared in class_declarations(TrainConfig).items() if "seed" in declared.kinds
@@ -89,7 +91,9 @@ def distinguish(runs: list[Run]) -> Keys:
     """
     declared = all_declarations(runs)
     several = several_versions([run.plugin_code for run in runs])
-    values = [deciding_values(run, several) for run in runs]
+    values = []
+    for run, plan in zip(runs, planned_budgets(runs), strict=True):
+        values.append(without_length(deciding_values(run, several), plan))
     values = count_targets_as_matched(values)
 
     names = {key for run_values in values for key in run_values}

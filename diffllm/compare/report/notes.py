@@ -136,6 +136,21 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
     return notes
 
 
+def length_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
+    """Return a note about compared rows that train on different numbers of tokens."""
+    labels = []
+    for row, base in gaps:
+        lengths = {run.planned_tokens for run in (*row.runs, *base.runs)}
+        if len(lengths) > 1:
+            labels.append(row.label)
+    if not labels:
+        return []
+    return [
+        f"Not at equal tokens: {shortlist(labels, NAMED)}. A budget in FLOPs or seconds determines "
+        "the lengths of these rows and of their baseline."
+    ]
+
+
 def speed_notes(runs: list[Run]) -> list[str]:
     values = []
     for run in runs:

@@ -39,7 +39,12 @@ from diffllm.compare.report.results import (
 )
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
-from diffllm.compare.report.tables import cost_columns, csv_text, table_columns
+from diffllm.compare.report.tables import (
+    cost_columns,
+    csv_text,
+    table_columns,
+    unplanned_note,
+)
 from diffllm.compare.report.trends import trend_sentences
 from diffllm.config.help import variant_line
 from diffllm.core.errors import CheckpointError, ConfigError, printable
@@ -100,7 +105,7 @@ def page(comparison: Comparison) -> str:
         hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first, others = page_sections(comparison, styles, hidden)
+        first, others, cost_figures = page_sections(comparison, styles, hidden)
     every = table_columns(rows, comparison.baseline)
     groups = comparison.groups if len(comparison.groups) > 1 else []
     names = TableColumn("Row", [Cell(style.label, icon=style.swatch) for style in styles])
@@ -125,6 +130,8 @@ def page(comparison: Comparison) -> str:
         compute_optimal=COMPUTE_OPTIMAL,
         tests=tables.gap_table(rows, styles),
         costs=tables.cost_table(rows, comparison.baseline),
+        cost_figures=cost_figures,
+        unplanned=unplanned_note(rows),
         family=len(tested_rows(rows)),
         documents="; ".join(dict.fromkeys(row.no_documents for row in rows if row.no_documents)),
         hidden=hidden,

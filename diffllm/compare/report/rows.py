@@ -40,9 +40,7 @@ class EqualGap:
 
     gap: Estimate
     at: float
-    """Number of tokens, FLOPs or seconds."""
-    error: float
-    """Estimated error of `gap` due to interpolation between evaluations, in nats per token."""
+    """Mean number of tokens, FLOPs or seconds."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
+from diffllm.compare.arms.budgets import BUDGETS
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
@@ -66,8 +67,8 @@ class PageSection(NamedTuple):
 
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
-) -> tuple[list[Card], list[PageSection]]:
-    """Return the figures at the top of the page, and the sections with all other figures.
+) -> tuple[list[Card], list[PageSection], list[Card]]:
+    """Return the figures at the top of the page, the sections, and the figures over costs.
 
     Report rows whose index is in `hidden` are not drawn.
     """
@@ -90,7 +91,7 @@ def page_sections(
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
             found.append(PageSection(title, intro.format(**draw.fields), cards))
-    return first, found
+    return first, found, draw.costs()
 
 
 class Figures:
@@ -275,6 +276,21 @@ class Figures:
         caption = " ".join([caption, *trend_sentences(self.rows)])
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats per token", bands, floor=floor)
+
+    def costs(self) -> list[Card]:
+        """Draw the held-out sample loss over tokens, FLOPs and seconds, if rows have gaps."""
+        if not any(row.gap for row in self.rows):
+            return []
+        cards = []
+        for budget in BUDGETS.values():
+            bands = []
+            for row in self.rows:
+                band = curves.over_seeds(run.series(curves.LOSS) for run in row.runs)
+                bands.append(curves.over_cost(band, row.runs, budget) if band else None)
+            plot = Curve(f"Loss over {budget.unit}", clip=True)
+            caption = f"Held-out sample loss. {budget.meaning}."
+            cards += self.card(plot, caption, "nats per token", bands, across=budget.unit)
+        return cards
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
         bands = [curves.at_end(row, metric.quantity) for row in self.rows]

@@ -1,11 +1,11 @@
 """Tables of a report: the columns of report.csv, and the tables of the page."""
 
-import math
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from diffllm.compare.arms.budgets import BUDGETS
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import (
     MISSING,
@@ -22,7 +22,6 @@ from diffllm.compare.arms.sentences import (
     short,
     with_interval,
 )
-from diffllm.compare.report.curves import BUDGETS
 from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.figures import RowStyle
 from diffllm.compare.report.results import (
@@ -83,7 +82,6 @@ def row_values(row: Row) -> dict[str, Any]:
             for end, value in {
                 "": equal and equal.gap.mean,
                 **ends("", equal and equal.gap),
-                "_error": equal and equal.error,
                 "_of": equal and equal.at,
             }.items()
         },
@@ -140,14 +138,15 @@ def gap_cell(row: Row) -> Cell:
 
 
 def equal_cell(row: Row, budget: str) -> Cell:
-    if (found := row.equal.get(budget)) is None:
+    equal = row.equal.get(budget)
+    if equal is None:
         return Cell(MISSING)
-    error = f"{fixed(found.error)} by interpolation" if math.isfinite(found.error) else " unknown"
-    off = f"±{error}"
-    parts = [in_words(found.gap, signed=True), off if found.error else ""]
-    small = filter(None, ["; ".join(filter(None, parts)), *lost_seeds(row)])
-    tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
-    return Cell(fixed(found.gap.mean, signed=True), found.gap.mean, tuple(small), tag)
+    small = lost_seeds(row)
+    interval = in_words(equal.gap, signed=True)
+    if interval:
+        small.insert(0, interval)
+    tag = f"at {clock(equal.at) if budget == 'seconds' else compact(equal.at, 3)}"
+    return Cell(fixed(equal.gap.mean, signed=True), equal.gap.mean, tuple(small), tag)
 
 
 def seeds_cell(row: Row) -> Cell:
@@ -240,13 +239,33 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
 
 
 def cost_columns(rows: list[Row]) -> list[TableColumn]:
-    return [
-        TableColumn(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows],
-               "nats per token",
-               f"{budget.meaning}; held-out loss minus the baseline's after equal {budget.unit}, "
-               "interpolated between evaluations during training")
-        for name, budget in BUDGETS.items() if any(name in row.equal for row in rows)
-    ]  # fmt: skip
+    columns = []
+    for name, budget in BUDGETS.items():
+        if not any(name in row.equal for row in rows):
+            continue
+        loss = "held-out sample loss" if name == "tokens" else "final held-out loss"
+        meaning = f"{budget.meaning}; {loss} minus the baseline's after equal {budget.unit}"
+        cells = [equal_cell(row, name) for row in rows]
+        columns.append(TableColumn(f"At equal {budget.unit}", cells, "nats per token", meaning))
+    return columns
+
+
+def unplanned_note(rows: list[Row]) -> str:
+    """State how to plan runs for the missing columns of the table of costs; "" if none is missing.
+
+    Return "" also if there is no gap.
+    """
+    if not any(row.gap for row in rows):
+        return ""
+    missing = []
+    for name in ("flops", "seconds"):
+        if not any(name in row.equal for row in rows):
+            missing.append(f"equal {BUDGETS[name].unit}")
+    if not missing:
+        return ""
+    in_sweep = "train.budget.flops in a sweep, or " if "equal FLOPs" in missing else ""
+    plans = f"{in_sweep}budget in a study"
+    return f"No gap at {' or '.join(missing)}: plan such runs with {plans}."
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
@@ -330,10 +349,11 @@ def diverged_cell(found: ArmComparison) -> Cell:
 
 
 def cost_table(rows: list[Row], baseline: str | None) -> Table | None:
-    if not (kept := [row for row in rows if row.equal]):
+    rows = [row for row in rows if row.equal]
+    if not rows:
         return None
-    labels = TableColumn(f"Gap to {baseline}", [Cell(row.label) for row in kept])
-    return Table([labels, *cost_columns(kept)])
+    labels = TableColumn(f"Gap to {baseline}", [Cell(row.label) for row in rows])
+    return Table([labels, *cost_columns(rows)])
 
 
 def groups_table(groups: list[Group]) -> Table:

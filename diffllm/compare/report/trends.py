@@ -9,7 +9,7 @@ from diffllm.compare.arms.sentences import (
     in_words,
     plural,
 )
-from diffllm.compare.report.curves import LOSS
+from diffllm.compare.report.curves import LOSS, have_equal_tokens
 from diffllm.compare.report.results import NAMED
 from diffllm.compare.report.rows import Row
 from diffllm.statistics.gap_tests import ALPHA, Gap, holm, paired
@@ -21,8 +21,11 @@ def row_trend(row: Row, base: Row) -> Trend | None:
 
     Only runs whose seed has a finite final loss in both rows are used. An evaluation is shared if
     it took place at the same number of tokens in all these runs. Return None if there are no such
-    runs, or if they share fewer than FEWEST_POINTS evaluations after the first 10% of training.
+    runs, if they share fewer than FEWEST_POINTS evaluations after the first 10% of training, or if
+    the rows train on different numbers of tokens.
     """
+    if not have_equal_tokens(row, base):
+        return None
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
     runs = [side[seed] for side in (own, theirs) for seed in seeds]

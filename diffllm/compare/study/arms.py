@@ -32,7 +32,6 @@ from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.facts import RunFacts, facts_of
 from diffllm.metrics.records import finite
-from diffllm.metrics.steps import read_steps
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
@@ -212,7 +211,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
         settings=settings_of(run.cfg, study.sets_rates, run.facts.get("previous")),
         variant=run.variant,
         training_flops=training_flops_of(run),
-        train_seconds=train_seconds_of(run) if study.profile else None,
+        train_seconds=run.train_seconds if study.profile else None,
         plugin_code=run.plugin_code,
         mark=run.cfg.run.study or "",
         strayed=problem,
@@ -228,15 +227,6 @@ def training_flops_of(run: Run) -> float | None:
     tokens = finite((run.summary or {}).get("tokens"))
     flops_per_token = finite(run.facts.get("flops_per_token"))
     return tokens * flops_per_token if tokens and flops_per_token else None
-
-
-def train_seconds_of(run: Run) -> float | None:
-    """Return the summed times of the training steps, or None if steps.npy has no such times."""
-    try:
-        seconds = read_steps(run.path / "steps.npy")["train_seconds"]
-    except CheckpointError:
-        return None
-    return float(seconds[-1]) if len(seconds) and math.isfinite(seconds[-1]) else None
 
 
 def rounded(losses: DocumentLosses) -> DocumentLosses:

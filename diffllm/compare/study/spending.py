@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from diffllm.compare.arms.budgets import TOLERANCE
 from diffllm.compare.arms.sentences import (
     MISSING,
     compact,
@@ -22,8 +23,6 @@ from diffllm.core.errors import ConfigError, listed
 from diffllm.core.printing import Table
 from diffllm.metrics.facts import machine_facts
 
-TOLERANCE = 0.03
-"""Largest allowed relative difference between arms in FLOPs or seconds per run."""
 MACHINE = (*machine_facts(), "compute_dtype")
 """Facts of a run in which it must agree with the profile, to compare times."""
 
