@@ -13,13 +13,17 @@ Without a true difference, both "shown" and "refuted" are false. An arm that div
 counts as worse, regardless of the losses of its other runs. The exit status is 1 if a share of
 false verdicts is above 5%, or a share of bounds is outside 93% to 97%, by more than two standard
 errors.
+
+The last rows show the effect of looking early: a study of one rule, without a true difference, is
+judged after several numbers of seeds, and the first "shown" or "refuted" counts. Shares above 5%
+are expected, and do not change the exit status.
 """
 
 import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +101,9 @@ SCENARIOS = {
     "gap of the margin, two kinds": Scenario(gaps=(2.0, 0.0, 0.0), kind="two kinds"),
 }
 
+LOOKS = {"8": (8,), "3, 5, 8": (3, 5, 8), "5 to 20": tuple(range(5, 21))}
+"""Numbers of seeds after which a study is judged."""
+
 
 def study_of(scenario: Scenario, seeds: int) -> Study:
     pairs = [("v2", "half"), ("v2", "standard"), ("half", "standard")]
@@ -138,8 +145,12 @@ def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm],
                 curve = Series(EVALUATIONS, np.where(reach <= EVALUATIONS, 0.95, 0.3))
             number = None if lost[seed] else float(value)
             runs.append(StudyRun(name, seed, 1e-3, number, number, 2000, 4096, curve, documents))
-        arms[name] = StudyArm(name, None, runs, {run.seed: run.value for run in runs})
+        arms[name] = arm_of(name, runs)
     return arms, truth
+
+
+def arm_of(name: str, runs: list[StudyRun]) -> StudyArm:
+    return StudyArm(name, None, runs, {run.seed: run.value for run in runs})
 
 
 def losses_of(losses: np.ndarray) -> DocumentLosses:
@@ -184,6 +195,25 @@ def simulate(scenario: Scenario, seeds: int, families: int, rng: Rng) -> dict[st
     return share
 
 
+def simulate_looks(looks: tuple[int, ...], families: int, rng: Rng) -> dict[str, float]:
+    """Return the shares of studies without a difference of which a look is "shown" or "refuted".
+
+    Args:
+        looks: numbers of seeds after which a study is judged, in increasing order.
+    """
+    study = replace(study_of(Scenario(), looks[-1]), also=[])
+    counts = {SHOWN: 0, REFUTED: 0}
+    for _ in range(families):
+        arms, _ = draw(Scenario(), looks[-1], rng)
+        verdicts = set()
+        for seeds in looks:
+            seen = {name: arm_of(name, arm.runs[:seeds]) for name, arm in arms.items()}
+            verdicts.add(apply_rules(study, seen)[0].verdict)
+        for verdict in counts:
+            counts[verdict] += verdict in verdicts
+    return {verdict: count / families for verdict, count in counts.items()}
+
+
 def problems(
     scenario: Scenario, found: dict[str, Any], families: int, errors: float = 2.0
 ) -> list[str]:
@@ -219,11 +249,25 @@ def run(
     return rows
 
 
+def run_looks(families: int, echo: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Simulate each entry of LOOKS with its own random generator."""
+    echo(f"\n{'judged after seeds':<39}  shown  refuted")
+    rows = []
+    for i, (name, looks) in enumerate(LOOKS.items()):
+        shares = simulate_looks(looks, families, np.random.default_rng((SEED, len(SCENARIOS), i)))
+        echo(f"{name:<39}{shares[SHOWN]:7.3f}{shares[REFUTED]:9.3f}")
+        rows.append({"seeds": list(looks), **shares})
+    return rows
+
+
 def main() -> int:
     families = int(sys.argv[1]) if len(sys.argv) > 1 else FAMILIES
     rows = run(families)
+    looks = run_looks(families)
     if len(sys.argv) > 2:
-        content = {"seed": SEED, "families": families, "alpha": ALPHA, "rows": rows}
+        content = {
+            "seed": SEED, "families": families, "alpha": ALPHA, "rows": rows, "looks": looks
+        }  # fmt: skip
         Path(sys.argv[2]).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(any(row["beyond_limits"] for row in rows))
 

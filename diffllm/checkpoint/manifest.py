@@ -24,7 +24,7 @@ from diffllm.core.files import read_json, sync
 from diffllm.data.mixture_order import check_place
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.visible_keys import VisibleKeys
-from diffllm.metrics.wandb_run import RUN_ID
+from diffllm.metrics.wandb_config import RUN_ID
 
 if TYPE_CHECKING:
     from torch import Tensor

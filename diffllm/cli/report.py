@@ -33,7 +33,9 @@ class ReportArguments(CommandArguments):
 def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.page import record_gaps, whole_text, write
+    from diffllm.compare.report.page import write
+    from diffllm.compare.report.terminal import whole_text
+    from diffllm.compare.wandb_runs import record_gaps
     from diffllm.metrics.wandb_directories import wandb_parent
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)

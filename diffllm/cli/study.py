@@ -197,7 +197,7 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
 def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -> None:
     from diffllm.compare.study.raw_values import read_values
     from diffllm.compare.study.verdict import judge, judge_evidence
-    from diffllm.compare.study.verdict_page import markdown, write_verdict
+    from diffllm.compare.study.verdict_page import verdict_page, write_verdict
 
     if from_values:
         if not place.exists():
@@ -209,7 +209,8 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
     if as_json:
         echo_json(found.numbers())
     else:
-        echo("\n".join([markdown(found), *map(str, files)]))
+        text = verdict_page(found, with_picture=False).text()
+        echo("\n".join([text, *map(str, files)]))
 
 
 def power_command(argv: list[str]) -> None:

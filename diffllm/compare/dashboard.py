@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import MUTED, STYLED, row_styles, variant_style
-from diffllm.compare.report.page import loss_table, stored_comparison_id
 from diffllm.compare.report.rows import Row
-from diffllm.compare.wandb_runs import ids_of_run
+from diffllm.compare.report.terminal import loss_table
+from diffllm.compare.wandb_runs import ids_of_run, stored_comparison_id
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
 from diffllm.metrics.table import GAPS
-from diffllm.metrics.wandb_run import WandbConfig, WandbMode, resolve_mode, with_recorded
+from diffllm.metrics.wandb_config import WandbConfig, WandbMode, resolve_mode, with_recorded
 
 NOISE_FLOOR = "gap/noise_floor"
 LEAST_RUNS, PROJECT_RUNS = 10, 100

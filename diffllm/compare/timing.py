@@ -5,6 +5,7 @@ The speed of a busy or throttled machine changes. The runs of the arms alternate
 meet fast and slow times: A, B, C in odd rounds and C, B, A in even rounds.
 """
 
+import math
 import shutil
 import time
 from collections import defaultdict
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from diffllm.compare.arms.sentences import short
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import config_of_planned, first_runs
 from diffllm.compare.sweep.cluster import ranks_of_runs
@@ -37,6 +39,7 @@ from diffllm.config.loading import configs_of
 from diffllm.config.words import typed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.keys import declaration_of, declarations
+from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.metrics.facts import RunFacts, facts_of
 from diffllm.metrics.records import read_ending, read_record, stopped_text
@@ -44,16 +47,35 @@ from diffllm.metrics.steps import read_steps
 from diffllm.training.build import planned_compile
 from diffllm.training.memory import check_memory
 
+BLOCK_STEPS = 5
+"""Most steps of a block, which has one measured time."""
+
 
 class Turns(NamedTuple):
     """Number of rounds, each with one turn per arm, and of training steps in a turn.
 
-    The timed steps form blocks of `warmup_steps` steps, and each block has one measured time.
+    The steps form blocks, because the time of a single step is only known if it is logged, and
+    logging adds time. The blocks of the warm-up are not timed.
     """
 
     rounds: int
-    warmup_steps: int
-    timed_steps: int
+    warmup_blocks: int
+    timed_blocks: int
+    block_steps: int
+
+    @classmethod
+    def of(cls, rounds: int, warmup_steps: int, timed_steps: int) -> "Turns":
+        """Round both numbers of steps up to whole blocks."""
+        block = min(BLOCK_STEPS, timed_steps)
+        return cls(rounds, math.ceil(warmup_steps / block), math.ceil(timed_steps / block), block)
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.warmup_blocks * self.block_steps
+
+    @property
+    def timed_steps(self) -> int:
+        return self.timed_blocks * self.block_steps
 
     @property
     def steps(self) -> int:
@@ -114,7 +136,7 @@ def turn_words(arm: Arm, turns: Turns, world_size: int) -> list[str]:
     compiles = planned_compile(arm.cfg, device, world_size).value
     settings = {
         "steps": turns.steps,
-        "log_interval": turns.warmup_steps,
+        "log_interval": turns.block_steps,
         "optim.warmup_steps": turns.steps,
         "diagnostics.interval": 0,
         "diagnostics.probe_interval": 0,
@@ -142,8 +164,8 @@ def time_arms(
 ) -> tuple[int, TimingProfile | None]:
     """Train the arms in turns and return their step times. Every rank must call this.
 
-    The runs are in a temporary directory next to `out`, and are deleted after each round. Raises
-    ConfigError if a config is invalid or a run fails.
+    The runs are in a temporary directory next to `out`, and are deleted after each turn. Print one
+    line per turn. Raises ConfigError if a config is invalid or a run fails.
 
     Args:
         choose: returns the arms by name; called on rank 0.
@@ -158,24 +180,26 @@ def time_arms(
     measurements: defaultdict[str, list[Measurement]] = defaultdict(list)
     with ExitStack() as stack:
 
-        def begin() -> tuple[list[list[dict[str, Any]]], dict[str, Arm]]:
+        def begin() -> tuple[list[dict[str, Any]], dict[str, Arm]]:
             arms = choose()
             check_arms(arms, world.size)
             words = {name: turn_words(arm, turns, world.size) for name, arm in arms.items()}
             directory = Path(stack.enter_context(directory_for_runs(out)))
-            return plan_rounds(words, turns.rounds, directory, added), arms
+            return plan_turns(words, turns.rounds, directory, added), arms
 
-        rounds, arms = world.broadcast_and_keep("timing", begin)
-        for number, planned in enumerate(rounds, start=1):
-            jobs = [Job(**job) for job in planned]
-            stopped, endings = run_here(jobs, world)
+        planned, arms = world.broadcast_and_keep("timing", begin)
+        for job_fields in planned:
+            job = Job(**job_fields)
+            if world.rank == 0:
+                echo(f"turn {job.number} of {job.total}: {job.name}: ", end="", flush=True)
+            stopped, endings = run_here([job], world)
             # Rank 0 decides for all ranks: a signal may have reached only some of the ranks.
-            results = partial(measure_round, jobs, endings, turns, stopped)
-            stopped, by_arm = world.broadcast_and_keep(f"round/{number}", results)
+            result = partial(measure_turn, job, endings[job.name], turns, stopped)
+            stopped, measurement = world.broadcast_and_keep(f"turn/{job.number}", result)
             if stopped:
                 return stopped_status(stopped), None
-            for name, measurement in (by_arm or {}).items():
-                measurements[name].append(measurement)
+            if measurement:
+                measurements[job.group].append(measurement)
     return 0, profile_of(arms, measurements, turns) if arms else None
 
 
@@ -201,37 +225,42 @@ def directory_for_runs(out: Path) -> "TemporaryDirectory[str]":
         ) from None
 
 
-def plan_rounds(
+def plan_turns(
     words: Mapping[str, list[str]], rounds: int, directory: Path, added: list[str]
-) -> list[list[dict[str, Any]]]:
-    """Return the keyword arguments of `Job` for each turn of each round.
+) -> list[dict[str, Any]]:
+    """Return the keyword arguments of `Job` for each turn.
 
     `words` are the overrides of a turn by arm. The field `group` of a job is its arm.
     """
-    planned = []
+    planned: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
-        jobs: list[dict[str, Any]] = []
         for name in turn_order(list(words), number):
-            index = len(words) * (number - 1) + len(jobs) + 1
+            index = len(planned) + 1
             path = directory / f"turn-{index}"
             run_dir = typed_override("run.dir", str(path))
             job = Job(
                 number=index, total=len(words) * rounds, name=f"{name}, round {number}",
                 path=str(path), steps=0, flops_of_step=0.0,
                 words=[*added, *words[name], run_dir], finished=False, group=name,
+                quiet=True,
             )  # fmt: skip
-            jobs.append(vars(job))
-        planned.append(jobs)
+            planned.append(vars(job))
     return planned
 
 
-def measure_round(
-    jobs: list[Job], endings: Mapping[str, Ending], turns: Turns, stopped: int
-) -> tuple[int, dict[str, Measurement]]:
-    """Return `stopped`, the number of the signal that stopped the round, and the result per arm."""
+def measure_turn(
+    job: Job, ending: Ending, turns: Turns, stopped: int
+) -> tuple[int, Measurement | None]:
+    """Print and return the result of a turn, and `stopped`, the signal that stopped it (0: none).
+
+    A stopped turn has no result.
+    """
     if stopped:
-        return stopped, {}
-    return 0, {job.group: measure(job, endings[job.name], turns) for job in jobs}
+        echo("stopped", flush=True)
+        return stopped, None
+    measurement = measure(job, ending, turns)
+    echo(f"{short(1e3 * min(measurement.blocks), 4)} ms per step", flush=True)
+    return 0, measurement
 
 
 def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
@@ -253,8 +282,8 @@ def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
     except CheckpointError as error:
         raise ConfigError(f"{job.name}: {error}") from error
     # The device has finished its work only at logged steps, which end the blocks.
-    ends = seconds[turns.warmup_steps - 1 :: turns.warmup_steps]
-    blocks = np.diff(ends) / turns.warmup_steps
+    ends = seconds[turns.warmup_steps - 1 :: turns.block_steps]
+    blocks = np.diff(ends) / turns.block_steps
     threads = record["environment"]["threads"]
     shutil.rmtree(run, ignore_errors=True)
     return Measurement(blocks.tolist(), facts_of(record), threads)

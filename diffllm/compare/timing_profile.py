@@ -92,7 +92,7 @@ class TimingProfile:
     threads: int = field(metadata={"least": 1})
     """CPU threads per rank."""
     warmup_steps: int = field(metadata={"least": 1})
-    """First steps of each turn, which are not timed; also the length of a block."""
+    """First steps of each turn, which are not timed."""
     timed_steps: int = field(metadata={"least": 1})
     """Steps of each turn that are timed."""
     arms: dict[str, ArmTiming]

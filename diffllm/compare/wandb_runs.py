@@ -2,44 +2,47 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import read_state
-from diffllm.compare.report.comparison import read
-from diffllm.compare.report.page import (
-    COMPARISON,
-    comparison_id,
-    gap_run,
-    store_comparison_id,
-)
+from diffllm.compare.report.comparison import Comparison, read
+from diffllm.compare.report.curves import rows_of_gaps, sample_gaps, seed_noise
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import read_bytes, readable
+from diffllm.core.files import read_bytes, readable, write_atomic
 from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_ending, read_record, recorded_variables
-from diffllm.metrics.wandb_directories import has_online, is_synced, set_aside, wandb_parent
-from diffllm.metrics.wandb_events import events_summary
-from diffllm.metrics.wandb_run import (
+from diffllm.metrics.wandb_config import (
     MODES,
     RUN_ID,
     WandbConfig,
     WandbMode,
-    init_options,
     resolve_mode,
     with_defaults,
     with_recorded,
 )
+from diffllm.metrics.wandb_directories import has_online, is_synced, set_aside, wandb_parent
+from diffllm.metrics.wandb_events import events_summary
+from diffllm.metrics.wandb_run import WandbRun, init_options
 from diffllm.metrics.wandb_start import Upload, new_id, upload
 from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
+from diffllm.statistics.estimates import Estimate
 from diffllm.training.directory import shared_lock
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
+
+COMPARISON = "comparison"
+"""Job type and default group of the wandb run of a comparison."""
+COMPARISON_ID = ".wandb-id"
+"""File in a directory of runs: the id of the wandb run of their comparison."""
 
 
 class Destination(NamedTuple):
@@ -242,3 +245,111 @@ def writable_parent(path: Path) -> Path:
             f"{directory} cannot be written; set WANDB_DIR to a directory for the files of wandb"
         )
     return place
+
+
+class GapRun(NamedTuple):
+    """Content of the wandb run of a comparison."""
+
+    arguments: dict[str, Any]
+    """Arguments of `init_options`."""
+    lines: list[dict[str, Any]]
+    """Loss gaps by training tokens; the key "step" counts the lines."""
+    summary: dict[str, float]
+
+
+def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
+    """Return the loss gap of each row to its baseline, over training tokens, as a wandb run.
+
+    `gap/<row>` is the gap in held-out sample loss, and `gap/<row>/low` and `gap/<row>/high` are the
+    ends of its 95% interval, which a single seed does not have. The summary contains the gaps of
+    the report. `gap/noise_floor` is half the width of the noise floor. Return None if no row has a
+    gap.
+    """
+    rows = [row for row in comparison.rows if row.gap]
+    gaps = {row.label: gaps for row in rows if (gaps := sample_gaps(row))}
+    if not gaps:
+        return None
+    lines: dict[int, dict[str, float]] = {}
+    for label, by_tokens in gaps.items():
+        for tokens, gap in by_tokens.items():
+            lines.setdefault(tokens, {}).update(gap_values(label, gap))
+    if floor := seed_noise(rows_of_gaps(comparison.rows)):
+        for tokens, half in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
+            lines.setdefault(int(tokens), {})["gap/noise_floor"] = half
+    summary = {}
+    for row in rows:
+        assert row.gap
+        summary.update(gap_values(row.label, row.gap))
+    arguments = {
+        "directory": directory,
+        "job_type": COMPARISON,
+        "config": {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]},
+    }
+    steps = []
+    for step, (tokens, line) in enumerate(sorted(lines.items())):
+        steps.append({"step": step, "tokens": tokens, **line})
+    return GapRun(arguments, steps, summary)
+
+
+def record_gaps(comparison: Comparison, directory: Path) -> bool:
+    """Log the result of `gap_run` to wandb.
+
+    Another call makes a new run if the server has the former run, because wandb cannot replace
+    lines, and prints the id of the former run. Otherwise, it replaces the offline run.
+
+    The wandb mode and project come from the config of the first run and from the variables in its
+    run.json. If no row has a gap, or if wandb is disabled, log nothing and return False; otherwise
+    return True.
+    """
+    first = comparison.rows[0].runs[0]
+    cfg = with_recorded(first.cfg.wandb, first.variables)
+    cfg = with_defaults(cfg, COMPARISON, [directory_name(directory)])
+    gaps = gap_run(comparison, directory)
+    if gaps is None or resolve_mode(cfg) == "disabled":
+        return False
+    run_id = comparison_id(directory)
+    # `wandb sync` appends to a synced run, so an offline run then has a new id.
+    was_online = is_synced(wandb_parent(directory), run_id)
+    run = WandbRun(cfg, **gaps.arguments, run_id=run_id, resume=False, was_online=was_online)
+    for line in gaps.lines:
+        run.log(line)
+    run.finish(gaps.summary)
+    if run.id != run_id:
+        to_stderr(f"wandb: run {run.id} has the gaps; delete the former run {run_id}")
+        store_comparison_id(directory, run.id)
+    return True
+
+
+def gap_values(label: str, gap: Estimate) -> dict[str, float]:
+    values = {f"gap/{label}": gap.mean}
+    if gap.interval:
+        values[f"gap/{label}/low"], values[f"gap/{label}/high"] = gap.interval
+    return values
+
+
+def comparison_id(directory: Path) -> str:
+    """Return the id of the wandb run of the comparison in `directory`; choose and store a new id.
+
+    An id derived from the path would not be unique: many sweeps have the same path.
+    """
+    if stored := stored_comparison_id(directory):
+        return stored
+    run_id = new_id()
+    store_comparison_id(directory, run_id)
+    return run_id
+
+
+def store_comparison_id(directory: Path, run_id: str) -> None:
+    """Store the result of later calls of `stored_comparison_id`; print a warning if this fails."""
+    try:
+        write_atomic(directory / COMPARISON_ID, f"{run_id}\n")
+    except CheckpointError as error:
+        to_stderr(f"warning: later calls will write another wandb run with the gaps: {error}")
+
+
+def stored_comparison_id(directory: Path) -> str | None:
+    with suppress(OSError, UnicodeDecodeError):
+        stored = (directory / COMPARISON_ID).read_text(encoding="utf-8").strip()
+        if re.fullmatch(r"[0-9a-f]{8}", stored):
+            return stored
+    return None

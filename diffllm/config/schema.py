@@ -21,7 +21,7 @@ from diffllm.metrics.diagnostics import DiagnosticsConfig
 from diffllm.metrics.profiling import ProfileConfig
 from diffllm.metrics.sinks import MetricsConfig
 from diffllm.metrics.visible_keys import expected_visible_keys
-from diffllm.metrics.wandb_run import WandbConfig
+from diffllm.metrics.wandb_config import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.model.attention.ops import Backend
 from diffllm.optim import OptimConfig, ProtectionConfig

@@ -4,8 +4,9 @@ import csv
 import io
 import json
 import math
+import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, TextIO
@@ -155,8 +156,10 @@ class Table:
     def __str__(self) -> str:
         return "\n".join(self.text())
 
-    def markdown(self) -> str:
-        cells = ([cell.replace("|", "\\|") for cell in line] for line in self.lines())
+    def markdown(self, inline: Callable[[str], str] | None = None) -> str:
+        """Return the table in Markdown; `inline` escapes a cell, by default `markdown_text`."""
+        inline = inline or markdown_text
+        cells = ([inline(cell).replace("|", "\\|") for cell in line] for line in self.lines())
         head, *rows = (f"| {' | '.join(line)} |" for line in cells)
         return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
@@ -196,6 +199,23 @@ class Table:
             f'<table class="{style}"{attribute("id", key)}>\n<thead><tr>{heads}</tr></thead>\n'
             f"<tbody>\n{rows}</tbody>\n</table>\n</div>"
         )
+
+
+CODE = re.compile("(?<!`)`([^`]+)`(?!`)")
+"""A code span in plain text; the group is its content."""
+MARKUP = re.compile(r"[\\`*\[~]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|(?<![^\W_])_")
+"""Characters with a meaning in Markdown; "_" only at the start of a word."""
+BLOCK_START = re.compile(r"^(\d*)([#>=]|[-+.)](?=[\s-]|$))")
+"""Start of a line that Markdown reads as a heading, quote, list or rule."""
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as one line of Markdown, in which only code spans are markup."""
+    parts = CODE.split(" ".join(text.split()))
+    for i, part in enumerate(parts):
+        # CODE has one group, so that every second part is the content of a code span.
+        parts[i] = f"`{part}`" if i % 2 else MARKUP.sub(r"\\\g<0>", part)
+    return BLOCK_START.sub(r"\1\\\2", "".join(parts))
 
 
 def breakable(text: str) -> str:

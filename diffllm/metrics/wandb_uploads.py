@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.core.files import read_json, write_atomic
-from diffllm.metrics.wandb_run import RUN_ID, WandbConfig
+from diffllm.metrics.wandb_config import RUN_ID, WandbConfig
 
 UPLOADS = "wandb/uploads.json"
 """File in a run directory, which maps the address of the wandb run in run.json to the newest id.

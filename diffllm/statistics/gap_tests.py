@@ -39,14 +39,15 @@ class Gap:
     zero_variance: bool = False
     document_error: float | None = None
 
-    def over_documents(self, document_error: float | None) -> "Gap":
+    def with_document_error(self, document_error: float) -> "Gap":
         """Return the gap with an error that includes the error over documents.
 
         Seeds share the documents, so the error over seeds does not contain this part. The degrees
-        of freedom remain those of the seeds, which makes wide bounds wider, never narrower.
+        of freedom remain those of the seeds, which makes wide bounds wider, never narrower. Raises
+        ValueError if `error` is None.
         """
-        if self.error is None or document_error is None:
-            return self
+        if self.error is None:
+            raise ValueError("a gap of a single seed has no error")
         error = math.hypot(self.error, document_error)
         return replace(self, error=error, document_error=document_error)
 
@@ -201,7 +202,7 @@ def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
     """Return the values as float64, sorted by seed; raise ValueError unless all are finite."""
     found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
     if not np.isfinite(found).all():
-        raise ValueError("a loss is not finite; use compare_arms for arms with diverged runs")
+        raise ValueError("a loss is not finite; use arm_gap for arms with diverged runs")
     return found
 
 

@@ -22,8 +22,9 @@ from diffllm.metrics.history import history
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
+from diffllm.metrics.wandb_config import with_variables
 from diffllm.metrics.wandb_events import CANCEL_TAG
-from diffllm.metrics.wandb_run import WandbRun, with_variables
+from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump

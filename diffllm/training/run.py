@@ -15,7 +15,7 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
-from diffllm.metrics.wandb_run import check_wandb
+from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue

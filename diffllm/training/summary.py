@@ -22,8 +22,8 @@ from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
+from diffllm.metrics.wandb_config import resolve_mode, with_variables
 from diffllm.metrics.wandb_directories import sync_command, wandb_parent
-from diffllm.metrics.wandb_run import resolve_mode, with_variables
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained

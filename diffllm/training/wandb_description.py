@@ -9,8 +9,8 @@ from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
+from diffllm.metrics.wandb_config import WandbConfig, split_tags, with_defaults
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
-from diffllm.metrics.wandb_run import WandbConfig, split_tags, with_defaults
 from diffllm.training.directory import RunDirectory
 
 

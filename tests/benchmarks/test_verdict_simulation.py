@@ -32,3 +32,13 @@ def test_verdict_simulation_detects_rule_that_ignores_diverged_runs(monkeypatch)
     rng = np.random.default_rng(1)
     broken = simulation.simulate(scenario, 5, 40, rng)
     assert "shown" in simulation.problems(scenario, broken, 40)
+
+
+def test_more_looks_at_same_studies_show_more_false_differences():
+    # The same draws: three looks have each false verdict of the last look, and further ones.
+    last, three = (
+        simulation.simulate_looks(looks, 100, np.random.default_rng(1))
+        for looks in [(8,), (3, 5, 8)]
+    )
+    assert last["shown"] < three["shown"]
+    assert last["refuted"] < three["refuted"]

@@ -11,7 +11,7 @@ import pytest
 
 from diffllm.cli.timing import profile_text
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.timing import Arm, Turns, arms_of_sweep, measure, plan_rounds, turn_words
+from diffllm.compare.timing import Arm, Turns, arms_of_sweep, measure, plan_turns, turn_words
 from diffllm.compare.timing_profile import (
     FORMAT,
     ArmTiming,
@@ -33,7 +33,7 @@ BLOCK_SECONDS = {
     "standard": [[0.3, 0.1], [0.2, 0.4], [0.11, 0.2]],
     "diff_v2": [[0.12, 0.3], [0.25, 0.25], [0.5, 0.132]],
 }
-TURNS = Turns(rounds=3, warmup_steps=2, timed_steps=4)
+TURNS = Turns(rounds=3, warmup_blocks=1, timed_blocks=2, block_steps=2)
 
 
 def arm_timing(name: str, block_seconds: list[list[float]]) -> ArmTiming:
@@ -137,9 +137,8 @@ def test_table_warns_about_arms_whose_rounds_differ_by_more_than_10_percent(prof
 
 def test_order_of_arms_alternates_between_rounds(tmp_path):
     words = {name: [f"arm={name}"] for name in "ABC"}
-    rounds = plan_rounds(words, 3, tmp_path, ["plugins=[mine]"])
-    assert ["".join(job["group"] for job in jobs) for jobs in rounds] == ["ABC", "CBA", "ABC"]
-    jobs = [Job(**job) for jobs in rounds for job in jobs]
+    jobs = [Job(**job) for job in plan_turns(words, 3, tmp_path, ["plugins=[mine]"])]
+    assert "".join(job.group for job in jobs) == "ABCCBAABC"
     # Ranks of a launch meet under the number of the job, so numbers must differ.
     assert [job.number for job in jobs] == list(range(1, 10))
     assert len({job.path for job in jobs}) == 9
@@ -186,6 +185,15 @@ def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:
     (path / "run.json").write_text(json.dumps(record), encoding="utf-8")
     (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return Job(1, 1, "standard, round 1", str(path), 6, 0.0, [], False)
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "timed_steps", "expected"),
+    [(5, 25, (5, 25, 5)), (5, 7, (5, 10, 5)), (3, 25, (5, 25, 5)), (20, 3, (21, 3, 3))],
+)
+def test_steps_of_turn_are_rounded_up_to_whole_blocks(warmup_steps, timed_steps, expected):
+    turns = Turns.of(2, warmup_steps, timed_steps)
+    assert (turns.warmup_steps, turns.timed_steps, turns.block_steps) == expected
 
 
 def test_blocks_of_turn_omit_warmup_steps(tmp_path):

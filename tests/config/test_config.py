@@ -16,7 +16,7 @@ from diffllm.config import Precision, TrainConfig
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.wandb_run import WandbMode
+from diffllm.metrics.wandb_config import WandbMode
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import Schedule
 

@@ -94,12 +94,12 @@ def test_text_table_has_row_labels_on_separate_lines_if_width_is_small():
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
 
 
-def test_table_markdown_has_header_separator_and_escaped_pipe_characters():
+def test_table_markdown_has_header_separator_and_escaped_markup():
     assert TABLE.markdown().splitlines() == [
         "| Row | Loss, nats | State |",
         "|---|---|---|",
         "| stan_dard | 4.1 (4.0 to 4.2) (5 bits) | finished |",
-        "| <b>\\| | –, 1 of 3 diverged |  |",
+        "| \\<b>\\| | –, 1 of 3 diverged |  |",
     ]
 
 

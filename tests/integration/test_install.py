@@ -20,8 +20,8 @@ from diffllm.config.plugins import config_directory
 target = Path(sys.argv[1]).resolve()
 assert Path(diffllm.__file__).resolve().is_relative_to(target), diffllm.__file__
 assert config_directory().resolve().is_relative_to(target), config_directory()
-for name in ("report/page.html.jinja", "report/page.css", "study/verdict.html.jinja"):
-    assert (Path(diffllm.__file__).parent / "compare" / name).is_file(), name
+for name in ("page.html.jinja", "page.css"):
+    assert (Path(diffllm.__file__).parent / "compare" / "arms" / name).is_file(), name
 """
 
 

@@ -1,6 +1,7 @@
 """`diffllm timing` with real runs."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ from runs.command import command, refusal_of, tool
 
 from diffllm.compare.timing_profile import read_profile
 
-TURNS = ["rounds=2", "warmup_steps=2", "timed_steps=4"]
+TURNS = ["rounds=2", "warmup_steps=2", "timed_steps=10"]
 
 
 @pytest.mark.slow
@@ -34,12 +35,11 @@ def test_timing_of_study_writes_profile_and_no_other_file(tmp_path, tiny, enviro
         assert arm.tokens_per_step == 4 * 32
         assert (arm.facts.device, arm.facts.ranks, arm.facts.compiled) == ("CPU", 1, False)
     # Turns alternate, so the second round begins with the last arm.
-    runs = [
-        line.split(": ")[1]
-        for line in done.err.splitlines()
-        if line.startswith("run ") and " of " in line
-    ]
-    assert runs == ["standard, round 1", "v2, round 1", "v2, round 2", "standard, round 2"]
+    order = ["standard, round 1", "v2, round 1", "v2, round 2", "standard, round 2"]
+    lines = done.err.splitlines()
+    assert len(lines) == len(order), done.err
+    for number, (line, turn) in enumerate(zip(lines, order, strict=True), start=1):
+        assert re.fullmatch(rf"turn {number} of 4: {turn}: [\d.]+ ms per step", line)
 
 
 @pytest.mark.slow
@@ -59,10 +59,11 @@ def test_failed_turn_ends_timing_with_one_error_and_no_file(tmp_path, environmen
     words = ["timing", "model=tiny", "data=files", "data.paths=[missing.txt]", "out=timing.json"]
     done = tool([*words, *TURNS], tmp_path, environment)
     assert done.code == 2
-    last = done.err.splitlines()[-1]
-    assert last.startswith(
-        "error: diff_v2, round 1: failed, exit status 2: data.paths: missing.txt"
-    )
+    lines = done.err.splitlines()
+    error = "data.paths: missing.txt"
+    # The complete output of the failed turn, then the error of the command.
+    assert any(line.startswith(f"error: {error}") for line in lines[:-1])
+    assert lines[-1].startswith(f"error: diff_v2, round 1: failed, exit status 2: {error}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +77,7 @@ def test_timing_refuses_overrides_next_to_study_and_unusable_output(tmp_path, en
         (["model=tiny", "--fast", "out=a.json"], "unknown argument '--fast'"),
         (["model=tiny", "out=missing/a.json"], "out=missing/a.json cannot be written"),
         (["model=tiny", "out=."], "out=. is a directory"),
-        (["model=tiny", "timed_steps=7", "out=a.json"], "a multiple of warmup_steps=5"),
+        (["model=tiny", "timed_steps=0", "out=a.json"], "timed_steps=0 must be at least 1"),
         (["model=tiny", "rounds=1", "out=a.json"], "rounds=1 must be at least 2"),
     ):
         done = tool(["timing", *words], tmp_path, environment)

@@ -18,8 +18,9 @@ from diffllm.core.errors import ConfigError
 from diffllm.metrics import alerts, wandb_events
 from diffllm.metrics.alerts import LEVELS, QUIET_STEPS, SKIPS, Alerts
 from diffllm.metrics.events import EVENTS, BatchPlace, Event
+from diffllm.metrics.wandb_config import WandbConfig, WandbMode, check_wandb
 from diffllm.metrics.wandb_events import MOST_ROWS, CancelTag, SentEvents
-from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun, check_wandb
+from diffllm.metrics.wandb_run import WandbRun
 
 HOUR = 3600
 

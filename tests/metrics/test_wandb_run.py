@@ -22,16 +22,16 @@ from wandb_server import WandbServer
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
-from diffllm.metrics.wandb_directories import has_online, set_aside
-from diffllm.metrics.wandb_run import (
+from diffllm.metrics.wandb_config import (
     WandbConfig,
     WandbMode,
-    WandbRun,
     check_wandb,
     resolve_mode,
     with_defaults,
     with_variables,
 )
+from diffllm.metrics.wandb_directories import has_online, set_aside
+from diffllm.metrics.wandb_run import WandbRun
 from diffllm.metrics.wandb_start import open_run
 
 KEY = "0123456789" * 4
@@ -303,7 +303,8 @@ SERVICE = """
 import os, signal, sys, time
 from pathlib import Path
 from diffllm.metrics import wandb_run
-from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
+from diffllm.metrics.wandb_config import WandbConfig, WandbMode
+from diffllm.metrics.wandb_run import WandbRun
 import wandb
 
 wandb_run.FINISH_SECONDS = 2 if sys.argv[2] == "SIGSTOP" else 200
@@ -448,7 +449,8 @@ def test_earlier_steps_may_take_longer_than_last_call_of_wandb(tmp_path, monkeyp
 ASK = """
 import sys
 from pathlib import Path
-from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
+from diffllm.metrics.wandb_config import WandbConfig, WandbMode
+from diffllm.metrics.wandb_run import WandbRun
 run = WandbRun(WandbConfig(mode=WandbMode.online), Path(sys.argv[1]), "tiny", {}, None)
 run.finish()
 """

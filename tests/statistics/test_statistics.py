@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, diverged_more
 from diffllm.statistics.bootstrap import (
     LEAST_DOCUMENTS,
     LEAST_SEEDS,
     bootstrap,
     withheld,
 )
+from diffllm.statistics.divergence import Share, diverged_more
 from diffllm.statistics.document_error import document_error
 from diffllm.statistics.estimates import Estimate, Times, estimate, wilson
 from diffllm.statistics.gap_tests import equivalence, holm, paired, seed_correlation, welch
@@ -113,8 +113,6 @@ def test_divergence_rate_has_exact_binomial_confidence_interval():
     assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
     assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
     assert Share(1, 3).interval == pytest.approx((0.0084, 0.9057), abs=1e-4)
-    for own, base, p in ((Share(3, 3), Share(0, 3), 0.1), (Share(0, 3), Share(0, 5), 1)):
-        assert ArmComparison(None, None, None, own, base).p_diverged == pytest.approx(p)
     assert diverged_more(Share(1, 2), Share(1, 3))
     assert not diverged_more(Share(1, 3), Share(1, 3))
 
@@ -143,33 +141,6 @@ def test_clipped_confidence_interval_contains_mean(shares, gap):
     assert (-1 if gap else 0) <= found.low <= found.mean <= found.high <= 1
     assert found.uninformative == ((found.low, found.high) == (-1 if gap else 0, 1))
     assert found.all_equal or len({*values}) > 1
-
-
-def test_p_value_is_1_if_better_arm_diverges_more_often():
-    base = by_seed([4.0, 4.1, 4.2, 4.15])
-    better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
-    found = compare_arms(better, base)
-    assert found.paired.seeds == 3
-    assert found.welch.base_seeds == 4
-    assert (found.own, found.base) == (Share(1, 4), Share(0, 4))
-    assert found.paired.p < 0.01
-    assert found.p == 1
-    assert found.favours_diverging
-    assert compare_arms({**better, 3: math.nan}, base) == found
-    other_way = compare_arms(base, better)
-    assert other_way.favours_diverging
-    assert other_way.p == 1
-    worse = compare_arms({seed: 5 + 0.1 * seed**2 for seed in range(3)} | {3: math.inf}, base)
-    assert not worse.favours_diverging
-    assert worse.p == worse.paired.p < 0.05
-    both = compare_arms(better, {**base, 3: None})
-    assert both.p == both.paired.p
-
-
-def test_only_divergence_is_tested_if_all_runs_of_one_arm_diverge():
-    found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
-    assert found.paired is found.welch is found.correlation is found.p is None
-    assert found.p_diverged == pytest.approx(0.1)
 
 
 def test_standard_deviation_between_seeds_is_pooled_over_arms():

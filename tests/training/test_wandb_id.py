@@ -9,7 +9,7 @@ import pytest
 from runs.one_rank import write_checkpoint
 
 from diffllm import load_config
-from diffllm.metrics.wandb_run import WandbConfig
+from diffllm.metrics.wandb_config import WandbConfig
 from diffllm.metrics.wandb_uploads import UPLOADS, store_uploaded_id
 from diffllm.training.directory import RunDirectory
 from diffllm.training.wandb_description import record_wandb

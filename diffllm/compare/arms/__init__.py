@@ -1,1 +1,1 @@
-"""Runs, arms and gaps: what reports and studies compare, and how pages describe it."""
+"""Runs, arms and gaps of reports and studies, and pages that describe them."""

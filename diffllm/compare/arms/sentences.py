@@ -5,7 +5,7 @@ from typing import Any
 
 from diffllm.metrics.display import duration
 from diffllm.metrics.records import finite
-from diffllm.statistics.arm_comparison import Share
+from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate
 
 MISSING = "–"

@@ -34,6 +34,6 @@ def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
         baseline: variant to compare others with; default: `standard` if present, else the first.
     """
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.page import whole_text
+    from diffllm.compare.report.terminal import whole_text
 
     return whole_text(read(paths, baseline)[0])

@@ -7,6 +7,7 @@ import numpy as np
 
 from diffllm.compare.arms.comparable import Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
+from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.arms.sentences import plural
 from diffllm.compare.report.curves import equal_gaps
@@ -27,7 +28,6 @@ from diffllm.compare.report.trends import row_trend
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import document_losses, same_documents
 from diffllm.metrics.records import LARGEST
-from diffllm.statistics.arm_comparison import compare_arms
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import holm
@@ -187,7 +187,7 @@ def sizes_comparable(row: Row, other: Row, match: str) -> bool:
 
 
 def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
-    row.against, row.outcome = base, (found := compare_arms(row.losses, base.losses))
+    row.against, row.outcome = base, (found := arm_gap(row.losses, base.losses))
     if found.paired is not None:
         row.gap, row.baseline, base.is_baseline = found.paired.estimate, base, True
         row.documents, row.no_documents = over_documents(row, base)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
 from diffllm.compare.arms.sentences import finite
 from diffllm.compare.report.keys import (
@@ -27,7 +28,7 @@ from diffllm.compare.report.keys import (
 from diffllm.config import TrainConfig
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
-from diffllm.statistics.arm_comparison import ArmComparison, Share
+from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate, Rate, estimate
 from diffllm.statistics.trend import Trend
 
@@ -66,7 +67,7 @@ class Row:
     is_baseline: bool = False
     against: "Row | None" = None
     """Baseline row, even if `gap` is None."""
-    outcome: ArmComparison | None = None
+    outcome: ArmGap | None = None
     """Tests of the gap."""
     documents: Estimate | None = None
     """Gap with a confidence interval over documents and seeds."""

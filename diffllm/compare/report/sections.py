@@ -5,12 +5,12 @@ A figure is omitted if all its values are 0 or missing. A section without figure
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from diffllm.compare.arms.budgets import BUDGETS
+from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Section
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
@@ -52,23 +52,10 @@ FIRST = 0.2
 Curves of few points have no first steps."""
 
 
-class Card(NamedTuple):
-    title: str
-    caption: str
-    image: Markup
-    folded: bool = False
-
-
-class PageSection(NamedTuple):
-    title: str
-    intro: str
-    figures: list[Card]
-
-
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
-) -> tuple[list[Card], list[PageSection], list[Card]]:
-    """Return the figures at the top of the page, the sections, and the figures over costs.
+) -> tuple[list[Figure], list[Section], list[Figure]]:
+    """Return the figures at the top of the page, the other sections, and the figures over costs.
 
     Report rows whose index is in `hidden` are not drawn.
     """
@@ -79,7 +66,7 @@ def page_sections(
         first = draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
     first = [*draw.stages(), *first]
     shown = {card.title for card in first}
-    found = []
+    sections = []
     for title, group in sections_by_title().items():
         parts = [
             (section, draw.cards((m for m in METRICS if m.section is section), shown))
@@ -90,8 +77,11 @@ def page_sections(
             cards += draw.gap()
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
-            found.append(PageSection(title, intro.format(**draw.fields), cards))
-    return first, found, draw.costs()
+            blocks: list[Block] = [FigureGrid(cards)]
+            if intro:
+                blocks.insert(0, Paragraph(intro.format(**draw.fields)))
+            sections.append(Section(title, blocks))
+    return first, sections, draw.costs()
 
 
 class Figures:
@@ -125,7 +115,7 @@ class Figures:
         }  # fmt: skip
         """Values of the placeholders in texts of the table of metrics."""
 
-    def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Card]:
+    def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Figure]:
         return [
             card
             for metric in metrics
@@ -134,7 +124,7 @@ class Figures:
             for card in self.plot(metric, plot)
         ]
 
-    def plot(self, metric: Metric, plot: Plot) -> list[Card]:
+    def plot(self, metric: Metric, plot: Plot) -> list[Figure]:
         if isinstance(plot, Bars):
             return []
         if isinstance(plot, Layers):
@@ -156,7 +146,7 @@ class Figures:
             cards += self.card(named, caption + said, metric.unit, bands)
         return cards
 
-    def every_step(self, plot: Curve, metric: Metric) -> list[Card]:
+    def every_step(self, plot: Curve, metric: Metric) -> list[Figure]:
         """Draw a metric that steps.npy contains."""
         fields = {**self.fields, "smoothing": self.smoothing_text()}
         caption = plot.caption.format(**fields) or f"{metric.meaning}."
@@ -221,7 +211,7 @@ class Figures:
             for name in sorted(names)
         ]
 
-    def stages(self) -> list[Card]:
+    def stages(self) -> list[Figure]:
         """Draw the training loss over all stages, if a run continues another run."""
         stages = {run.path: stages_of(run) for run in self.runs}
         starts = {before for each in stages.values() for _, before in each if before}
@@ -244,7 +234,7 @@ class Figures:
         spikes = spikes_over_stages([stage.spikes[name] for stage in curves_of_stages], starts)
         return RunCurves({name: joined}, {name: spikes}, curves_of_stages[-1].every_step)
 
-    def intervals(self) -> list[Card]:
+    def intervals(self) -> list[Figure]:
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
         title = f"Gap to {self.baseline} at the end"
         caption = "Held-out loss minus the baseline's. Left of 0 is better."
@@ -264,9 +254,9 @@ class Figures:
             [row.gap for row, _ in found if row.gap], [style for _, style in found],
             hollow=[not survives(row) for row, _ in found] if self.tested else (),
         )  # fmt: skip
-        return [Card(title, caption, to_image(figure, title))]
+        return [Figure(title, caption, to_image(figure, title))]
 
-    def gap(self) -> list[Card]:
+    def gap(self) -> list[Figure]:
         bands = [curves.gap_band(row) for row in self.rows]
         caption = "Held-out sample loss minus the baseline's at equal seeds; below 0 is better."
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
@@ -277,7 +267,7 @@ class Figures:
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats per token", bands, floor=floor)
 
-    def costs(self) -> list[Card]:
+    def costs(self) -> list[Figure]:
         """Draw the held-out sample loss over tokens, FLOPs and seconds, if rows have gaps."""
         if not any(row.gap for row in self.rows):
             return []
@@ -292,7 +282,7 @@ class Figures:
             cards += self.card(plot, caption, "nats per token", bands, across=budget.unit)
         return cards
 
-    def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
+    def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Figure]:
         bands = [curves.at_end(row, metric.quantity) for row in self.rows]
         mark = None
         if plot.uniform and self.length:
@@ -302,7 +292,7 @@ class Figures:
 
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
-    ) -> list[Card]:
+    ) -> list[Figure]:
         """Draw `bands` in one figure; return [figure], or [] if all values are 0 or missing.
 
         Args:
@@ -328,7 +318,7 @@ class Figures:
         if plot.mark is not None:
             how["mark"] = (plot.mark, f"{unit} {short(plot.mark)}")
         image = to_image(draw_curves(bands, self.styles, unit, log=log, **how), plot.title)
-        return [Card(plot.title, caption, image, plot.folded)]
+        return [Figure(plot.title, caption, image, plot.folded)]
 
 
 def finite_values(bands: Bands) -> np.ndarray:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from diffllm.compare.arms.budgets import BUDGETS
+from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import (
     MISSING,
@@ -35,7 +36,6 @@ from diffllm.compare.report.rows import Group, Row, row_value, run_value
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
 from diffllm.metrics.table import METRICS, metric_of
-from diffllm.statistics.arm_comparison import ArmComparison
 
 
 class PageColumn(NamedTuple):
@@ -250,22 +250,16 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
     return columns
 
 
-def unplanned_note(rows: list[Row]) -> str:
-    """State how to plan runs for the missing columns of the table of costs; "" if none is missing.
-
-    Return "" also if there is no gap.
-    """
-    if not any(row.gap for row in rows):
-        return ""
+def unplanned_sentences(rows: list[Row]) -> list[str]:
+    """State how to plan runs for missing columns of the table of costs; [] if none is missing."""
     missing = []
     for name in ("flops", "seconds"):
         if not any(name in row.equal for row in rows):
             missing.append(f"equal {BUDGETS[name].unit}")
     if not missing:
-        return ""
-    in_sweep = "train.budget.flops in a sweep, or " if "equal FLOPs" in missing else ""
-    plans = f"{in_sweep}budget in a study"
-    return f"No gap at {' or '.join(missing)}: plan such runs with {plans}."
+        return []
+    in_sweep = "`train.budget.flops` in a sweep, or " if "equal FLOPs" in missing else ""
+    return [f"No gap at {' or '.join(missing)}: plan such runs with {in_sweep}`budget` in a study."]
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
@@ -338,7 +332,7 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     return table
 
 
-def diverged_cell(found: ArmComparison) -> Cell:
+def diverged_cell(found: ArmGap) -> Cell:
     own, base = found.own, found.base
     if not own.diverged and not base.diverged:
         return Cell("no run")

@@ -6,7 +6,7 @@ from typing import Any
 from diffllm.compare.arms.sentences import percent, with_interval
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.rule_tests import paired_gap
+from diffllm.compare.study.rule_tests import gap_of_arms
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.printing import Table
 from diffllm.statistics.estimates import Estimate
@@ -68,7 +68,7 @@ def equal_gap(study: Study, own: StudyArm, base: StudyArm) -> EqualGaps:
 
 
 def gap_of(study: Study, own: StudyArm, base: StudyArm) -> Estimate | str:
-    gap = paired_gap(study, own, base)
+    gap = gap_of_arms(study, own, base).full
     if gap is None:
         return f"{NOT_MEASURED}: no seed ended finite in both arms"
     low, high = gap.interval(1 - 2 * study.rule.alpha) or (None, None)

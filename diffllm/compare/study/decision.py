@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.arms.sentences import compact
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.removed_rules import replacement_of
 from diffllm.compare.study.rule_tests import BELOW, NEVER, Tested, measure, side_of
 from diffllm.compare.study.trend import arms_of_rule
-from diffllm.statistics.arm_comparison import compare_arms
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
@@ -49,7 +49,7 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
 
 def tested_rule(study: Study, rule: Rule, arms: dict[str, StudyArm]) -> Tested:
     if replacement_of(study, rule):
-        outcome = compare_arms(arms[rule.arm].values, arms[rule.against].values)
+        outcome = arm_gap(arms[rule.arm].values, arms[rule.against].values)
         return Tested(rule, outcome, showing=NEVER, refuting=NEVER)
     return measure(study, rule, *arms_of_rule(study, rule, arms))
 

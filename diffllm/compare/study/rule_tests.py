@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.gap import ArmGap, arm_gap
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study, better
-from diffllm.evaluation.heldout import same_documents
-from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_all_against_none
-from diffllm.statistics.document_error import document_error
+from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.statistics.divergence import Share, p_all_against_none
 from diffllm.statistics.estimates import Times, estimate
-from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence
+from diffllm.statistics.gap_tests import Gap, equivalence
 from diffllm.statistics.permutation import log_rank, sign_flip
 from diffllm.statistics.smallest_p import smallest_p
 
@@ -51,7 +51,7 @@ class Tested:
     """
 
     rule: Rule
-    outcome: ArmComparison
+    outcome: ArmGap
     gap: Gap | None = None
     """None for log-rank rules."""
     times: tuple[Times, Times] | None = None
@@ -90,7 +90,7 @@ class Tested:
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     """Compute all tests of a rule, whose claim compares the arm `own` with the arm `base`."""
-    outcome = compare_arms(own.values, base.values)
+    outcome = gap_of_arms(study, own, base)
     if rule.kind == "log_rank":
         times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
         sizes = len(times[0].tokens), len(times[1].tokens)
@@ -99,14 +99,14 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             showing = refuting = None
         tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
         return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
-    gap = outcome.paired if rule.kind == "trend" else paired_gap(study, own, base)
+    gap = outcome.full
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
         tested = replace(
             tested,
-            **t_tests(rule, common_seeds(own.known, base.known), gap),
+            **t_tests(rule, np.array(outcome.differences), gap),
             smallest=smallest_p("paired", gap.seeds, gap.seeds),
-            undocumented=undocumented(own, base),
+            undocumented=undocumented(outcome, own, base),
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
     # A trend has no better arm, and the slopes of diverged runs are unknown.
@@ -143,18 +143,18 @@ def best_loss(arm: StudyArm) -> float:
     return min((sum(values) / len(values) for values in losses.values()), default=math.inf)
 
 
-def t_tests(rule: Rule, samples: tuple[np.ndarray, np.ndarray], gap: Gap) -> dict[str, Any]:
+def t_tests(rule: Rule, differences: np.ndarray, gap: Gap) -> dict[str, Any]:
     """Return the fields `showing` and `refuting` of `Tested`.
 
     The tests are t tests and exact sign-flip tests.
 
     Args:
-        samples: values of the first and the second arm, each with shape (seeds,).
+        differences: value of the first arm minus value of the second arm, shape (seeds,).
     """
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
-        exact = sign_flip(which * (samples[0] - samples[1] - bound))
+        exact = sign_flip(which * (differences - bound))
         return Side(p, exact)
 
     if rule.kind == "equivalence":
@@ -193,34 +193,22 @@ def side_of(rule: Rule) -> tuple[int, float]:
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
-def paired_gap(study: Study, own: StudyArm, base: StudyArm) -> Gap | None:
-    """Return the gap between two arms over common seeds; None without a common seed.
-
-    If the metric is the held-out loss and all runs were measured on the same documents, the
-    standard error includes the variation between documents.
-    """
-    gap = compare_arms(own.values, base.values).paired
-    if gap is None or study.metric != "heldout_loss" or undocumented(own, base):
-        return gap
-    documents = [
-        {run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)
-    ]
-    seeds = sorted(documents[0].keys() & documents[1].keys())
-    if not seeds:
-        return gap
-    sides = [[losses[seed] for seed in seeds] for losses in documents]
-    first = sides[0][0]
-    if not all(same_documents(first, losses) for side in sides for losses in side):
-        return gap
-    own_nats, base_nats = (np.stack([losses.nats for losses in side]) for side in sides)
+def gap_of_arms(study: Study, own: StudyArm, base: StudyArm) -> ArmGap:
+    """Return the gap of the study's metric; a held-out loss includes the error over documents."""
+    own_documents, base_documents = documents_of(study, own), documents_of(study, base)
     is_log = study.scale == "log"
-    return gap.over_documents(document_error(own_nats, base_nats, first.tokens, is_log))
+    return arm_gap(own.values, base.values, own_documents, base_documents, is_log)
 
 
-def undocumented(*arms: StudyArm) -> list[str]:
-    runs = [run for arm in arms for run in arm.runs if run.value is not None]
-    missing = [run.name for run in runs if run.documents is None]
-    return missing if len(missing) < len(runs) else []
+def documents_of(study: Study, arm: StudyArm) -> dict[int, DocumentLosses | None]:
+    if study.metric != "heldout_loss":
+        return {}
+    return {run.seed: run.documents for run in arm.runs}
+
+
+def undocumented(gap: ArmGap, *arms: StudyArm) -> list[str]:
+    runs = [run for arm in arms for run in arm.runs if run.seed in gap.undocumented]
+    return [run.name for run in runs if run.documents is None]
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:

@@ -48,7 +48,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
 from diffllm.distributed.launcher import stopped_status
-from diffllm.metrics.wandb_run import check_wandb
+from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.memory import check_memory
 
 

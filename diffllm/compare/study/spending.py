@@ -222,6 +222,7 @@ def profile_words(study: Study) -> str:
     ranks = plural(int(facts.ranks), "rank") if facts.ranks else "unknown world size"
     return (
         f"{facts.device or 'unknown device'}, {ranks}, "
+        f"{plural(profile.threads, 'CPU thread')} per rank, "
         f"{facts.compute_dtype or 'unknown precision'}, "
         f"{'compiled' if facts.compiled else 'eager'}, torch {facts.torch or 'unknown'}; step "
         f"times of rounds differ by at most {percent(arms[noisiest].spread)} ({noisiest})"

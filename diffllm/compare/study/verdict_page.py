@@ -1,4 +1,4 @@
-"""The verdict of a study as an HTML page, as Markdown and as text for a terminal."""
+"""The verdict of a study as a page."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,29 +7,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
-from diffllm.compare.arms.sentences import (
-    MISSING,
-    compact,
-    percent,
-    plural,
-    short,
+from diffllm.compare.arms.comparable import ATTENTION
+from diffllm.compare.arms.pages import (
+    Block,
+    Figure,
+    FigureGrid,
+    Items,
+    Page,
+    Paragraph,
+    Section,
+    TableBlock,
 )
-from diffllm.compare.report.figures import (
-    RC,
-    WIDTH,
-    RowStyle,
-    draw_gaps,
-    row_styles,
-    to_image,
-)
-from diffllm.compare.report.keys import ATTENTION
-from diffllm.compare.report.page import template
+from diffllm.compare.arms.sentences import MISSING, compact, percent, plural, short
+from diffllm.compare.report.figures import RC, WIDTH, RowStyle, draw_gaps, row_styles, to_image
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
-from diffllm.compare.study.file import TOKENS, Study
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.spending import budget_sentences, spending_table
@@ -37,14 +32,13 @@ from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.config.yaml_file import parse_yaml
-from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
-from diffllm.core.printing import KEPT, Cell, Table
+from diffllm.core.printing import Cell, Table
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.power_analysis import paired_power
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
 BOUNDS = "one-sided bounds"
 REASONS = {
@@ -62,9 +56,10 @@ COMPARED = {
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
+    page = verdict_page(found)
     texts = {
-        "verdict.html": verdict_html(found),
-        "verdict.md": printable(markdown(found), KEPT),
+        "verdict.html": page.html(),
+        "verdict.md": page.markdown(),
         "values.json": values_text(found.study, found.evidence),
     }
     for name, text in texts.items():
@@ -72,39 +67,62 @@ def write_verdict(found: Verdict, out: Path) -> list[Path]:
     return [out / name for name in texts]
 
 
-def verdict_headline(found: Verdict) -> str:
-    if found.verdict == EXPLORATORY:
-        return f"{found.verdict}, it would be: {found.would_be}"
-    return found.verdict
+def verdict_page(found: Verdict, with_picture: bool = True) -> Page:
+    """Return the page of a verdict; equal verdicts give identical pages.
+
+    Args:
+        with_picture: whether to draw the gaps, which only HTML shows.
+    """
+    study, numbers = found.study, found.numbers()
+    trend = loss_trend(study, {arm.name: arm for arm in found.arms})
+    header: list[Block] = [Paragraph(f"{verdict_sentence(found, numbers['arms'])} {trend}".strip())]
+    if study.source:
+        header.insert(0, Paragraph(study.source, label="Source"))
+    if problems := [reason for reason in found.reasons if reason != found.tested[0].reason]:
+        header.append(Items(problems))
+    if with_picture and gaps_of_pairs(found):
+        header.append(FigureGrid([gaps_figure(found)]))
+    rules = [f"Rule: {rule_line(tested, study)}" for tested in found.tested]
+    conditions = Paragraph(f"{conditions_text(numbers)} {power_words(study)}")
+    settings = Items([*override_lines(study), *difference_lines(found)])
+    sections = [
+        Section("Conditions and rules", [conditions, Items(rules)]),
+        Section("Arms", [TableBlock(arms_table(found), "Arms"), settings]),
+    ]
+    if sentences := budget_sentences(study, found.arms):
+        costs = TableBlock(spending_table(study, found.arms), "Costs of the runs of each arm")
+        sections.append(Section("Budget", [Paragraph(" ".join(sentences)), costs]))
+    if found.equal:
+        title = "Equal tokens and parameters"
+        gaps = TableBlock(equal_gaps_table(found.equal), title)
+        sections.append(Section(title, [gaps, Paragraph(equal_gaps_words(study.rule.alpha))]))
+    if found.choices:
+        choices = Items([choice_line(choice) for choice in found.choices])
+        sections.append(Section("Learning rates", [choices]))
+    if study.notes:
+        sections.append(Section("Notes", [Paragraph(study.notes)]))
+    result = found.verdict
+    if result == EXPLORATORY:
+        result += f", it would be: {found.would_be}"
+    footer = Section("", [Paragraph(origin(study, numbers))])
+    return Page(study.claim, header, sections, footer, result)
 
 
-def verdict_title(found: Verdict) -> str:
-    """Return the claim with its verdict on one line, as the title of a page."""
-    claim = " ".join(found.study.claim.split())
-    return f"{claim}: {verdict_headline(found)}"
-
-
-def verdict_sentence(found: Verdict) -> str:
+def verdict_sentence(found: Verdict, arms: dict[str, Any]) -> str:
     """Return text with the result of the first rule and the sizes of the two compared models."""
-    tested, arms = found.tested[0], found.numbers()["arms"]
-    own, base = (
-        [compact(arms[name][fact]) for fact in ("parameters", "flops_per_token")]
-        for name in (tested.rule.arm, tested.rule.against)
+    tested = found.tested[0]
+    start = ""
+    if NOT_COMPARABLE in (found.verdict, found.would_be):
+        start = "Not comparable; the runs alone give: "
+    arm, against = tested.rule.arm, tested.rule.against
+    size, flops = (compact(arms[arm][fact]) for fact in ("parameters", "flops_per_token"))
+    base_size, base_flops = (
+        compact(arms[against][fact]) for fact in ("parameters", "flops_per_token")
     )
-    comparable = NOT_COMPARABLE not in (found.verdict, found.would_be)
     return (
-        f"{'' if comparable else 'Not comparable; the runs alone give: '}"
-        f"{found.study.quantity}: {tested.reason}. {tested.rule.arm} has {own[0]} parameters and "
-        f"{own[1]} training FLOPs per token, {tested.rule.against} has {base[0]} and {base[1]}."
+        f"{start}{found.study.quantity}: {tested.reason}. {arm} has {size} parameters and {flops} "
+        f"training FLOPs per token, {against} has {base_size} and {base_flops}."
     )
-
-
-def trend_of(found: Verdict) -> str:
-    return loss_trend(found.study, {arm.name: arm for arm in found.arms})
-
-
-def problems(found: Verdict) -> list[str]:
-    return [reason for reason in found.reasons if reason != found.tested[0].reason]
 
 
 def rule_line(tested: Tested, study: Study) -> str:
@@ -127,19 +145,18 @@ def rule_line(tested: Tested, study: Study) -> str:
 
 
 def arms_table(found: Verdict) -> Table:
-    swatches = {style.label: style.swatch for style in arm_styles(found)}
+    styles = arm_styles(found)
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
-        mean, interval = arm.mean, MISSING
+        style, mean = styles.get(arm.name), arm.mean
+        interval = mean.interval if mean else None
         rates = [run.lr for run in arm.runs]
-        if mean and mean.low is not None and mean.high is not None:
-            interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
         rows.append(
             [
-                Cell(arm.name, icon=swatches.get(arm.name, "")),
+                Cell(arm.name, icon=style.swatch if style else ""),
                 short(mean.mean, 5) if mean else MISSING,
-                interval,
+                " to ".join(short(end, 5) for end in interval) if interval else MISSING,
                 f"{len(arm.finite)}",
                 f"{arm.diverged} of {len(arm.runs)}",
                 range_text(rates, "{:g}".format) if rates else MISSING,
@@ -169,80 +186,54 @@ def power_words(study: Study) -> str:
     )
 
 
-def arm_styles(found: Verdict) -> list[RowStyle]:
-    arms = sorted(found.arms, key=lambda arm: arm.name != found.study.baseline)
-    return row_styles(
-        [arm_row(found.study, arm.name, arm.runs[0].variant) for arm in arms if arm.runs]
-    )
+def arm_styles(found: Verdict) -> dict[str, RowStyle]:
+    """Return the style of each arm in figures, by name; arms without runs have none."""
+    study = found.study
+    rows = []
+    for arm in sorted(found.arms, key=lambda arm: arm.name != study.baseline):
+        if not arm.runs:
+            continue
+        # A row without runs: its keys determine the style.
+        keys = {"attention": arm.runs[0].variant}
+        for word in [*study.base, *study.arms[arm.name]]:
+            key, _, value = word.partition("=")
+            if key.startswith(ATTENTION):
+                keys[key] = parse_yaml(value)  # Spellings of one value have one style.
+        rows.append(Row(arm.name, keys, []))
+    return {style.label: style for style in row_styles(rows)}
 
 
-def arm_row(study: Study, name: str, variant: str) -> Row:
-    """Return a row without runs, whose keys determine the style of an arm in figures."""
-    keys = {"attention": variant}
-    for word in [*study.base, *study.arms[name]]:
-        key, _, value = word.partition("=")
-        if key.startswith(ATTENTION):
-            keys[key] = parse_yaml(value)  # Spellings of one value have one style.
-    return Row(name, keys, [])
+def gaps_of_pairs(found: Verdict) -> dict[tuple[str, str], Estimate]:
+    """Return the gap of each pair of arms with its bounds, by the first rule of the pair."""
+    gaps: dict[tuple[str, str], Estimate] = {}
+    for tested in found.tested:  # the first rule of a pair counts, as it may decide
+        if tested.gap and tested.rule.kind != "trend":  # slopes have another unit
+            low, high = tested.bounds or (None, None)
+            gap = Estimate(tested.gap.mean, low, high, tested.gap.seeds)
+            gaps.setdefault((tested.rule.arm, tested.rule.against), gap)
+    return gaps
 
 
-def gaps_image(found: Verdict) -> Markup:
+def gaps_drawing(found: Verdict, width: float = WIDTH) -> "Drawing":
+    """Draw the result of `gaps_of_pairs`, which must not be empty."""
+    gaps, styles = gaps_of_pairs(found), arm_styles(found)
+    labelled = [replace(styles[arm], label=f"{arm} − {against}") for arm, against in gaps]
+    return draw_gaps(
+        [*gaps.values()], labelled, width, found.study.quantity, sides=("lower", "higher"),
+        ends=BOUNDS,
+    )  # fmt: skip
+
+
+def gaps_figure(found: Verdict) -> Figure:
     import matplotlib
 
-    gaps: dict[tuple[str, str], Estimate] = {}
-    for each in found.tested:  # the first rule of a pair of arms counts, as it may decide
-        if each.gap and each.rule.kind != "trend":  # slopes have another unit
-            low, high = each.bounds or (None, None)
-            gap = Estimate(each.gap.mean, low, high, each.gap.seeds)
-            gaps.setdefault((each.rule.arm, each.rule.against), gap)
-    if not gaps:
-        return Markup("")
+    title = "Gaps of the rules"
+    caption = "Arm minus reference arm, with one-sided bounds at confidence 1 − alpha."
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        figure = draw_gaps_of_arms(gaps, arm_styles(found), found.study.quantity)
-        return to_image(figure, "Gaps of the rules")
+        return Figure(title, caption, to_image(gaps_drawing(found), title))
 
 
-def draw_gaps_of_arms(
-    gaps: dict[tuple[str, str], Estimate],
-    styles: list[RowStyle],
-    x_label: str,
-    width: float = WIDTH,
-) -> "Figure":
-    by_arm = {style.label: style for style in styles}
-    named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
-    sides = ("lower", "higher")
-    return draw_gaps([*gaps.values()], named, width, x_label, sides=sides, ends=BOUNDS)
-
-
-def verdict_html(found: Verdict) -> str:
-    """Return the HTML page of a verdict; equal verdicts give identical pages."""
-    numbers = found.numbers()
-    return template("verdict.html.jinja").render(
-        found=found,
-        study=found.study,
-        headline=verdict_headline(found),
-        title=verdict_title(found),
-        sentence=verdict_sentence(found),
-        trend=trend_of(found),
-        problems=problems(found),
-        gaps=gaps_image(found),
-        arms=arms_table(found),
-        overrides=[line.replace("`", "") for line in override_lines(found.study)],
-        differences=[line.replace("`", "") for line in difference_lines(found)],
-        budget=budget_sentences(found.study, found.arms),
-        spending=None if not has_budget(found) else spending_table(found.study, found.arms),
-        equal=equal_gaps_table(found.equal) if found.equal else None,
-        equal_words=equal_gaps_words(found.study.rule.alpha),
-        rules=[rule_line(each, found.study) for each in found.tested],
-        power=power_words(found.study),
-        conditions=conditions(numbers),
-        origin=origin(numbers).replace("`", ""),
-        hashed_files=hashed_files(found.study),
-        study_hash=numbers["study_hash"],
-    )
-
-
-def conditions(numbers: dict[str, Any]) -> str:
+def conditions_text(numbers: dict[str, Any]) -> str:
     arms = [arm for arm in numbers["arms"].values() if arm["losses"]]
     runs = sum(len(arm["losses"]) for arm in arms)
     seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
@@ -253,26 +244,32 @@ def conditions(numbers: dict[str, Any]) -> str:
     ]
     sizes = [arm["parameters"] for arm in arms]
     if None not in sizes:
-        ratios = [each / size for each, size in zip(tokens, sizes, strict=True)]
+        ratios = [count / size for count, size in zip(tokens, sizes, strict=True)]
         words.append(f"{range_text(sizes)} parameters")
         words.append(f"{range_text(ratios, partial(short, digits=2))} tokens per parameter")
     equal, unequal = [], []
     for key, name in COMPARED.items():
-        found = [arm[key] for arm in arms]
-        if None in found:
+        values = [arm[key] for arm in arms]
+        if None in values:
             continue
-        if all(each == found[0] for each in found):
+        if all(value == values[0] for value in values):
             equal.append(name)
         elif key == "rates":
             unequal.append(name)
-        elif (apart := max(found) / min(found) - 1) <= TOLERANCE:
+        elif (apart := max(values) / min(values) - 1) <= TOLERANCE:
             equal.append(f"{name} (within {percent(apart)})")
         else:
             unequal.append(f"{name} (largest {percent(apart)} above smallest)")
-    said = [("Equal across arms", equal), ("Not equal", unequal)]
-    said.append(("Differences that the study declares", numbers["unequal"]))
-    sentences = [f"{start}: {', '.join(names)}." for start, names in said if names]
-    return " ".join([f"{', '.join(words)}.", *sentences])
+    declared = numbers["unequal"]
+    sentences = [f"{', '.join(words)}."]
+    for start, names in (
+        ("Equal across arms", equal),
+        ("Not equal", unequal),
+        ("Differences that the study declares", declared),
+    ):
+        if names:
+            sentences.append(f"{start}: {', '.join(names)}.")
+    return " ".join(sentences)
 
 
 def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
@@ -280,88 +277,45 @@ def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> 
 
 
 def override_lines(study: Study) -> list[str]:
-    """Return one Markdown line with the overrides of each arm."""
-    return [f"`{arm}`: `{' '.join(words) or 'none'}`" for arm, words in study.arms.items()]
+    """Return one line with the overrides of each arm."""
+    return [
+        f"Overrides of `{arm}`: `{' '.join(words) or 'none'}`" for arm, words in study.arms.items()
+    ]
 
 
 def difference_lines(found: Verdict) -> list[str]:
-    """Return one Markdown line for each difference between arms, with the role of the key."""
+    """Return one line for each difference between arms, with the role of the key."""
     lines = []
     for difference in found.differences:
-        parts = []
-        for text, arms in difference.values.items():
-            parts.append(f"`{text}` in {', '.join(arms)}")
-        lines.append(f"`{difference.key}` ({REASONS[difference.role]}): {'; '.join(parts)}")
+        parts = [f"`{text}` in {', '.join(arms)}" for text, arms in difference.values.items()]
+        role = REASONS[difference.role]
+        lines.append(f"Difference in `{difference.key}` ({role}): {'; '.join(parts)}")
     return lines
 
 
-def origin(numbers: dict[str, Any]) -> str:
+def choice_line(choice: ChosenRate) -> str:
+    """Return the chosen learning rate of an arm with the held-out loss at each rate."""
+    rate = f"{choice.lr:g}" if choice.lr else "none"
+    problem = f", {choice.problem}" if choice.problem else ""
+    losses = []
+    for lr, loss in choice.losses.items():
+        losses.append(f"{lr:g}: {'not run' if loss is None else f'{loss:.4f}'}")
+    return f"Learning rate of {choice.arm}: {rate}{problem}; held-out loss {', '.join(losses)}"
+
+
+def origin(study: Study, numbers: dict[str, Any]) -> str:
+    """Return text with the hashes of the study, and the corpus and software of its runs."""
+    files = study.path.name
+    if not isinstance(study.budget, str):
+        files += f" and {study.budget.profile}"
     facts = numbers["facts"]
-    corpus = ", ".join(f"`{each}`" for each in facts["corpus"])
+    corpus = ", ".join(f"`{digest}`" for digest in facts["corpus"])
     python, torch, device, ranks, code = (
         ", ".join(facts[name]) or "not recorded"
         for name in ("python", "torch", "device", "ranks", "code")
     )
-    made_by = f"Python {python}, torch {torch}, device {device}, ranks `{ranks}`, code `{code}`"
-    return f"Corpus hash {corpus or 'not recorded'}. {made_by}."
-
-
-def has_budget(found: Verdict) -> bool:
-    return found.study.budget != TOKENS
-
-
-def budget_lines(found: Verdict) -> list[str]:
-    """Return Markdown lines with the budget and the costs of each arm; [] if it is in tokens."""
-    if not has_budget(found):
-        return []
-    sentences = " ".join(budget_sentences(found.study, found.arms))
-    return [sentences, "", spending_table(found.study, found.arms).markdown(), ""]
-
-
-def hashed_files(study: Study) -> str:
-    """Return the names of the files that `study.hash` covers."""
-    if isinstance(study.budget, str):
-        return study.path.name
-    return f"{study.path.name} and {study.budget.profile}"
-
-
-def equal_lines(found: Verdict) -> list[str]:
-    """Return a Markdown table of `found.equal` with notes; [] if `found.equal` is empty."""
-    if not found.equal:
-        return []
-    return [
-        equal_gaps_table(found.equal).markdown(),
-        "",
-        equal_gaps_words(found.study.rule.alpha),
-        "",
-    ]
-
-
-def markdown(found: Verdict) -> str:
-    study, numbers = found.study, found.numbers()
-    source = [f"**Source**: {study.source}", ""] if study.source else []
-    return "\n".join(
-        [
-            f"# {verdict_title(found)}",
-            "",
-            *source,
-            " ".join(filter(None, (verdict_sentence(found), trend_of(found)))),
-            "",
-            *(f"- {problem}" for problem in problems(found)),
-            *[""] * bool(problems(found)),
-            f"{conditions(numbers)} {power_words(study)}",
-            "",
-            *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
-            "",
-            arms_table(found).markdown(),
-            "",
-            *(f"- Overrides of {line}" for line in override_lines(study)),
-            *(f"- Difference in {line}" for line in difference_lines(found)),
-            "",
-            *budget_lines(found),
-            *equal_lines(found),
-            f"Metric: {study.quantity}, paired over seeds. Study {hashed_files(study)}, SHA-256 "
-            f"`{study.hash}`, with resolved configs `{numbers['study_hash']}`. {origin(numbers)}",
-            "",
-        ]
+    return (
+        f"Metric: {study.quantity}, paired over seeds. Study {files}, SHA-256 `{study.hash}`, "
+        f"with resolved configs `{numbers['study_hash']}`. Corpus hash {corpus or 'not recorded'}. "
+        f"Python {python}, torch {torch}, device {device}, ranks `{ranks}`, code `{code}`."
     )

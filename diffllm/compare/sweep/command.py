@@ -25,8 +25,8 @@ from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.wandb_config import RUN_ID
 from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
-from diffllm.metrics.wandb_run import RUN_ID
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
@@ -127,7 +127,7 @@ def run_here(
     pace, first_step = Pace(), 0
     with Stops() as stops:
         for index, job in enumerate(jobs):
-            if world.rank == 0:
+            if world.rank == 0 and not job.quiet:
                 echo(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
                 known = pace if pace.flops else earlier
                 if known and (eta := known.eta(jobs[index:])):
@@ -138,7 +138,7 @@ def run_here(
             if world.rank == 0 and ending.state == "finished":
                 steps = job.saved_step - first_step
                 pace.add(time.monotonic() - start, job.flops_of_step * steps)
-            if world.rank == 0 and ending.state == "failed":
+            if world.rank == 0 and ending.state == "failed" and not job.quiet:
                 echo(f"{job.path} failed, {ending.reason}", flush=True)
             if stops.received:
                 break
@@ -212,7 +212,7 @@ def print_upload(directory: Path) -> None:
 
 def wandb_ids(directory: Path) -> list[str]:
     """Return the ids in wandb of the comparison and of all runs in a sweep or study directory."""
-    from diffllm.compare.report.page import stored_comparison_id
+    from diffllm.compare.wandb_runs import stored_comparison_id
 
     ids = [stored_comparison_id(directory)]
     for file in sorted([*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]):
@@ -239,7 +239,9 @@ def write_comparison(directory: Path) -> list[str]:
     wanted, files = "comparison of the runs", []
     try:
         from diffllm.compare.report.comparison import read
-        from diffllm.compare.report.page import record_gaps, whole_text, write
+        from diffllm.compare.report.page import write
+        from diffllm.compare.report.terminal import whole_text
+        from diffllm.compare.wandb_runs import record_gaps
 
         comparison, _ = read([directory])
         echo(f"\n{whole_text(comparison)}\n")

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from diffllm.core.files import open_to_append
+from diffllm.core.printing import echo
 from diffllm.distributed.launcher import report_signal
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -66,6 +67,8 @@ class Job:
     """Default group in wandb: the row of the run in the report, or its arm in a study."""
     tags: Sequence[str] = ()
     """Tags in wandb, in addition to run.sweep."""
+    quiet: bool = False
+    """Whether the output of the run is printed only if the run fails."""
 
     @property
     def log(self) -> Path:
@@ -100,7 +103,9 @@ class Job:
 class JobProcess:
     """The child process that executes a run.
 
-    The stderr of the child is copied to the stderr of this process and to the log of the run.
+    The stderr of the child is copied to the stderr of this process and to the log of the run. If
+    the job is quiet, stdout and stderr of the child go to the log, and also to the stderr of this
+    process after a failure.
     """
 
     def __init__(self, job: Job, rank: int = 0):
@@ -116,7 +121,7 @@ class JobProcess:
         self.tee = subprocess.Popen(  # A process, which the child can write to after this one ends.
             ["tee", "-a", self.log, f"/dev/fd/{self.said.fileno()}"],
             stdin=subprocess.PIPE,
-            stdout=2,
+            stdout=subprocess.DEVNULL if job.quiet else 2,
             pass_fds=[self.said.fileno()],
             start_new_session=True,
             restore_signals=False,  # Ignore SIGPIPE: the log continues if stderr is closed.
@@ -126,6 +131,7 @@ class JobProcess:
             self.child = subprocess.Popen(
                 command,
                 env={**os.environ, **job.variables},
+                stdout=pipe if job.quiet else None,
                 stderr=pipe,
                 process_group=0,  # Ctrl-C reaches the child only through `stop`.
                 preexec_fn=tie_to_parent,
@@ -159,7 +165,10 @@ class JobProcess:
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         ended += " (out of memory?)" if -code == signal.SIGKILL else ""
         self.said.seek(0)
-        said = last_error(self.said.read().decode(errors="replace"))
+        output = self.said.read().decode(errors="replace")
+        if self.job.quiet:
+            echo(f"\n{output}", end="", file=sys.stderr, flush=True)
+        said = last_error(output)
         self._note(ended)
         reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
         return Ending("failed", reason, at, silent=code > 0 and not said)

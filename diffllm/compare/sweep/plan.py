@@ -45,7 +45,7 @@ from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import check_length, why_no_file
 from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.core.names import shortened
-from diffllm.metrics.wandb_run import check_wandb
+from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.directory import LONGEST_NAME, choose_path, ending
 from diffllm.training.memory import check_memory
 

@@ -17,10 +17,10 @@ from diffllm.compare import wandb_views
 from diffllm.compare.dashboard import comparison_dashboard, project_dashboard
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import row_styles
-from diffllm.compare.report.page import COMPARISON_ID
+from diffllm.compare.wandb_runs import COMPARISON_ID
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import AXES, METRICS, metric_of
-from diffllm.metrics.wandb_run import WandbConfig
+from diffllm.metrics.wandb_config import WandbConfig
 from diffllm.metrics.wandb_start import abandon_service
 from diffllm.metrics.wandb_uploads import store_uploaded_id
 

@@ -11,9 +11,10 @@ from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import row_styles
-from diffllm.compare.report.page import page, whole_text
+from diffllm.compare.report.page import page
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import csv_text, gap_table
+from diffllm.compare.report.terminal import whole_text
 
 TOKENS = 8 * 32
 NOISE = (-0.001, 0.0, 0.001)
@@ -52,7 +53,7 @@ def sentence(found):
     (said,) = [line for line in whole_text(found).splitlines() if "per doubling of tokens" in line]
     _, sections, _ = page_sections(found, row_styles(found.rows))
     (gaps,) = [section for section in sections if section.title == "Gaps"]
-    (caption,) = [card.caption for card in gaps.figures]
+    (caption,) = [card.caption for card in gaps.blocks[-1].figures]
     assert said.removeprefix("note: ") in caption.replace("−", "-")
     return said
 

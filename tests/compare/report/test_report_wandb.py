@@ -11,11 +11,16 @@ from wandb_file import OfflineRun
 
 from diffllm.cli import main
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.page import COMPARISON_ID, comparison_id, record_gaps
 from diffllm.compare.sweep.command import print_upload
-from diffllm.compare.wandb_runs import Destination, write_gaps
+from diffllm.compare.wandb_runs import (
+    COMPARISON_ID,
+    Destination,
+    comparison_id,
+    record_gaps,
+    write_gaps,
+)
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.wandb_run import WandbMode
+from diffllm.metrics.wandb_config import WandbMode
 
 
 def curve(variant, tokens, seed):

@@ -6,9 +6,8 @@ import math
 import pytest
 from runs.written import study_file, write_arms
 
-from diffllm.compare.study import verdict_page
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import markdown, verdict_html
+from diffllm.compare.study.verdict_page import gaps_of_pairs, verdict_page
 
 ARMS = {
     "arms": "{half: [attention=standard_half_context], v2: [attention=diff_v2]}",
@@ -49,25 +48,18 @@ def test_study_gap_at_equal_parameters_equals_gap_at_equal_tokens(tmp_path):
     assert equal["at_tokens"]["mean"] == pytest.approx(-0.005)
     assert equal["at_parameters"] == equal["at_tokens"]
     row = "| v2 − half | −0.0050 (−0.0052 to −0.0048) | −0.0050 (−0.0052 to −0.0048) |"
-    assert row.replace("−0", "-0") in markdown(found).replace("−0", "-0")
-    assert "Equal tokens and parameters" in verdict_html(found)
+    assert row.replace("−0", "-0") in verdict_page(found).markdown().replace("−0", "-0")
 
 
-def test_verdict_figure_shows_only_gap_of_first_rule(tmp_path, monkeypatch):
-    drawn, draw = {}, verdict_page.draw_gaps_of_arms
-
-    def recorded(gaps, *others):
-        drawn.update(gaps)
-        return draw(gaps, *others)
-
-    monkeypatch.setattr(verdict_page, "draw_gaps_of_arms", recorded)
-    found = judged(tmp_path, also="[{kind: equivalence, arm: v2, against: half, margin: 0.1}]")
-    verdict_html(found)
-    low, high = found.tested[0].bounds
-    assert (drawn["v2", "half"].low, drawn["v2", "half"].high) == (low, high)
+def test_verdict_figure_shows_only_gap_of_first_rule(tmp_path):
+    found = judged(
+        tmp_path, also="[{kind: equivalence, arm: v2, against: half, margin: 0.1, alpha: 0.01}]"
+    )
+    (gap,) = gaps_of_pairs(found).values()
+    assert gap.interval == found.tested[0].bounds != found.tested[1].bounds
 
 
 def test_gap_at_equal_parameters_is_not_measured_if_arm_sizes_differ(tmp_path):
     found = judged(tmp_path, sizes={**SIZES, "v2": (11_200, 66_000.0)})
     assert found.equal[0].parameters == "not measured: v2 has 12% more parameters"
-    assert "| not measured: v2 has 12% more parameters |" in markdown(found)
+    assert "| not measured: v2 has 12% more parameters |" in verdict_page(found).markdown()

@@ -10,7 +10,7 @@ from diffllm.compare.arms.comparable import Comparand, role
 from diffllm.compare.study.differences import differences, settings_of, undeclared
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import markdown
+from diffllm.compare.study.verdict_page import verdict_page
 from diffllm.config import load_config
 from diffllm.config.compose import LENGTHS
 from diffllm.core.errors import ConfigError
@@ -101,7 +101,7 @@ def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, wor
         found = judged(tmp_path / place, unequal, override)
         assert found.verdict == verdict, found.reasons
         assert (said in found.reasons[0]) == (verdict != "shown")
-    assert f"Differences that the study declares: {word}." in markdown(found)
+    assert f"Differences that the study declares: {word}." in verdict_page(found).markdown()
 
 
 @pytest.mark.parametrize("word", IN_FACTS)
@@ -124,7 +124,7 @@ def test_verdict_ignores_small_differences_of_parameters_and_flops(tmp_path):
 def test_verdict_on_loss_shows_machine_differences_as_harmless(tmp_path):
     found = judged(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
     assert found.verdict == "shown", found.reasons
-    page = markdown(found)
+    page = verdict_page(found).markdown()
     line = (
         "- Difference in `device` (no influence on the metric): `CPU` in half; `NVIDIA H100` in v2"
     )
@@ -155,7 +155,7 @@ def test_each_key_that_decides_results_is_a_condition(tmp_path, monkeypatch, wor
         assert found.verdict == verdict, found.reasons
         assert found.reasons[0].endswith(reason) == (verdict != "shown")
         if unequal:
-            assert "(declared): " in markdown(found)
+            assert "(declared): " in verdict_page(found).markdown()
 
 
 def test_starting_point_is_a_condition():

@@ -20,7 +20,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.raw_values import read_values
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.verdict import judge, judge_evidence
-from diffllm.compare.study.verdict_page import markdown, verdict_html, write_verdict
+from diffllm.compare.study.verdict_page import verdict_page, write_verdict
 from diffllm.compare.timing_profile import FORMAT, ArmTiming, TimingProfile, time_settings
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
@@ -162,8 +162,7 @@ def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
     v2 = found.numbers()["budget"]["arms"][1]
     assert (v2["arm"], v2["steps"], v2["tokens"]) == ("v2", 94, 94 * 256)
     assert v2["measured"] == pytest.approx(v2["planned"])
-    assert "Budget: the training FLOPs of the runs of standard." in markdown(found)
-    assert "<h2>Budget</h2>" in verdict_html(found)
+    assert "Budget: the training FLOPs of the runs of standard." in verdict_page(found).markdown()
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "shown"), (1.06, "not comparable")])
@@ -172,8 +171,9 @@ def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, verdi
     write_runs(study, tmp_path / "out", better_v2, seconds_factor=factor, **MACHINE)
     found = judge(study, tmp_path / "out")
     assert found.verdict == verdict, found.reasons
-    text = markdown(found)
-    assert "Profile of 2026-11-28: GPU, 1 rank, float32, eager, torch 2.13.0" in text
+    text = verdict_page(found).markdown()
+    machine = "GPU, 1 rank, 2 CPU threads per rank, float32, eager, torch 2.13.0"
+    assert f"Profile of 2026-11-28: {machine}" in text
     assert "differ by at most 2% (" in text
     assert "Study study.yaml and timing.json, SHA-256" in text
     assert f"| v2 | 46 | 11.78k | 5.98 s | {5.98 * factor:.2f} s |" in text
@@ -186,9 +186,8 @@ def test_profile_decides_if_runs_used_another_machine(tmp_path):
     write_runs(study, tmp_path / "out", better_v2, seconds_factor=2, **facts)
     found = judge(study, tmp_path / "out")
     assert found.verdict == "shown", found.reasons
-    assert "used another machine (device CPU, not GPU). The machine of the profile" in markdown(
-        found
-    )
+    text = verdict_page(found).markdown()
+    assert "used another machine (device CPU, not GPU). The machine of the profile" in text
 
 
 def test_study_is_exploratory_if_its_profile_changed_after_the_runs(tmp_path):

@@ -11,7 +11,7 @@ from diffllm.cli import main
 from diffllm.compare.study.planned_runs import next_runs
 from diffllm.compare.study.raw_values import read_values
 from diffllm.compare.study.verdict import judge, judge_evidence
-from diffllm.compare.study.verdict_page import markdown, verdict_html, write_verdict
+from diffllm.compare.study.verdict_page import verdict_page, write_verdict
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.heldout import DocumentLosses
 
@@ -67,10 +67,10 @@ def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, 
     assert (found.verdict == "exploratory") == bool(left)
     write_verdict(found, out)
     again = judge_evidence(study, read_values(study, out / "values.json"))
-    assert markdown(again) == markdown(found)
-    assert verdict_html(again) == verdict_html(found)
+    assert verdict_page(again).markdown() == verdict_page(found).markdown()
+    assert verdict_page(again).html() == verdict_page(found).html()
     assert main(["study", "verdict", str(study.path), f"values={out / 'values.json'}"]) == 0
-    assert markdown(found) in capsys.readouterr().out
+    assert verdict_page(found).markdown() in capsys.readouterr().out
 
 
 def test_error_about_missing_file_values_json_suggests_similar_path(tmp_path, capsys):

@@ -23,8 +23,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.running import check_study_runs, run_study
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import (
-    markdown,
-    verdict_html,
+    verdict_page,
     verdict_sentence,
 )
 from diffllm.config import load_config, saved
@@ -166,7 +165,7 @@ def test_verdict_of_saved_study_names_replacement_of_margin(tmp_path):
     assert found.verdict == "shown"
     notes = [reason for reason in found.reasons if "margin=0.02 has no effect" in reason]
     assert len(notes) == 1
-    assert markdown(found).count("add a rule with kind=equivalence to also") == 1
+    assert verdict_page(found).markdown().count("add a rule with kind=equivalence to also") == 1
 
 
 def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
@@ -277,8 +276,9 @@ def test_study_reports_gap_as_ratio_if_scale_is_logarithmic(tmp_path):
     assert found.verdict == "shown"
     mean = sum(math.log(a / b) for a, b in zip(BETTER, HALF, strict=True)) / 3
     assert found.tested[0].gap.mean == pytest.approx(mean)
-    assert f"a ratio of {math.exp(mean):.3g} (" in markdown(found)
-    assert "log heldout_loss of v2 minus" in markdown(found)
+    text = verdict_page(found).markdown()
+    assert f"a ratio of {math.exp(mean):.3g} (" in text
+    assert "log heldout_loss of v2 minus" in text
 
 
 # Learning rates
@@ -352,19 +352,19 @@ def test_verdict_is_not_comparable_if_largest_learning_rate_is_best(tmp_path):
 
 def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
-    assert "with probability 0.9" in markdown(found)
-    text = verdict_html(found)
-    assert text == verdict_html(found)
-    for said in ("v2 is better than half", "Gaps of the rules"):
-        assert said in text
+    page = verdict_page(found)
+    html, text = page.html(), page.markdown()
+    assert html == verdict_page(found).html()
+    assert "with probability 0.9" in text
+    assert "Gaps of the rules" in html
     sentence = (
         "heldout_loss: v2 minus half is -0.09967 nats per token (95% upper bound -0.09709, 3 "
         "paired seeds), adjusted p 3.9e-05. v2 has "
     )
     title = "v2 is better than half: shown"
-    assert markdown(found).startswith(f"# {title}\n\n{sentence}")
-    assert f"<title>{title}</title>" in text
-    assert sentence in text
+    assert text.startswith(f"# {title}\n\n{sentence}")
+    assert f"<title>{title}</title>" in html
+    assert sentence in html
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
     assert main([*words, "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -373,7 +373,7 @@ def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, cap
     assert main(words) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "out/verdict.html") in out
-    assert (tmp_path / "out/verdict.md").read_text(encoding="utf-8") == markdown(found)
+    assert (tmp_path / "out/verdict.md").read_text(encoding="utf-8") == text
 
 
 def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
@@ -396,12 +396,10 @@ def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
         "parameter. Equal across arms: tokens, learning rate, parameters (within 0.4%). Not equal: "
         "training FLOPs per token (largest 10% above smallest)."
     )
-    for text in (markdown(found), verdict_html(found)):
-        assert expected in text
-        assert "v2 has 10.04k parameters and 66k training FLOPs per token, half has 10k" in text
-    source = f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU, ranks `1`"
-    assert source in markdown(found)
-    assert source.replace("`", "") in verdict_html(found)
+    text = verdict_page(found).markdown()
+    assert expected in text
+    assert "v2 has 10.04k parameters and 66k training FLOPs per token, half has 10k" in text
+    assert f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU, ranks `1`" in text
 
 
 def test_lr_sensitivity_matches_hand_calculated_values():
@@ -439,7 +437,7 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     assert half["losses"]["half-lr0.004-seed0"] is None
     assert v2["values"]["0"] == pytest.approx(0.04)
     assert v2["lr"] is None
-    assert "0.001 to 0.004" in markdown(found)
+    assert "0.001 to 0.004" in verdict_page(found).markdown()
     json.dumps(found.numbers(), allow_nan=False)
 
 
@@ -575,7 +573,7 @@ def test_log_rank_rule_compares_arms_by_tokens_until_target_accuracy(tmp_path, v
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert numbers["rules"][0]["reaches"] == 0.9
     assert numbers["rules"][0]["gap"] is None
-    assert "Gaps of the rules" not in verdict_html(found)
+    assert "Gaps of the rules" not in verdict_page(found).html()
 
 
 def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):

@@ -15,7 +15,7 @@ from diffllm.compare.study.file import load_study
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import markdown, verdict_html
+from diffllm.compare.study.verdict_page import verdict_page
 from diffllm.core.errors import ConfigError
 from diffllm.evaluation.evaluation import results_of, store_result
 from diffllm.evaluation.position import Position
@@ -205,8 +205,7 @@ def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
         f"{0.01 - half:+.3f} to {0.01 + half:+.3f}, 5 seeds), from -0.040 to -0.020 on a line "
         "through 4 evaluations from 1.28k to 5.12k tokens."
     )
-    for text in (markdown(found), verdict_html(found)):
-        assert text.count(said) == 1
+    assert verdict_page(found).markdown().count(said) == 1
     arms = {each.name: each for each in found.arms}
     assert loss_trend(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
 

@@ -1,0 +1,158 @@
+"""The gap between two arms: paired over seeds, with errors over seeds and over documents.
+
+Reports and studies compute every gap here, from one value per seed and arm. The arms must have had
+equal budgets, which `arms/comparable.py` and the callers check.
+"""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffllm.evaluation.heldout import DocumentLosses, same_documents
+from diffllm.metrics.records import LARGEST
+from diffllm.statistics.divergence import Share, diverged_more
+from diffllm.statistics.document_error import document_error
+from diffllm.statistics.gap_tests import Gap, Seed, common_seeds, paired, seed_correlation, welch
+
+
+@dataclass(frozen=True)
+class ArmGap:
+    """Gap between two arms, own minus base: its errors, its tests and the diverged runs.
+
+    A t test ignores diverged runs, so it favours the arm that diverges more often. Therefore `p` is
+    1 if the arm with the lower mean value diverged more often.
+    """
+
+    paired: Gap | None
+    """Gap over the common seeds, which have a finite value in both arms; None without such a seed.
+
+    The error is that over seeds.
+    """
+    over_documents: Gap | None
+    """`paired` with an error over seeds and documents; None if the latter is unknown."""
+    no_documents: str
+    """Why `over_documents` is None; "" if no run has losses of documents."""
+    undocumented: tuple[Hashable, ...]
+    """Common seeds without losses of documents, if other runs have them."""
+    differences: tuple[float, ...]
+    """Value of the arm minus value of the base, by increasing common seed."""
+    welch: Gap | None
+    """Gap between the means of all finite values; None if an arm has no finite value."""
+    correlation: float | None
+    """Pearson's correlation of the values over common seeds; None for few seeds or equal values."""
+    own: Share
+    base: Share
+
+    @property
+    def full(self) -> Gap | None:
+        """The gap with all known errors: `over_documents`, or else `paired`."""
+        return self.over_documents or self.paired
+
+    @property
+    def favours_diverging(self) -> bool:
+        """Whether the arm with the lower mean over common seeds has more diverged runs.
+
+        Without common seeds the result is False.
+        """
+        if self.paired is None:
+            return False
+        better, other = (self.own, self.base) if self.paired.mean < 0 else (self.base, self.own)
+        return diverged_more(better, other)
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p-value of the paired t test over seeds; None with fewer than two seeds.
+
+        1 instead of the result of the test if `favours_diverging` is True.
+        """
+        p = self.paired.p if self.paired else None
+        return 1.0 if p is not None and self.favours_diverging else p
+
+    @property
+    def p_diverged(self) -> float:
+        """Two-sided p-value of Fisher's exact test; null hypothesis: equal divergence rates."""
+        if not self.own.diverged and not self.base.diverged:
+            return 1.0
+        from scipy.stats import fisher_exact
+
+        table = [[side.diverged, side.runs - side.diverged] for side in (self.own, self.base)]
+        return float(fisher_exact(table).pvalue)
+
+
+Values = Mapping[Seed, float | None]
+"""Value of each ended run by seed; None, NaN or infinity for a diverged run."""
+Documents = Mapping[Seed, DocumentLosses | None]
+"""Losses of the held-out documents of each run by seed; None or no entry if they are unknown."""
+
+
+def arm_gap(
+    own: Values[Seed],
+    base: Values[Seed],
+    own_documents: Documents[Seed] | None = None,
+    base_documents: Documents[Seed] | None = None,
+    is_log: bool = False,
+) -> ArmGap:
+    """Return the gap between two arms.
+
+    Args:
+        own, base: value of each run, such as the final loss in nats per token.
+        own_documents, base_documents: losses of documents whose means are these values.
+        is_log: whether the values are logarithms of the mean losses of documents.
+    """
+    own_values, base_values = finite_values(own), finite_values(base)
+    gap = paired(own_values, base_values)
+    own_sample, base_sample = common_seeds(own_values, base_values)
+    seeds = sorted(own_values.keys() & base_values.keys())  # type: ignore[type-var]
+    pairs = [((own_documents or {}).get(s), (base_documents or {}).get(s)) for s in seeds]
+    undocumented = tuple(s for s, pair in zip(seeds, pairs, strict=True) if None in pair)
+    over_documents, reason = gap_over_documents(gap, pairs, is_log)
+    return ArmGap(
+        paired=gap,
+        over_documents=over_documents,
+        no_documents=reason,
+        undocumented=undocumented if reason else (),
+        differences=tuple((own_sample - base_sample).tolist()),
+        welch=welch(own_values, base_values),
+        correlation=seed_correlation(own_values, base_values),
+        own=Share(len(own) - len(own_values), len(own)),
+        base=Share(len(base) - len(base_values), len(base)),
+    )
+
+
+def finite_values(values: Values[Seed]) -> dict[Seed, float]:
+    return {seed: x for seed, x in values.items() if x is not None and math.isfinite(x)}
+
+
+def gap_over_documents(
+    gap: Gap | None,
+    pairs: list[tuple[DocumentLosses | None, DocumentLosses | None]],
+    is_log: bool,
+) -> tuple[Gap | None, str]:
+    """Return a gap with the error over documents included, or None and the reason.
+
+    The reason is "" if there is no gap, or if no run has losses of documents.
+
+    Args:
+        pairs: losses of documents of both arms for each common seed.
+    """
+    runs = [losses for pair in pairs for losses in pair]
+    documents = [losses for losses in runs if losses is not None]
+    if gap is None or not documents:
+        return None, ""
+    if len(documents) < len(runs):
+        return None, "runs have no losses of documents"
+    first = documents[0]
+    if not all(same_documents(first, losses) for losses in documents):
+        return None, "the runs were measured on different documents"
+    # Rows alternate between both arms.
+    nats = np.stack([losses.nats for losses in documents])
+    if not (np.abs(nats) <= LARGEST).all():
+        return None, "a document's loss is not finite"
+    error = document_error(nats[::2], nats[1::2], first.tokens, is_log)
+    if error is None:
+        return None, "there is a single document"
+    if gap.error is None:
+        return None, "there is a single seed"
+    return gap.with_document_error(error), ""
