@@ -65,7 +65,7 @@ def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp
     assert gated.equal["tokens"].gap.mean == pytest.approx(-SLOPE * math.log(1.5), abs=1e-6)
     assert gated.values["gap_at_tokens"] == gated.equal["tokens"].gap.mean
     assert gated.values["gap_at_flops"] is gated.values["gap_at_seconds"] is None
-    note = "No gap at equal FLOPs or equal seconds: plan such runs with train.budget.flops in a"
+    note = "No gap at equal FLOPs or equal seconds: plan such runs with <code>train.budget.flops"
     assert page(comparison).count(note) == 1
 
 
@@ -101,7 +101,7 @@ def test_runs_of_one_budget_in_flops_have_gap_of_final_losses(tmp_path):
     roles = {found.key: found.role for found in comparison.row_differences}
     assert roles["steps"] == "declared"
     html = page(comparison)
-    assert "No gap at equal seconds: plan such runs with budget in a study." in html
+    assert "No gap at equal seconds: plan such runs with <code>budget</code> in a study." in html
     titles = ("Loss over tokens", "Loss over FLOPs")
     assert all(html.count(f"<h3>{title}</h3>") == 1 for title in titles)
 
