@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from diffllm.compare.report.figures import variant_style
+from diffllm.compare.report.styles import variant_style
 
 RESULTS = Path(__file__).parent / "results" / "four_variants"
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from diffllm.compare.arms.comparable import role
+from diffllm.compare.arms.comparable import Terms, role
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed, is_within
 from diffllm.config.compose import compose_config, variants
@@ -92,7 +92,7 @@ def effects() -> str:
     lines = ["| Decides | Resume | Report | Study | Influence |", "|---" * 5 + "|"]
     for effect, influence in EFFECTS.items():
         declared = declaration(key(effect=effect, help=""))
-        roles = [role("any", declared, "report"), role("any", declared, "study")]
+        roles = [role("any", declared, Terms(place)) for place in ("report", "study")]
         cells = ["any" if found == "harmless" else "equal" for found in roles]
         resume = "fixed" if is_fixed(declared) else "any"
         lines.append(f"| {' | '.join([effect, resume, *cells, influence])} |")

@@ -7,7 +7,7 @@ each number of the claims in README.md, and compares the printed digits. It prin
 and exits with status 1 if a number differs. If the values per seed are lost, a number is compared
 with the JSON or CSV file that contains it. The tables, the gaps of rules and the counts of log-rank
 rules on a page are recomputed from values.json. Bounds and p of the rules are recomputed only where
-README.md repeats them.
+README.md repeats them. benchmarks/results_tables.py writes the tables of README.md.
 """
 
 import csv
@@ -30,6 +30,7 @@ ROWS = (
     *(("retrieval_mqar", rule) for rule in range(5)),
     *(("large_lr", rule) for rule in range(5)),
     *(("damping_2", rule) for rule in range(4)),
+    *(("equal_time", rule) for rule in range(2)),
 )  # fmt: skip
 """Study and rule of each row of the README's table."""
 
@@ -82,6 +83,7 @@ class Rule:
         self.given, self.log, self.alpha = given, log, given["alpha"]
         self.own, self.base = values[given["arm"]], values[given["against"]]
         self.level, self.size = given.get("reaches"), len(self.own)
+        self.margin = given["margin"] if given["kind"] == "equivalence" else None
         self.sign = -1 if given["above"] is None else 1
         self.bound = given["below"] if self.sign < 0 else given["above"]
         self.error = stats.sem(self.own - self.base)
@@ -89,24 +91,34 @@ class Rule:
             arms = given["arm"], given["against"]
             seeds = sorted(raw.values(arms[0]))
             self.error = math.hypot(self.error, raw.document_error(*arms, seeds, log))
-        half = stats.t.isf(0.025, self.size - 1) * self.error
+        half = stats.t.isf(self.alpha, self.size - 1) * self.error
         mean = (self.own - self.base).mean()
         self.gap = [mean, mean - half, mean + half]
         if self.level:
             self.times = [raw.times(given[side], self.level) for side in ("arm", "against")]
 
+    def tail(self, bound: float, sign: int) -> float:
+        """Return the one-sided p that the gap is above (sign 1) or below (sign -1) a bound."""
+        t = (self.gap[0] - bound) / self.error
+        return float(stats.t.sf(sign * t, self.size - 1))
+
     @cached_property
     def p(self) -> float:
-        """One-sided p of the t test or the log-rank test."""
+        """P of the claim: one-sided t test, two one-sided t tests, or log-rank test."""
         if self.level:
             return log_rank(*self.times)
-        t = (self.gap[0] - self.bound) / self.error
-        return float(stats.t.sf(self.sign * t, self.size - 1))
+        if self.margin:
+            return max(self.tail(self.margin, -1), self.tail(-self.margin, 1))
+        return self.tail(self.bound, self.sign)
 
     @cached_property
     def opposite(self) -> float:
-        """One-sided p of the opposite claim."""
-        return log_rank(*reversed(self.times)) if self.level else 1 - self.p
+        """P of the opposite claim."""
+        if self.level:
+            return log_rank(*reversed(self.times))
+        if self.margin:
+            return min(1.0, 2 * min(self.tail(self.margin, 1), self.tail(-self.margin, -1)))
+        return 1 - self.p
 
 
 class Page:
@@ -121,7 +133,8 @@ class Page:
     @cached_property
     def rules(self) -> list[Rule]:
         """Rules whose numbers can be recomputed."""
-        known = [rule for rule in self.json["rules"] if rule["kind"] in ("difference", "log_rank")]
+        kinds = ("difference", "equivalence", "log_rank")
+        known = [rule for rule in self.json["rules"] if rule["kind"] in kinds]
         return [Rule(rule, self.values, self.json["scale"] == "log", self.raw) for rule in known]
 
     def holm(self, ps: list[float]) -> list[float]:
@@ -145,31 +158,34 @@ class Page:
         alphas = [rule.alpha for rule in self.rules]
         return [*map(verdict_of, self.adjusted, self.opposite, alphas)]
 
-    def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
-        """Return tokens, parameters, tokens per parameter, and two spreads.
+    def facts(self, names: list[str]) -> tuple[list[float], list[float]]:
+        """Return sizes and tokens of arms, and three spreads.
 
-        The spreads are the percentages by which the largest value exceeds the smallest value, of
-        parameters and of FLOPs.
+        The first list has parameters, tokens, and tokens per parameter. The spreads are the
+        percentages by which the largest value exceeds the smallest value, of parameters, FLOPs per
+        token and tokens.
         """
         arms = [self.arms[name] for name in names]
-        sizes, flops = ([arm[key] for arm in arms] for key in ("parameters", "flops_per_token"))
+        keys = ("parameters", "flops_per_token", "tokens")
+        sizes, flops, tokens = ([arm[key] for arm in arms] for key in keys)
         ratios = [arm["tokens"] / arm["parameters"] for arm in arms]
-        apart = [100 * (max(x) / min(x) - 1) for x in (sizes, flops)]
-        return arms[0]["tokens"], ends(sizes), ends(ratios, 2), apart
+        apart = [100 * (max(x) / min(x) - 1) for x in (sizes, flops, tokens)]
+        return [*ends(sizes), *ends(tokens), *ends(ratios, 2)], apart
 
     def row(self, i: int) -> list[float]:
         """Return the numbers of rule i's row in the README."""
-        rule, adjusted = self.rules[i], self.adjusted[i]
-        found = [math.exp(x) for x in rule.gap] if rule.log else rule.gap
+        rule = self.rules[i]
+        numbers = [rule.margin] if rule.margin else []
         if rule.level:
-            found = [x for of in rule.times for x in (sum(hit for _, hit in of), len(of))]
-            found.insert(0, rule.level)
-        if self.verdicts[i] == "refuted" and rule.level:
-            found = [*found, self.opposite[i]]
-        elif rule.level or adjusted < rule.alpha:
-            found = [*found, adjusted]
-        tokens, sizes, ratios, apart = self.facts([rule.given["arm"], rule.given["against"]])
-        return [*found, *sizes, tokens, *ratios, rule.size, *(x for x in apart if x > 0.5)]
+            numbers = [rule.level]
+            for arm in rule.times:
+                numbers += [sum(hit for _, hit in arm), len(arm)]
+        else:
+            numbers += rule.gap
+        refuted = self.verdicts[i] == "refuted"
+        numbers.append((self.opposite if refuted else self.adjusted)[i])
+        sizes, apart = self.facts([rule.given["arm"], rule.given["against"]])
+        return [*numbers, *sizes, rule.size, *(x for x in apart if x > 0.5)]
 
 
 def head_norm(path: Path) -> Iterator[tuple[str, list[float]]]:
@@ -200,15 +216,50 @@ def learning_rates(page: Page, report: Path) -> Iterator[tuple[str, list[float]]
         own = [row for row in table if row["variant"] == arm["variant"]]
         events = [sum(float(row[f"{kind}_events"]) for row in own) for kind in ("loss", "grad")]
         diverged = sum(run["loss"] is None for run in runs)
-        yield name, [page.values[name].mean(), diverged, len(runs), rate, mean, *events]
+        title = name.upper() if name in ("v1", "v2") else name
+        yield title, [page.values[name].mean(), diverged, len(runs), rate, mean, *events]
 
 
-def sentences(pages: dict[str, Page]) -> Iterator[tuple[str, str, list[float]]]:
-    """Yield page, sentence and numbers of handwritten text; each number is replaced by {}."""
-    recall = pages["retrieval_mqar"].raw
-    times = [recall.times(arm, 0.9) for arm in ("v2", "half", "standard")]
+def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, list[float]]]:
+    """Yield sentences of README.md, with {} in place of each number, and the numbers."""
+    recall = pages["retrieval_mqar"]
+    times = [recall.raw.times(arm, 0.9) for arm in ("v2", "half", "standard")]
     medians = [sorted(tokens for tokens, _ in arm)[(len(arm) - 1) // 2] for arm in times]
-    yield "README.md", "medians are {} and {} tokens, against {} of standard", medians
+    yield "medians are {} and {} tokens, against {} of standard", medians
+    yield "(p {} of the opposite claim)", [recall.opposite[3]]
+
+    report = root / "compare_small" / "report_diff_v2.csv"
+    rows = csv.DictReader(report.read_text(encoding="utf-8").splitlines())
+    gated = next(row for row in rows if row["variant"] == "gated")
+    gap = [-float(gated[key]) for key in ("gap", "gap_high", "gap_low")]
+    yield "V2 minus gated is {} ({} to {}; three seeds", gap
+    yield "so the gap of {} says", [-pages["damping_2"].rules[1].gap[0]]
+
+    sweep = pages["large_lr"]
+    arms = learning_rates(sweep, root / "large_lr" / "report.csv")
+    best_rates = {numbers[3] for _, numbers in arms}
+    largest = max(run["lr"] for run in sweep.raw.json["runs"])
+    yield "at its floor of {}", [0.5 ** sweep.rules[2].size]
+    yield "rates up to {} times the best", [largest / min(best_rates)]
+
+    content = json.loads((root / "gradients.json").read_text(encoding="utf-8"))
+    yield "no exact p can be below {}", [0.5 ** len(content["seeds"])]
+    with_norm, without = (np.array(content["norms"][f"diff_v2{x}"]) for x in ("_head_norm", ""))
+    place = content["steps"].index(100), ..., content["matrices"].index("wo")
+    ratios = np.exp(np.log(with_norm[place] / without[place]).mean(0))
+    lowered = [n for n, ratio in zip(content["lengths"], ratios, strict=True) if ratio < 1]
+    yield "on up to {} tokens. With four", [max(lowered)]
+
+    timed = pages["equal_time"]
+    yield "V2's loss is {} nats above that of gated", [timed.rules[0].gap[0]]
+    budgets = {arm["arm"]: arm for arm in timed.json["budget"]["arms"]}
+    gated_budget, v2_budget = budgets["gated"], budgets["v2"]
+    steps = gated_budget["planned"] / gated_budget["steps"]
+    yield "takes {} times as long", [v2_budget["planned"] / v2_budget["steps"] / steps]
+    fewer = 100 * (1 - v2_budget["tokens"] / gated_budget["tokens"])
+    yield "trained on {} fewer tokens", [fewer]
+    apart = 100 * (v2_budget["measured"] / gated_budget["measured"] - 1)
+    yield "The measured seconds differ by {}", [apart]
 
 
 def expectations(root: Path) -> dict[str, Expected]:
@@ -220,8 +271,7 @@ def expectations(root: Path) -> dict[str, Expected]:
         found["README.md"].rows.append((pages[name].verdicts[i], pages[name].row(i)))
     found["README.md"].rows += head_norm(root / "gradients.json")
     found["README.md"].tables += learning_rates(pages["large_lr"], root / "large_lr" / "report.csv")
-    for name, sentence, numbers in sentences(pages):
-        found[name].sentences.append((sentence, numbers))
+    found["README.md"].sentences += sentences(pages, root)
     return found
 
 
@@ -229,12 +279,12 @@ def differences(text: str, expected: Expected) -> Iterator[str]:
     """Yield the differences between the text of a page and the recomputed numbers."""
     yield from (f"not on the page: {words}" for words in expected.words if words not in text)
     plain = re.sub(r"`[^`]*`", "", text)
-    rows = re.findall(r"^\| [A-Z].*\*\*.*$", plain, re.M)
+    rows = re.findall(r"^\| .*\*\*.*$", plain, re.M)
     if len(rows) != len(expected.rows):
         yield f"{len(rows)} rows, expected {len(expected.rows)}"
     pairs = []
     for row, (verdict, numbers) in zip(rows, expected.rows, strict=False):
-        claim = row.split("|")[1].strip()
+        claim = row.split("**")[0].strip("| ")
         pairs.append((claim, re.findall(NUMBER, row), numbers))
         if f"**{verdict}**" not in row and f"(rule: {verdict})" not in row:
             yield f"{claim}: its rule gives {verdict}"

@@ -123,7 +123,10 @@ class Raw:
             diverged = sum(run["loss"] is None for run in runs)
             rates = ends([run["lr"] for run in runs])
             if len(values) > 1:
-                row = [*interval(values), len(values), diverged, len(runs), *rates]
+                mean, low, high = interval(values)
+                if self.json["metric"].startswith("tasks/"):  # a share of right answers
+                    low, high = max(low, 0.0), min(high, 1.0)
+                row = [mean, low, high, len(values), diverged, len(runs), *rates]
                 found.tables.append((name, row))
             stored = {
                 int(seed): value for seed, value in arm["values"].items() if value is not None

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.figures import MUTED, STYLED, row_styles, variant_style
+from diffllm.compare.report.figures import MUTED
 from diffllm.compare.report.rows import Row
+from diffllm.compare.report.styles import STYLED, row_styles, variant_style
 from diffllm.compare.report.terminal import loss_table
 from diffllm.compare.wandb_runs import ids_of_run, stored_comparison_id
 from diffllm.core.errors import ConfigError

@@ -1,5 +1,6 @@
 """Classes for the table of metrics in table.py: metrics, and their sections, plots and columns."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,24 @@ Combine = Literal["", "mean", "rms", "min", "max"]
 """Operation that combines the values of micro-batches and ranks, which have equally many tokens.
 
 "rms" is the root of the mean of squares. Empty if the global batch has a single value."""
+
+SHARES = ("share", "share of right answers")
+NOT_NEGATIVE = (
+    "nats per token", "bits per byte", "seconds", "s", "ms", "tokens per second", "tokens/s", "GiB",
+    "magnitude", "|value|", "RMS", "L2 norm",
+)  # fmt: skip
+"""Units whose values are at least 0."""
+
+
+def possible_values(unit: str) -> tuple[float, float]:
+    """Return the least and the largest possible value of a quantity with the unit `unit`.
+
+    The unit may be followed by a comma and further words.
+    """
+    name = unit.partition(",")[0]
+    if name in SHARES:
+        return 0.0, 1.0
+    return 0.0 if name in NOT_NEGATIVE else -math.inf, math.inf
 
 
 @dataclass(frozen=True)

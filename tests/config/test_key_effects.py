@@ -13,7 +13,7 @@ import pytest
 
 import diffllm.data.text.synthetic  # noqa: F401  registers data=synthetic
 from diffllm.checkpoint.hf.layout import VARIANTS, kernel_settings
-from diffllm.compare.arms.comparable import role
+from diffllm.compare.arms.comparable import Terms, role
 from diffllm.compare.study.study_hash import is_hashed
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.changes import (
@@ -365,6 +365,7 @@ def compared_by_content(name: str) -> bool:
     return KEYS[name].fact is not None or "seed" in KEYS[name].kinds
 
 
+IN_REPORT, IN_STUDY = Terms("report"), Terms("study")
 COMPARED = [name for name in KEYS if f"{COMPUTED}{name[4:]}" not in ALL and name in ALL]
 REPORT = {
     GUARD: ("harmless", "declared", ("train.max_consecutive_skips",)),
@@ -380,7 +381,7 @@ REPORT = {
 def test_roles_of_keys_in_reports_differ_from_former_tables_only_by_decisions():
     differing = {}
     for name in COMPARED:
-        roles = former_role(name), role(name, KEYS[name], "report")
+        roles = former_role(name), role(name, KEYS[name], IN_REPORT)
         if roles[0] != roles[1] and not compared_by_content(name):
             differing[name] = roles
     assert differing == {
@@ -419,7 +420,7 @@ def test_conditions_of_studies_differ_from_former_tables_only_by_decisions():
     differing = set()
     for name in COMPARED:
         before = is_within(name, CONDITIONS) and not is_within(name, UNREAD)
-        now = role(name, KEYS[name], "study") == "condition"
+        now = role(name, KEYS[name], IN_STUDY) == "condition"
         if before != now and not compared_by_content(name):
             differing.add(name)
     assert differing == named(STUDY) & set(COMPARED)
@@ -431,20 +432,20 @@ def test_facts_have_the_roles_of_former_tables_except_for_the_code():
     # The version of torch is a condition of studies, so times are compared within one version.
     assert speed == {name for name in SPEED if name in declared} - {"torch"}
     conditions = {
-        name for name, fact in declared.items() if role(name, fact, "study") == "condition"
+        name for name, fact in declared.items() if role(name, fact, IN_STUDY) == "condition"
     }
     # Studies with different code in two arms passed the former rule.
     assert conditions == {*RECORDED, "code"}
     for name in speed:
-        assert role(name, declared[name], "study", measures_time=True) == "condition"
+        assert role(name, declared[name], Terms("study", measures_time=True)) == "condition"
 
 
 def test_logging_is_a_condition_only_of_logged_metrics():
     logging = [name for name, declared in KEYS.items() if declared.effect == "logging"]
     assert {"eval.interval", "log_interval", "diagnostics.interval"} <= {*logging}
     for name in logging:
-        assert role(name, KEYS[name], "study") == "condition"
-        assert role(name, KEYS[name], "study", reads_curve=False) == "harmless"
+        assert role(name, KEYS[name], IN_STUDY) == "condition"
+        assert role(name, KEYS[name], Terms("study", reads_curve=False)) == "harmless"
 
 
 @pytest.mark.parametrize(

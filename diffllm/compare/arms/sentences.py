@@ -1,6 +1,7 @@
 """Numbers, intervals and counts as text."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diffllm.metrics.display import duration
@@ -40,6 +41,10 @@ def short(value: Any, digits: int = 3) -> str:
         mantissa, _, power = f"{x:.{digits - 1}e}".partition("e")
         return with_minus(f"{float(mantissa):g}e{int(power)}")
     return with_minus(f"{float(f'{x:.{digits}g}'):,.10g}")
+
+
+def two_digits(value: Any) -> str:
+    return short(value, 2)
 
 
 def compact(value: Any, digits: int = 4) -> str:
@@ -93,6 +98,38 @@ def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> 
     digits = digits or digits_for(estimate)
     mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)
     return f"{mean} ({interval})" if interval else mean
+
+
+def interval_words(estimate: Estimate, signed: bool = False) -> str:
+    """Return a text such as "95% interval 4.1 to 4.5", or "" if there is no interval."""
+    interval = in_words(estimate, signed, digits_for(estimate))
+    if not interval or estimate.all_equal:
+        return interval
+    contains_zero = " (contains 0)" if signed and estimate.holds_zero else ""
+    return f"95% interval {interval}{contains_zero}"
+
+
+def gap_words(gap: Estimate, base: str, base_loss: float | None) -> str:
+    """Describe a mean gap, for example "0.168 nats per token (3.1%) lower than standard"."""
+    if gap.mean == 0:
+        return f"equal to that of {base}"
+    share = f" ({percent(abs(gap.mean / base_loss))})" if base_loss else ""
+    direction = "lower" if gap.mean < 0 else "higher"
+    size = fixed(abs(gap.mean), digits_for(gap))
+    return f"{size} nats per token{share} {direction} than {base}"
+
+
+def p_text(p: float | None) -> str:
+    if p is None:
+        return MISSING
+    if p < 0.0001:
+        return "< 0.0001"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
+
+
+def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
+    """Return a text such as "0.31 to 0.35", or one number if both ends have the same text."""
+    return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
 
 
 def plural(number: int, one: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.compare.arms.comparable import Difference
+from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.arms.run import Run, load_run
@@ -13,7 +13,7 @@ from diffllm.compare.arms.sentences import plural
 from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
-from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, overrides
+from diffllm.compare.report.keys import MATCHES, distinguish, overrides
 from diffllm.compare.report.notes import (
     code_notes,
     fact_notes,

@@ -1,5 +1,6 @@
 """List every difference between the rows of a report, with its role in the comparison."""
 
+<<<<<<< HEAD
 from diffllm.compare.arms.budgets import LENGTH_KEYS
 from diffllm.compare.arms.comparable import (
     ATTENTION,
@@ -9,17 +10,20 @@ from diffllm.compare.arms.comparable import (
     disagrees,
     role,
 )
+=======
+from dataclasses import replace
+
+from diffllm.compare.arms.comparable import REPORT, Comparand, Difference, Role, differences
+>>>>>>> main
 from diffllm.compare.arms.directories import shortlist
-from diffllm.compare.arms.run import Run
-from diffllm.compare.report.keys import COMPUTED, SEEDS, all_declarations, value_text
+from diffllm.compare.report.keys import all_declarations, values_of
 from diffllm.compare.report.rows import Row
 from diffllm.config.changes import is_within
-from diffllm.core.keys import Declaration, declaration_of
+from diffllm.core.keys import declaration_of
 from diffllm.core.printing import Cell, Table
-from diffllm.metrics.facts import fact_declarations, facts_of
 
-OMITTED = ("run", "resolved", *COMPUTED, *SEEDS)
-"""Keys and sections that differ between any two runs, or whose computed values are compared."""
+OMITTED = ("run", "attention")
+"""Section and computed value that differ between any two rows."""
 MOST_LABELS = 4
 """Row labels per value in the table of differences."""
 ORDER: tuple[Role, ...] = ("question", "condition", "declared", "harmless")
@@ -33,37 +37,23 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     """
     runs = [run for row in rows for run in row.runs]
     declared = all_declarations(runs)
-    compared = {name for row in rows for name in row.differing}
     columns = {name for row in rows for name in row.values}
-    differences = []
-    for name in sorted(compared - {"attention"}):
-        differences += compared_difference(rows, name, declaration_of(name, declared))
-    differences += initial_seeds(rows)
-    names = {*fact_declarations()}
-    for run in runs:
-        names |= run.config.keys()
-    for name in sorted(names - compared - columns):
-        if not is_within(name, OMITTED):
-            differences += other_difference(rows, name, declaration_of(name, declared))
-    return sorted(differences, key=lambda difference: ORDER.index(difference.role))
-
-
-def compared_difference(rows: list[Row], name: str, declared: Declaration) -> list[Difference]:
-    """Return a difference in a key or fact that distinguishes rows; [] if all rows agree."""
-    values: dict[str, list[str]] = {}
+    comparands = []
     for row in rows:
-        values.setdefault(value_text(name, row.differing.get(name)), []).append(row.label)
-    if len(values) < 2:
-        return []
-    reasons: dict[Role, str] = {
-        "question": "setting of the attention variant",
-        "condition": "rows with different values have no gap",
-        "declared": "rows may differ; their labels show the value",
-    }
-    key_role = role(name, declared, "report")
-    return [Difference(name, key_role, values, reasons[key_role])]
+        for run, values in zip(row.runs, values_of(row.runs), strict=True):
+            for name in columns:
+                values.pop(name, None)
+            comparands.append(Comparand(row.label, run.cfg.seed, values | row.differing))
+    for name in rows[0].differing:
+        # These keys distinguish rows, even if a fact is compared in their place.
+        declared[name] = replace(declaration_of(name, declared), fact=None)
+    result = differences(comparands, REPORT, declared)
+    shown = [difference for difference in result if not is_within(difference.key, OMITTED)]
 
+    def place(difference: Difference) -> tuple[int, bool]:
+        return ORDER.index(difference.role), difference.key not in rows[0].differing
 
+<<<<<<< HEAD
 def other_difference(rows: list[Row], name: str, declared: Declaration) -> list[Difference]:
     """Return a difference in a key or fact that does not distinguish rows; [] if rows agree."""
     key_role = role(name, declared, "report")
@@ -124,6 +114,9 @@ def initial_seeds(rows: list[Row]) -> list[Difference]:
         return []
     why = "gaps compare only runs with equal initial values"
     return [Difference("model.init_seed", "condition", arms_by_value(runs), why)]
+=======
+    return sorted(shown, key=place)
+>>>>>>> main
 
 
 def row_settings(row: Row, differences: list[Difference]) -> str:

@@ -1,7 +1,6 @@
 """Scores of `diffllm evaluate` in a report: means over seeds, and gaps paired by seed."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +11,12 @@ from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import ends, finite
 from diffllm.compare.report.rows import Row
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
+from diffllm.metrics.metric import possible_values
 from diffllm.statistics.estimates import Estimate, estimate, wilson
 from diffllm.statistics.gap_tests import paired
 
 Seeds = tuple[int, int]
 ALL = "mean of all levels"
-NOT_NEGATIVE = ("nats per token", "nats a token", "magnitude")
-"""Prefixes of units whose values are never negative. Older versions stored "nats a token"."""
 
 
 class ScoreCell(NamedTuple):
@@ -241,11 +239,10 @@ def score_lines(
 
 
 def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
-    if unit == SHARE:
-        return 0.0, 1.0
     low, high = map(finite, score.get("range") or (None, None))
-    if low is None or high is None:
-        return 0.0 if unit.startswith(NOT_NEGATIVE) else -math.inf, math.inf
+    if unit == SHARE or low is None or high is None:
+        # Results of older versions have the unit with "a" in place of "per".
+        return possible_values(unit.replace(" a token", " per token"))
     return low, high
 
 

@@ -3,10 +3,8 @@
 import base64
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 from markupsafe import Markup
@@ -18,8 +16,7 @@ from diffllm.compare.arms.sentences import (
     with_minus,
 )
 from diffllm.compare.report.curves import Band, envelope
-from diffllm.compare.report.keys import ATTENTION, overrides, shown_value
-from diffllm.compare.report.rows import FIRST, Row
+from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate
 
@@ -28,25 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOREGROUND, MUTED, GRID, SURFACE = "#1b1f24", "#5d6570", "#e3e6ea", "#ffffff"
-HUES = (
-    "#69707a", "#00875f", "#0068b0", "#d4480b", "#a63a92", "#b07d00", "#4a38b8", "#0e93b8",
-    "#7b1b45", "#6e5138",
-)  # fmt: skip
-STYLED = (
-    *FIRST, "diff_v1_clamped", "diff_v1_lambda_const", "diff_v1_no_head_norm", "diff_v2_2x_context",
-    "diff_v2_head_norm", "diff_v2_lambda_fixed", "diff_v2_lambda_scalar", "diff_v2_no_lambda",
-    "diff_v2_no_sigmoid", "diff_v2_unshared_kv", "gated_headwise", "gated_init_one",
-    "standard_1p5x_heads", "standard_2x_heads", "standard_half_context", "standard_off_by_one",
-    "standard_quarter_context", "standard_sink",
-)  # fmt: skip
-"""Variants whose place in this list determines hue and dash: append new names at the end."""
-SHADES = (0.85, 0.72, 0.6, 0.48)
-"""Brightness of ablations by overrides, relative to their variant."""
-DARKEST = 0.55
-DASHES: tuple[tuple[float, ...], ...] = (
-    (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
-)  # fmt: skip
-MARKERS = "os^Dv<>ph"
 WIDTH, HEIGHT, SMALL = 384, 248, 12.0
 """Sizes of figures and text in CSS pixels."""
 CHARACTER = 6.6
@@ -81,75 +59,6 @@ RC = {
 
 Bands = Sequence[Band | None]
 """A band per row, in the order of the styles; None without values."""
-
-
-@dataclass(frozen=True)
-class RowStyle:
-    label: str
-    variant: str
-    colour: str
-    dash: tuple[float, ...]
-    marker: str
-
-    @property
-    def line(self) -> dict[str, Any]:
-        return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
-
-    @property
-    def swatch(self) -> Markup:
-        dash = " ".join(f"{1.8 * part:.1f}" for part in self.dash)
-        return Markup(
-            '<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">'
-            '<line x1="0" y1="5" x2="28" y2="5" stroke="{}" stroke-width="2.4"'
-            ' stroke-dasharray="{}"/></svg>'
-        ).format(self.colour, dash or "none")
-
-
-def row_styles(rows: list[Row]) -> list[RowStyle]:
-    """Return the style of each row's curve; a variant looks the same in every figure.
-
-    An ablation by overrides of `model.attention` has a shade of its variant's hue. Shade and dash
-    depend on the overrides alone. Rows of one variant with equal overrides, such as rows of several
-    learning rates, get shades and dashes in their order.
-    """
-    identities = [(row.keys["attention"], *attention_overrides(row)) for row in rows]
-    styles: list[RowStyle] = []
-    used: set[tuple[str, int]] = set()
-    for i, (row, identity) in enumerate(zip(rows, identities, strict=True)):
-        hue, dash = variant_style(identity[0])
-        nth, count = identities[:i].count(identity), identities.count(identity)
-        light = 1 - DARKEST * nth / max(count - 1, 1)
-        dash += nth
-        if changes := identity[1:]:
-            number = crc32(" ".join(changes).encode())
-            light *= SHADES[number % len(SHADES)]
-            dash += 1 + number // len(SHADES) % (len(DASHES) - 1)
-        colour = "#" + "".join(f"{round(int(hue[j : j + 2], 16) * light):02x}" for j in (1, 3, 5))
-        while (colour, dash % len(DASHES)) in used and dash < 2 * len(DASHES):
-            dash += 1
-        used.add((colour, dash % len(DASHES)))
-        marker = MARKERS[i % len(MARKERS)]
-        styles.append(RowStyle(row.label, identity[0], colour, DASHES[dash % len(DASHES)], marker))
-    return styles
-
-
-def variant_style(variant: str) -> tuple[str, int]:
-    """Return the hue of an attention variant and the index of its dash pattern."""
-    # The style of a plugin's variant depends on its name alone.
-    place = STYLED.index(variant) if variant in STYLED else len(STYLED) + crc32(variant.encode())
-    if place < len(FIRST):
-        return HUES[place], 0
-    others = HUES[len(FIRST) :]
-    return others[place % len(others)], 1 + place % (len(DASHES) - 1)
-
-
-def attention_overrides(row: Row) -> list[str]:
-    """Return the overrides of `model.attention` in the runs of a row, such as "key=1"."""
-    if row.runs:
-        changes = overrides(row.runs[0])
-    else:  # an arm of a study, whose keys are its overrides
-        changes = {key: value for key, value in row.keys.items() if key.startswith(ATTENTION)}
-    return [f"{key}={shown_value(value)}" for key, value in sorted(changes.items())]
 
 
 def short_label(label: str, most: int = LONGEST) -> str:

@@ -1,6 +1,6 @@
-"""Find the config keys and the facts of run.json that differ between runs."""
+"""Find the config keys and the facts of run.json that distinguish the rows of a report."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,17 +10,23 @@ from omegaconf import OmegaConf
 from diffllm.compare.arms.budgets import planned_budgets, without_length
 from diffllm.compare.arms.comparable import (
     ATTENTION,
+    CHANGED,
+    COMPUTED,
+    REPORT,
+    Comparand,
+    compared_values,
+    differences,
     role,
+    shown_value,
     starting_point,
 )
 from diffllm.compare.arms.run import Run
 from diffllm.config import TrainConfig
-from diffllm.config.changes import is_fixed, is_within
+from diffllm.config.changes import is_fixed
 from diffllm.config.compose import variant_config
 from diffllm.config.plugins import several_versions, versions_text
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.keys import (
-    UNDECLARED,
     Declaration,
     Declarations,
     class_declarations,
@@ -29,11 +35,11 @@ from diffllm.core.keys import (
 )
 from diffllm.metrics.facts import fact_declarations, facts_of
 
-HASH = 8
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
 HELDOUT_SPLIT = "heldout_split_tokens"
 """Number of tokens of the whole held-out split; unknown in runs of older versions."""
+<<<<<<< HEAD
 PLUGINS = "plugins"
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
@@ -42,6 +48,8 @@ COMPUTED = dict.fromkeys(("attention", "resume", PLUGINS, CHANGED, "budget"), UN
 several runs use in different versions, changes during the run, and the budget that determines its
 length. All of these decide numbers."""
 
+=======
+>>>>>>> main
 SEEDS = [
     name for name, declared in class_declarations(TrainConfig).items() if "seed" in declared.kinds
 ]
@@ -49,7 +57,7 @@ SEEDS = [
 FACTS = [
     name
     for name, declared in fact_declarations().items()
-    if role(name, declared, "report") == "condition"
+    if role(name, declared, REPORT) == "condition"
 ]
 """Facts of run.json that must agree in compared rows."""
 HEADLINE = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.warmup_steps")
@@ -85,11 +93,11 @@ def distinguish(runs: list[Run]) -> Keys:
     """Return the config keys and entries of run.json in which runs differ, with their values.
 
     Omit seeds, keys without influence on the loss, and keys whose values follow from another key.
-    Some entries of run.json, such as the hash of the corpus, are compared instead of the config
-    keys that determine them. A run without such an entry is not comparable to a run with the entry.
-    If all runs lack the entry, compare the config keys.
+    A run without an entry of run.json that a key determines is not comparable to a run with the
+    entry. If all runs lack the entry, the config keys are compared instead.
     """
     declared = all_declarations(runs)
+<<<<<<< HEAD
     several = several_versions([run.plugin_code for run in runs])
     values = []
     for run, plan in zip(runs, planned_budgets(runs), strict=True):
@@ -100,11 +108,19 @@ def distinguish(runs: list[Run]) -> Keys:
     names -= following_keys(runs, declared)
     names -= keys_compared_by_fact(values, declared)
     differing = {name for name in names if differs(name, values)}
+=======
+    values = distinguishing_values(runs)
+>>>>>>> main
     # Two variants have different fields below `model.attention`, with different defaults. Only
     # overrides of these defaults distinguish rows of one variant.
-    differing = {name for name in differing if not name.startswith(ATTENTION)}
-    for run in runs:
-        differing |= overrides(run).keys()
+    differing = {name for run in runs for name in overrides(run)}
+    rows = [Comparand(str(i), 0, run_values) for i, run_values in enumerate(values)]
+    for difference in differences(rows, REPORT, declared):
+        name = difference.key
+        declaration = declaration_of(name, declared)
+        is_compared = difference.role != "harmless" or explains_fact(name, declaration.fact, values)
+        if is_compared and is_deciding(name, declaration):
+            differing.add(name)
     explained = explained_names(differing, values, declared)
 
     # The attention variant is the first part of every label, even if all runs have the same.
@@ -112,54 +128,58 @@ def distinguish(runs: list[Run]) -> Keys:
     # Groups of comparable rows need all conditions, also those that another key explains.
     incomparable = []
     for name in sorted(differing):
-        if role(name, declaration_of(name, declared), "report") == "condition":
+        if role(name, declaration_of(name, declared), REPORT) == "condition":
             incomparable.append(name)
     shown = {*swept, *incomparable}
     shown_values = [{name: run_values.get(name) for name in shown} for run_values in values]
     return Keys(swept, incomparable, shown_values)
 
 
-def all_declarations(runs: list[Run]) -> Declarations:
+def all_declarations(runs: list[Run]) -> dict[str, Declaration]:
     """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
     return strictest([COMPUTED, fact_declarations(), *(run.declarations for run in runs)])
 
 
 def is_deciding(key: str, declared: Declaration) -> bool:
-    """Return whether runs with different values of a config key are in different rows."""
-    # Values of the section `resolved` follow from other keys.
-    if key in SEEDS or is_within(key, ["resolved"]):
-        return False
-    key_role = role(key, declared, "report")
+    """Return whether runs with different values of a key or fact are in different rows."""
+    if key in fact_declarations():
+        return key in FACTS
+    key_role = role(key, declared, REPORT)
     if key_role == "declared":
-        # The number of evaluations, and keys that may change at resume, do not define a row.
-        return declared.computes and is_fixed(declared)
-    return key_role != "harmless"
+        # Keys that may change at resume do not define a row.
+        return is_fixed(declared)
+    return key not in SEEDS and key_role != "harmless"
 
 
-def deciding_values(run: Run, several: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values of a run that distinguish its row, by config key, fact or computed name.
+def values_of(runs: list[Run]) -> list[dict[str, Any]]:
+    """Return the values of runs that a report compares, by config key, fact or computed name.
 
-    Args:
-        several: plugins that the runs of the report use in several versions.
+    Overrides of the variant's defaults below `model.attention` are omitted; see `overrides`.
     """
-    values = {}
-    for key, value in run.config.items():
-        declared = declaration_of(key, run.declarations)
-        # Some keys determine another key, which is compared in their place: max_tokens, steps.
-        if is_deciding(key, declared) and declared.fact not in run.config:
-            values[key] = value
-    values["attention"] = run.variant
-    values["resume"] = starting_point(run.cfg, run.path, run.facts.get("previous"))
-    if matched := run.cfg.resolved.matched:
-        # The solved width follows from the match; the target's width is the setting.
-        values[f"model.{matched.key}"] = matched.target_ffn_dim
-    values[CHANGED] = run.changes or None
-    plugins = run.plugin_code.keys() & set(several)
-    values[PLUGINS] = versions_text(run.plugin_code, plugins) or None
-    facts = facts_of(run.facts)
-    for fact in FACTS:
-        values[fact] = getattr(facts, fact)
-    return values
+    several = several_versions([run.plugin_code for run in runs])
+    result = []
+    for run in runs:
+        values = compared_values(run.config, run.declarations) | vars(facts_of(run.facts))
+        values["attention"] = run.variant
+        values["resume"] = starting_point(run.cfg, run.path, run.facts.get("previous"))
+        values[CHANGED] = run.changes or None
+        versions = versions_text(run.plugin_code, run.plugin_code.keys() & several.keys())
+        values["plugins"] = versions or None
+        result.append(values)
+    return result
+
+
+def distinguishing_values(runs: list[Run]) -> list[dict[str, Any]]:
+    """Return `values_of(runs)` with overrides of the variants, and with widths before a match."""
+    overridden = {name for run in runs for name in overrides(run)}
+    result = []
+    for run, values in zip(runs, values_of(runs), strict=True):
+        values |= {name: run.config.get(name) for name in overridden}
+        if matched := run.cfg.resolved.matched:
+            # The solved width follows from the match; the target's width is the setting.
+            values[f"model.{matched.key}"] = matched.target_ffn_dim
+        result.append(values)
+    return count_targets_as_matched(result)
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,37 +207,17 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> list[dict[str, Any
     return counted
 
 
-def following_keys(runs: list[Run], declared: Declarations) -> set[str]:
-    """Return the keys that have in all runs the value of the key that their default refers to."""
-    names = set()
-    for name, declaration in declared.items():
-        source = declaration.follows
-        if source and all(run.config.get(name) == run.config.get(source) for run in runs):
-            names.add(name)
-    return names
-
-
 def keys_of_fact(fact: str, declared: Declarations) -> set[str]:
     """Return the config keys that are not compared between runs with equal values of `fact`."""
     return {name for name, declaration in declared.items() if declaration.fact == fact}
 
 
-def keys_compared_by_fact(values: list[dict[str, Any]], declared: Declarations) -> set[str]:
-    """Return the config keys whose differences do not matter, because a fact is compared instead.
-
-    A key still matters if its value differs between runs without the fact, or if it explains the
-    different values of the fact in all other runs.
-    """
-    names = set()
-    for fact in FACTS:
-        known = [run_values for run_values in values if run_values[fact] is not None]
-        unknown = [run_values for run_values in values if run_values[fact] is None]
-        if not known:
-            continue
-        for key in keys_of_fact(fact, declared):
-            if not determine([fact], key, known) and not differs(key, unknown):
-                names.add(key)
-    return names
+def explains_fact(key: str, fact: str | None, values: list[dict[str, Any]]) -> bool:
+    """Return whether a key explains the different values of the fact that is compared instead."""
+    if fact not in FACTS:
+        return False
+    known = [run_values for run_values in values if run_values[fact] is not None]
+    return determine([fact], key, known)
 
 
 def causes_of(name: str, declared: Declarations) -> set[str]:
@@ -271,11 +271,11 @@ def variant_keys(variant: str, schema: str) -> dict[str, Any]:
     return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
 
 
-def differs(key: str, values: list[dict[str, Any]]) -> bool:
-    return len({shown_value(each.get(key)) for each in values}) > 1
+def differs(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
+    return len({shown_value(run_values.get(key)) for run_values in values}) > 1
 
 
-def determine(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
+def determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the values of `keys` determine the value of `key` in all runs.
 
     This is true if any two runs with equal values of `keys` also have equal values of `key`. If all
@@ -283,23 +283,7 @@ def determine(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> 
     value.
     """
     seen: dict[str, set[str]] = {}
-    for each in values:
-        cause = shown_value([each.get(k) for k in sorted(keys)])
-        seen.setdefault(cause, set()).add(shown_value(each.get(key)))
-    return differs(key, values) and all(len(found) == 1 for found in seen.values())
-
-
-def shown_value(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(shown_value, value))}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-def value_text(key: str, value: Any) -> str:
-    if key == CHANGED:
-        return "; ".join(value) if value else "nothing"
-    if key in ("code", *FACTS) and (value is None or isinstance(value, str)):
-        return "unknown" if value is None else value[:HASH]
-    return shown_value(value)
+    for run_values in values:
+        cause = shown_value([run_values.get(name) for name in sorted(keys)])
+        seen.setdefault(cause, set()).add(shown_value(run_values.get(key)))
+    return differs(key, values) and all(len(texts) == 1 for texts in seen.values())

@@ -3,18 +3,23 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from diffllm.compare.arms.comparable import ATTENTION, disagrees
+from diffllm.compare.arms.comparable import (
+    ATTENTION,
+    HASH,
+    disagrees,
+    shown_value,
+    value_text,
+)
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run, skipped_text
 from diffllm.compare.arms.sentences import (
-    compact,
     finite,
     plural,
-    short,
+    range_text,
+    two_digits,
 )
 from diffllm.compare.report.keys import (
     FACTS,
-    HASH,
     HEADLINE,
     HELDOUT,
     HELDOUT_SPLIT,
@@ -24,8 +29,6 @@ from diffllm.compare.report.keys import (
     differs,
     keys_of_fact,
     overrides,
-    shown_value,
-    value_text,
 )
 from diffllm.compare.report.results import NAMED, progress, size_against
 from diffllm.compare.report.rows import Row
@@ -261,8 +264,10 @@ def runs_summary(rows: list[Row]) -> str:
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
     count = f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}"
     tokens = [run.planned_tokens for run in runs]
-    ends = " to ".join(dict.fromkeys(map(compact, (min(tokens), max(tokens)))))
-    sentence = f"{count}: {finished} of {plural(len(runs), 'run')} finished; {ends} tokens per run"
+    sentence = (
+        f"{count}: {finished} of {plural(len(runs), 'run')} finished; {range_text(tokens)} tokens "
+        "per run"
+    )
     return ", ".join(filter(None, [sentence, training_length(runs)])) + "."
 
 
@@ -274,9 +279,8 @@ def training_length(runs: Collection[Run]) -> str:
     ratios = tokens_per_parameter(runs)
     if not ratios:
         return ""
-    ends = " to ".join(dict.fromkeys(short(ratio, 2) for ratio in (min(ratios), max(ratios))))
     early = f" (early training: fewer than {COMPUTE_OPTIMAL})" if is_early(runs) else ""
-    return f"{ends} tokens per parameter{early}"
+    return f"{range_text(ratios, two_digits)} tokens per parameter{early}"
 
 
 def is_early(runs: Collection[Run]) -> bool:

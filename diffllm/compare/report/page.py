@@ -21,7 +21,7 @@ from diffllm.compare.arms.sentences import fixed
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.differences import differences_table, row_settings_table
 from diffllm.compare.report.evaluations import Evaluated
-from diffllm.compare.report.figures import RC, RowStyle, row_styles
+from diffllm.compare.report.figures import RC
 from diffllm.compare.report.notes import runs_summary, settings, thin_note
 from diffllm.compare.report.reading import reading_terms
 from diffllm.compare.report.results import (
@@ -35,6 +35,7 @@ from diffllm.compare.report.results import (
 )
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
+from diffllm.compare.report.styles import RowStyle, row_styles
 from diffllm.compare.report.tables import (
     cost_columns,
     cost_table,

@@ -7,12 +7,12 @@ import numpy as np
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import (
-    MISSING,
     digits_for,
     finite,
     fixed,
-    in_words,
-    percent,
+    gap_words,
+    interval_words,
+    p_text,
     plural,
     share_words,
 )
@@ -37,14 +37,6 @@ def tested_rows(rows: list[Row]) -> list[Row]:
 
 def survives(row: Row) -> bool:
     return row.p_holm is not None and row.p_holm < ALPHA
-
-
-def p_text(p: float | None) -> str:
-    if p is None:
-        return MISSING
-    if p < 0.0001:
-        return "< 0.0001"
-    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
 def holm_sentence(rows: list[Row]) -> str:
@@ -160,25 +152,6 @@ def baseline_loss(row: Row, base: Row) -> float | None:
     common = row.measured.keys() & base.measured.keys()
     losses = [loss for seeds in common if (loss := base.measured[seeds].final_loss) is not None]
     return sum(losses) / len(losses) if losses else None
-
-
-def gap_words(gap: Estimate, base: str, base_loss: float | None) -> str:
-    """Describe a mean gap, for example "0.168 nats per token (3.1%) lower than standard"."""
-    if gap.mean == 0:
-        return f"equal to that of {base}"
-    share = f" ({percent(abs(gap.mean / base_loss))})" if base_loss else ""
-    direction = "lower" if gap.mean < 0 else "higher"
-    size = fixed(abs(gap.mean), digits_for(gap))
-    return f"{size} nats per token{share} {direction} than {base}"
-
-
-def interval_words(estimate: Estimate, signed: bool = False) -> str:
-    """Return a text such as "95% interval 4.1 to 4.5", or "" if there is no interval."""
-    interval = in_words(estimate, signed, digits_for(estimate))
-    if not interval or estimate.all_equal:
-        return interval
-    contains_zero = " (contains 0)" if signed and estimate.holds_zero else ""
-    return f"95% interval {interval}{contains_zero}"
 
 
 def progress(run: Run) -> str:

@@ -10,21 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.comparable import ATTENTION, CHANGED, shown_value, value_text
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
 from diffllm.compare.arms.sentences import finite
-from diffllm.compare.report.keys import (
-    ATTENTION,
-    CHANGED,
-    HEADLINE,
-    Keys,
-    determine,
-    distinguish,
-    overrides,
-    shown_value,
-    value_text,
-)
+from diffllm.compare.report.keys import HEADLINE, Keys, determine, distinguish, overrides
 from diffllm.config import TrainConfig
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of

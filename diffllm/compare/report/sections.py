@@ -15,14 +15,7 @@ from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.figures import (
-    FEW,
-    Bands,
-    RowStyle,
-    draw_curves,
-    draw_gaps,
-    to_image,
-)
+from diffllm.compare.report.figures import FEW, Bands, draw_curves, draw_gaps, to_image
 from diffllm.compare.report.notes import heldout_text
 from diffllm.compare.report.results import (
     has_intervals,
@@ -42,6 +35,7 @@ from diffllm.compare.report.step_curves import (
     line_without,
     run_curves,
 )
+from diffllm.compare.report.styles import RowStyle
 from diffllm.compare.report.trends import trend_sentences
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title

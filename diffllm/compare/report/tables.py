@@ -18,21 +18,21 @@ from diffllm.compare.arms.sentences import (
     fixed,
     in_digits,
     in_words,
+    p_text,
     percent,
     share_words,
     short,
     with_interval,
 )
 from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
-from diffllm.compare.report.figures import RowStyle
 from diffllm.compare.report.results import (
     divergence,
     gap_tag,
     has_intervals,
-    p_text,
     tested_rows,
 )
 from diffllm.compare.report.rows import Group, Row, row_value, run_value
+from diffllm.compare.report.styles import RowStyle
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
 from diffllm.metrics.table import METRICS, metric_of

@@ -18,7 +18,6 @@ from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.report.curves import LOSS
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
-from diffllm.compare.study.differences import settings_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
@@ -28,6 +27,7 @@ from diffllm.compare.study.planned_runs import (
 )
 from diffllm.compare.study.study_hash import config_digest, is_hashed
 from diffllm.compare.study.trend_data import PositionLosses, position_losses
+from diffllm.compare.study.unequal import settings_of
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.facts import RunFacts, facts_of
@@ -143,8 +143,14 @@ class StudyArm:
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.reached(level) for run in runs)
 
-    def numbers(self) -> dict[str, Any]:
-        mean, first = self.mean, self.runs[0] if self.runs else None
+    def numbers(self, limits: tuple[float, float]) -> dict[str, Any]:
+        """Return the content of verdict.json.
+
+        Args:
+            limits: least and largest possible value of the metric.
+        """
+        mean = self.mean.within(*limits) if self.mean else None
+        first = self.runs[0] if self.runs else None
         return {
             "variant": first and first.variant,
             "parameters": first and first.facts.parameters,

@@ -1,23 +1,26 @@
 """The study file: a claim, the runs that decide the claim, and the rules."""
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.study.differences import allowed_names, check_unequal
+from diffllm.compare.arms.comparable import Terms
 from diffllm.compare.study.training_budget import (
     SecondsBudget,
     budget_profile,
     check_budget,
 )
+from diffllm.compare.study.unequal import allowed_names, check_unequal
 from diffllm.compare.timing_profile import TimingProfile
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.typed import made
+from diffllm.metrics.metric import possible_values
 from diffllm.metrics.table import METRICS, metric_of
 from diffllm.statistics.trend import FEWEST_POINTS
 
@@ -169,10 +172,10 @@ class Study:
         return self.metric.startswith(MACHINE_METRICS)
 
     @property
-    def terms(self) -> tuple[list[str], bool, bool]:
-        """Arguments `allowed`, `measures_time` and `reads_curve` of `comparable.role`."""
+    def terms(self) -> Terms:
+        """Terms of the comparison of the arms, without the budget's; see `terms_of`."""
         reads_curve = self.logged or any(rule.needs_curve for rule in self.rules)
-        return self.allowed, self.measures_time, reads_curve
+        return Terms("study", self.allowed, self.measures_time, reads_curve)
 
     @property
     def quantity(self) -> str:
@@ -186,6 +189,15 @@ class Study:
         if self.metric == LR_SENSITIVITY or self.octave:
             return OF_THE_SUMMARY["heldout_loss"]
         return OF_THE_SUMMARY.get(self.metric) or metric_of(self.metric).unit
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Least and largest possible value of the metric, or of its logarithm if scale is "log"."""
+        unit = replace(self, scale="linear").unit
+        limits = possible_values(unit)
+        if self.scale == "log":
+            return -math.inf, math.log(limits[1])
+        return limits
 
     @property
     def octave(self) -> int | None:

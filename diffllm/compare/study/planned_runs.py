@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from diffllm.compare.study.differences import starting_point
+from diffllm.compare.arms.comparable import Terms, starting_point
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.training_budget import FLOPS
 from diffllm.config import TrainConfig
@@ -143,16 +143,16 @@ def length_and_flops_of(
     return cfg.steps, cfg.global_batch_size * cfg.seq_len * flops
 
 
-def terms_of(study: Study) -> tuple[list[str], bool, bool]:
+def terms_of(study: Study) -> Terms:
     """Return `study.terms` with the keys and facts that the study's budget declares.
 
     A budget in FLOPs or seconds declares tokens and FLOPs per token. It also declares keys such as
     optim.warmup_steps, if they follow the steps in every arm.
     """
-    allowed, measures_time, reads_curve = study.terms
-    if study.budget != TOKENS:
-        allowed = [*allowed, "tokens", "flops_per_token", *keys_that_follow_steps(study)]
-    return allowed, measures_time, reads_curve
+    if study.budget == TOKENS:
+        return study.terms
+    names = [*study.allowed, "tokens", "flops_per_token", *keys_that_follow_steps(study)]
+    return study.terms._replace(allowed=names)
 
 
 def keys_that_follow_steps(study: Study) -> list[str]:

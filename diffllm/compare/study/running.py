@@ -7,9 +7,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import Comparand
+from diffllm.compare.arms.comparable import Comparand, differences
 from diffllm.compare.study.design import check_design
-from diffllm.compare.study.differences import settings_of, undeclared
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import (
     RATES,
@@ -26,6 +25,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.spending import check_profile_settings, planned_problems
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends, unequal_pairs
+from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
@@ -171,7 +171,8 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             raise ConfigError(f"arm {arm}: {error}") from error
     check_profile_settings(study, configs)
     planned_runs = planned_comparands(study, configs)
-    problems = undeclared(planned_runs, *terms_of(study)) + planned_problems(study)
+    problems = undeclared(differences(planned_runs, terms_of(study)))
+    problems += planned_problems(study)
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, planned_runs)

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+<<<<<<< HEAD
 from diffllm.compare.arms.budgets import TOLERANCE
+=======
+from diffllm.compare.arms.comparable import exact_text
+>>>>>>> main
 from diffllm.compare.arms.sentences import (
     MISSING,
     compact,
@@ -13,7 +17,6 @@ from diffllm.compare.arms.sentences import (
     plural,
 )
 from diffllm.compare.study.arms import StudyArm, StudyRun
-from diffllm.compare.study.differences import value_words
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import config_of_planned, cost_of_step, first_runs
 from diffllm.compare.study.training_budget import SecondsBudget
@@ -119,8 +122,8 @@ def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
     for name in MACHINE:
         pairs = set()
         for arm in arms:
-            timed = value_words(name, getattr(study.profile.arm(arm.name).facts, name))
-            pairs |= {(value_words(name, getattr(run.facts, name)), timed) for run in arm.runs}
+            timed = exact_text(name, getattr(study.profile.arm(arm.name).facts, name))
+            pairs |= {(exact_text(name, getattr(run.facts, name)), timed) for run in arm.runs}
         for value, timed_value in sorted(pairs):
             if value != timed_value:
                 words.append(f"{name} {value}, not {timed_value}")

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.arms.comparable import Comparand
+from diffllm.compare.arms.comparable import Comparand, Terms, differences
 from diffllm.compare.arms.run import Run
 from diffllm.compare.report.evaluations import question_asked
-from diffllm.compare.study.differences import allowed_names, difference_words, differences
 from diffllm.compare.study.file import PARAMETERS, POSITION, Rule, Study
+from diffllm.compare.study.unequal import allowed_names, difference_words
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError, listed
@@ -123,8 +123,12 @@ def unequal_pairs(rule: Rule, runs: Sequence[Comparand], measures_time: bool = F
     """
     arms = {arm for pair in rule.pairs for arm in pair}
     compared = [run for run in runs if run.arm in arms]
-    found = differences(compared, allowed_names(["parameters", "flops"]), measures_time)
-    texts = [difference_words(each, compared) for each in found if each.role == "condition"]
+    terms = Terms("study", allowed_names(["parameters", "flops"]), measures_time)
+    texts = [
+        difference_words(difference)
+        for difference in differences(compared, terms)
+        if difference.role == "condition"
+    ]
     if not texts:
         return []
     return [

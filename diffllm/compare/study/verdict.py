@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import Comparand, Difference
+from diffllm.compare.arms.comparable import (
+    TOLERANCES,
+    Comparand,
+    Difference,
+    differences,
+)
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.budgets import EqualGaps, equal_gaps
 from diffllm.compare.study.decision import apply_rules, tested_numbers
-from diffllm.compare.study.differences import TOLERANCES, differences, undeclared
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import ChosenRate, terms_of
@@ -17,6 +21,7 @@ from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.spending import spending_numbers, spending_problems
 from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
+from diffllm.compare.study.unequal import undeclared
 from diffllm.config.plugins import several_versions
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import fact_declarations
@@ -60,7 +65,7 @@ class Verdict:
             "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(each) for each in self.tested],
             "equal": [each.numbers() for each in self.equal],
-            "arms": {arm.name: arm.numbers() for arm in self.arms},
+            "arms": {arm.name: arm.numbers(self.study.limits) for arm in self.arms},
             "learning_rates": {
                 choice.arm: {
                     "lr": choice.lr,
@@ -95,7 +100,8 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     by_name = {arm.name: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
-    if problems := not_comparable(study, arms, choices):
+    apart = differences(comparands(arms), terms_of(study))
+    if problems := [*not_comparable(study, arms, choices), *undeclared(apart)]:
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
     if problems := exploratory(study, arms, choices, evidence):
@@ -105,12 +111,7 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     # Studies that began under an older version can have rules with a margin.
     reasons += dict.fromkeys(note for rule in study.rules if (note := margin_note(rule)))
     equal = equal_gaps(study, by_name)
-    runs = comparands(arms)
-    shown = [
-        difference
-        for difference in differences(runs, *terms_of(study))
-        if difference.role != "condition"
-    ]
+    shown = [difference for difference in apart if difference.role != "condition"]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence, shown)
 
 
@@ -119,7 +120,7 @@ def comparands(arms: list[StudyArm]) -> list[Comparand]:
 
 
 def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
-    """Return the reasons why the runs of a study cannot be compared."""
+    """Return why the runs of a study cannot be compared, except undeclared differences."""
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
     if strayed := [run for run in runs if run.strayed]:
@@ -134,8 +135,7 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, comparands(arms), study.measures_time)
-    problems += spending_problems(study, arms)
-    return problems + undeclared(comparands(arms), *terms_of(study))
+    return problems + spending_problems(study, arms)
 
 
 def exploratory(

@@ -1,9 +1,7 @@
 """The verdict of a study as a page."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +16,17 @@ from diffllm.compare.arms.pages import (
     Section,
     TableBlock,
 )
-from diffllm.compare.arms.sentences import MISSING, compact, percent, plural, short
-from diffllm.compare.report.figures import RC, WIDTH, RowStyle, draw_gaps, row_styles, to_image
-from diffllm.compare.report.rows import Row
+from diffllm.compare.arms.sentences import (
+    MISSING,
+    compact,
+    percent,
+    plural,
+    range_text,
+    short,
+    two_digits,
+)
+from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
+from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
 from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
 from diffllm.compare.study.file import Study
@@ -149,7 +155,8 @@ def arms_table(found: Verdict) -> Table:
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
-        style, mean = styles.get(arm.name), arm.mean
+        style = styles.get(arm.name)
+        mean = arm.mean.within(*found.study.limits) if arm.mean else None
         interval = mean.interval if mean else None
         rates = [run.lr for run in arm.runs]
         rows.append(
@@ -188,19 +195,17 @@ def power_words(study: Study) -> str:
 
 def arm_styles(found: Verdict) -> dict[str, RowStyle]:
     """Return the style of each arm in figures, by name; arms without runs have none."""
-    study = found.study
-    rows = []
-    for arm in sorted(found.arms, key=lambda arm: arm.name != study.baseline):
-        if not arm.runs:
-            continue
-        # A row without runs: its keys determine the style.
-        keys = {"attention": arm.runs[0].variant}
-        for word in [*study.base, *study.arms[arm.name]]:
+    identities = {}
+    for arm in sorted(found.arms, key=lambda arm: arm.name != found.study.baseline):
+        changes = {}
+        for word in [*found.study.base, *found.study.arms[arm.name]]:
             key, _, value = word.partition("=")
             if key.startswith(ATTENTION):
-                keys[key] = parse_yaml(value)  # Spellings of one value have one style.
-        rows.append(Row(arm.name, keys, []))
-    return {style.label: style for style in row_styles(rows)}
+                changes[key] = parse_yaml(value)  # Spellings of one value have one style.
+        if arm.runs:
+            identities[arm.name] = style_identity(arm.runs[0].variant, changes)
+    styles = styles_of([*identities], [*identities.values()])
+    return {style.label: style for style in styles}
 
 
 def gaps_of_pairs(found: Verdict) -> dict[tuple[str, str], Estimate]:
@@ -234,46 +239,45 @@ def gaps_figure(found: Verdict) -> Figure:
 
 
 def conditions_text(numbers: dict[str, Any]) -> str:
+    """Describe the size of the runs, and state which settings the arms share."""
     arms = [arm for arm in numbers["arms"].values() if arm["losses"]]
     runs = sum(len(arm["losses"]) for arm in arms)
-    seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
+    seeds = [len(arm["values"]) for arm in arms]
+    tokens = [arm["tokens"] for arm in arms]
+    sizes = [arm["parameters"] for arm in arms]
     words = [
         plural(runs, "run"),
         f"{range_text(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
         f"{range_text(tokens)} tokens per run",
     ]
-    sizes = [arm["parameters"] for arm in arms]
     if None not in sizes:
-        ratios = [count / size for count, size in zip(tokens, sizes, strict=True)]
+        ratios = [arm["tokens"] / arm["parameters"] for arm in arms]
         words.append(f"{range_text(sizes)} parameters")
-        words.append(f"{range_text(ratios, partial(short, digits=2))} tokens per parameter")
+        words.append(f"{range_text(ratios, two_digits)} tokens per parameter")
     equal, unequal = [], []
     for key, name in COMPARED.items():
         values = [arm[key] for arm in arms]
         if None in values:
             continue
-        if all(value == values[0] for value in values):
+        least, most = min(values), max(values)
+        if least == most:
             equal.append(name)
         elif key == "rates":
             unequal.append(name)
-        elif (apart := max(values) / min(values) - 1) <= TOLERANCE:
-            equal.append(f"{name} (within {percent(apart)})")
+        elif most / least - 1 <= TOLERANCE:
+            equal.append(f"{name} (within {percent(most / least - 1)})")
         else:
-            unequal.append(f"{name} (largest {percent(apart)} above smallest)")
-    declared = numbers["unequal"]
+            unequal.append(f"{name} (largest {percent(most / least - 1)} above smallest)")
+    names_by_text = {
+        "Equal across arms": equal,
+        "Not equal": unequal,
+        "Differences that the study declares": numbers["unequal"],
+    }
     sentences = [f"{', '.join(words)}."]
-    for start, names in (
-        ("Equal across arms", equal),
-        ("Not equal", unequal),
-        ("Differences that the study declares", declared),
-    ):
+    for text, names in names_by_text.items():
         if names:
-            sentences.append(f"{start}: {', '.join(names)}.")
+            sentences.append(f"{text}: {', '.join(names)}.")
     return " ".join(sentences)
-
-
-def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
-    return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
 
 
 def override_lines(study: Study) -> list[str]:

@@ -16,7 +16,7 @@ from diffllm.cli import main
 from diffllm.compare import wandb_views
 from diffllm.compare.dashboard import comparison_dashboard, project_dashboard
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.figures import row_styles
+from diffllm.compare.report.styles import row_styles
 from diffllm.compare.wandb_runs import COMPARISON_ID
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import AXES, METRICS, metric_of

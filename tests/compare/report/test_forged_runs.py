@@ -21,7 +21,8 @@ from diffllm.compare.arms.run import (
     load_run,
 )
 from diffllm.compare.report.curves import over_seeds
-from diffllm.compare.report.figures import RowStyle, draw_curves
+from diffllm.compare.report.figures import draw_curves
+from diffllm.compare.report.styles import RowStyle
 from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record

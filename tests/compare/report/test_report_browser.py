@@ -1,6 +1,6 @@
-"""The layout of the report page in a browser: nothing is wider than the window.
+"""The layout of reports and of a verdict page in a browser: nothing is wider than the window.
 
-A single page loads all reports in frames of given widths and themes, and measures each frame.
+A single page loads all pages in frames of given widths and themes, and measures each frame.
 """
 
 import json
@@ -8,11 +8,16 @@ import re
 import shutil
 import subprocess
 from html import unescape
+from pathlib import Path
 
 import pytest
 import sample_comparison as sample
 
 from diffllm.compare.report.page import page
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.raw_values import read_values
+from diffllm.compare.study.verdict import judge_evidence
+from diffllm.compare.study.verdict_page import verdict_page
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
@@ -60,17 +65,27 @@ ODD = {
     for make in (sample.hostile, sample.barely_started, sample.not_finite, sample.incomparable)
 }
 VIEWS = [(FOUR, width, dark) for width in (360, 900, 1400) for dark in (False, True)]
-VIEWS += [(name, 360, False) for name in ODD]
+VIEWS += [(name, 360, False) for name in (*ODD, "verdict")]
+
+
+def published_verdict() -> str:
+    """Return the verdict page of a published study with long overrides, hashes and sentences."""
+    root = Path(__file__).parents[3]
+    study = load_study(root / "conf/study/damping_2.yaml")
+    values = root / "benchmarks/results/damping_2/values.json"
+    return verdict_page(judge_evidence(study, read_values(study, values))).html()
 
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory):
     """Return the measurements of every view; a view is (page, width, dark)."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {FOUR: lambda: sample.compared(sample.FOUR, 2, 40, probes=True), **ODD}
-    files = {name: f"{i}.html" for i, name in enumerate(made)}
-    for name, make in made.items():
-        (folder / files[name]).write_text(page(make()), encoding="utf-8")
+    comparisons = {FOUR: lambda: sample.compared(sample.FOUR, 2, 40, probes=True), **ODD}
+    pages = {name: page(make()) for name, make in comparisons.items()}
+    pages["verdict"] = published_verdict()
+    files = {name: f"{i}.html" for i, name in enumerate(pages)}
+    for name, html in pages.items():
+        (folder / files[name]).write_text(html, encoding="utf-8")
     frames = [
         FRAME.format(file=files[name], width=width, theme="dark" if dark else "light")
         for name, width, dark in VIEWS
@@ -113,8 +128,8 @@ def test_report_page_fits_browser_width_in_light_and_dark_theme(views, width, da
     assert (brightness[1] < 100 < 600 < brightness[0]) != dark
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_report_page_with_unusual_content_fits_narrow_screen(views, name):
+@pytest.mark.parametrize("name", [*ODD, "verdict"])
+def test_page_with_unusual_content_fits_narrow_screen(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["wide"] <= 360

@@ -1,23 +1,28 @@
 """Roles of config keys and facts in reports, and the page's list of differences between rows."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from runs.written import loaded, sweep, write_run
 
 from diffllm.cli.report import report_command
-from diffllm.compare.arms.comparable import role
+from diffllm.compare.arms.comparable import REPORT, Comparand, Terms, differences, role
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.differences import OMITTED
 from diffllm.compare.report.keys import FACTS, SEEDS, causes_of, is_deciding, keys_of_fact
+from diffllm.compare.study.unequal import settings_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
+from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.keys import Declaration, class_declarations
-from diffllm.metrics.facts import machine_facts
+from diffllm.metrics.facts import fact_declarations, fact_types, facts_of, machine_facts
 from diffllm.model.attention.diff_v1 import DiffV1Config
 
 DECLARED = class_declarations(TrainConfig) | class_declarations(DiffV1Config, "model.attention.")
+OMITTED = ("run", "resolved", "seed", "resume", "plugins")
+"""Keys and sections that differ between any two runs, or whose computed values are compared."""
 CODE = [{"diffllm": {"hash": letter * 64}} for letter in "ab"]
 
 
@@ -31,7 +36,8 @@ def pair(tmp_path_factory):
 def with_value(run, key, value="other", declared=None):
     """Return a copy of `run` with a config value that the config was not checked for."""
     changed = replace(run)
-    changed.config = {**run.config, key: value}
+    following = [name for name, other in DECLARED.items() if other.follows == key]
+    changed.config = {**run.config, **dict.fromkeys([key, *following], value)}
     if declared:
         changed.declarations = {**run.declarations, key: declared}
     return changed
@@ -46,13 +52,16 @@ def test_difference_in_key_has_role_of_its_declaration(pair, key):
     standard, other = pair
     comparison = compare([standard, with_value(other, key)])
     declared = DECLARED[key]
-    expected = role(key, declared, "report")
+    expected = role(key, declared, REPORT)
     compared_by = declared.fact in (*FACTS, *DECLARED)
     if is_within(key, OMITTED):
         assert key not in roles(comparison)
         assert comparison.differences == []
     elif compared_by:
         assert roles(comparison)[key] == "harmless"
+        assert comparison.differences == []
+    elif key in SEEDS:  # Rows contain several seeds.
+        assert roles(comparison) == {key: "condition"}
         assert comparison.differences == []
     elif key == "model.attention.values":  # Only one of the variants has the key.
         assert comparison.row_differences == []
@@ -61,7 +70,69 @@ def test_difference_in_key_has_role_of_its_declaration(pair, key):
         assert comparison.differences == ([key] if expected == "condition" else [])
     labels = " ".join(row.label for row in comparison.rows)
     shows_key = f"{key.rpartition('.')[2]}=" in labels
-    assert shows_key is (is_deciding(key, declared) and not compared_by)
+    assert shows_key is (
+        is_deciding(key, declared) and not (compared_by or is_within(key, OMITTED))
+    )
+
+
+def with_setting(run, key):
+    """Return a copy of `run` with another value of a config key and of the keys that follow it."""
+    cfg = deepcopy(run.cfg)
+    config = flatten(yaml_dict(cfg))
+    value = 7 if isinstance(config.get(key), int | float) else "other"
+    for name in (key, *(name for name, other in DECLARED.items() if other.follows == key)):
+        *sections, field = name.split(".")
+        object.__setattr__(attrgetter(".".join(sections))(cfg) if sections else cfg, field, value)
+    return replace(run, cfg=cfg)
+
+
+FACTS_OF_RUN = {"python": {"environment": {"python": "other"}}, "code": {"diffllm": {"hash": "b"}}}
+
+
+def with_fact(run, fact):
+    kinds = fact_types()[fact]
+    values = {bool: True, float: 99, str: "other"}
+    value = next(values[kind] for kind in kinds if kind in values)
+    entry = FACTS_OF_RUN.get(fact, {fact: value})
+    return replace(run, facts={**run.facts, **entry})
+
+
+def conditions_of_study(runs):
+    """Return the undeclared differences of two runs in a study of their final losses."""
+    comparands = []
+    for run in runs:
+        values = settings_of(run.cfg, False) | vars(facts_of(run.facts))
+        comparands.append(Comparand(run.variant, run.cfg.seed, values))
+    found = differences(comparands, Terms("study", reads_curve=False))
+    names = {difference.key for difference in found if difference.role == "condition"}
+    if "tokens" not in names:
+        return names
+    # A study compares tokens in place of steps.
+    return names - {"tokens"} or {"steps"}
+
+
+SETTABLE = [name for name in DECLARED if not name.startswith("resolved.")]
+
+
+@pytest.mark.parametrize("name", [*SETTABLE, *fact_declarations()])
+def test_report_and_study_compare_the_same_runs_except_for_declared_permissions(pair, name):
+    standard, other = pair
+    is_fact = name in fact_declarations()
+    declared = fact_declarations()[name] if is_fact else DECLARED[name]
+    runs = [standard, with_fact(other, name) if is_fact else with_setting(other, name)]
+    comparison = compare(runs)
+    report = {key for key, role in roles(comparison).items() if role == "condition"}
+    study = conditions_of_study(runs)
+    if not declared.may_differ & {"report", "study"}:
+        assert report == study
+        if name != "seed":  # Runs of different seeds have no paired gap.
+            assert (comparison.rows[-1].gap is None) == bool(report)
+    for place, conditions in (("report", report), ("study", study)):
+        assert conditions <= {name}
+        if place in declared.may_differ:
+            assert not conditions
+        elif declared.may_differ & {"report", "study"}:
+            assert conditions == {name}
 
 
 def test_facts_replace_their_config_keys_and_explain_other_facts():

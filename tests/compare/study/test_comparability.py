@@ -6,9 +6,9 @@ import pytest
 from runs.written import study_file, write_arms
 
 from diffllm.cli import main
-from diffllm.compare.arms.comparable import Comparand, role
-from diffllm.compare.study.differences import differences, settings_of, undeclared
+from diffllm.compare.arms.comparable import Comparand, Terms, differences, role
 from diffllm.compare.study.running import check_study_runs
+from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import verdict_page
 from diffllm.config import load_config
@@ -53,6 +53,10 @@ WITHOUT_VALUE = {
 }  # fmt: skip
 """Names of conditions that have no compared value, and the reasons."""
 SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
+
+
+def undeclared_in(runs, allowed, **terms):
+    return undeclared(differences(runs, Terms("study", allowed, **terms)))
 
 
 def two_arms(v2: str = "") -> str:
@@ -165,10 +169,10 @@ def test_starting_point_is_a_condition():
         cfg = replace(new, resume=resume)
         settings = [settings_of(arm, chosen_rates=False) for arm in (new, cfg)]
         runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
-        problems = undeclared(runs, [])
+        problems = undeclared_in(runs, [])
         assert bool(problems) == (resume not in own)
         assert all("add resume to unequal" in problem for problem in problems)
-        assert undeclared(runs, ["resume"]) == []
+        assert undeclared_in(runs, ["resume"]) == []
 
 
 def test_code_may_differ_between_seeds_but_not_between_arms(tmp_path):
@@ -180,15 +184,15 @@ def test_code_may_differ_between_seeds_but_not_between_arms(tmp_path):
     by_seed = [
         Comparand(arm, seed, {"code": f"version {seed}"}) for arm in "ab" for seed in range(3)
     ]
-    assert differences(by_seed, []) == []
+    assert differences(by_seed, Terms("study")) == []
 
 
 @pytest.mark.parametrize(("fact", "value"), [("device", "NVIDIA H100"), ("ranks", 8)])
 def test_machine_is_a_condition_of_metrics_of_time(fact, value):
     runs = [Comparand("a", 0, {fact: "other"}), Comparand("b", 0, {fact: value})]
-    assert undeclared(runs, []) == []
-    assert f"add {fact} to unequal" in undeclared(runs, [], measures_time=True)[0]
-    assert undeclared(runs, [fact], measures_time=True) == []
+    assert undeclared_in(runs, []) == []
+    assert f"add {fact} to unequal" in undeclared_in(runs, [], measures_time=True)[0]
+    assert undeclared_in(runs, [fact], measures_time=True) == []
 
 
 def test_key_that_only_one_arm_sets_is_a_condition():
@@ -196,12 +200,12 @@ def test_key_that_only_one_arm_sets_is_a_condition():
     configs = [load_config(words), load_config([*words, "eval.levels={mqar: {filler: 64}}"])]
     settings = [settings_of(cfg, chosen_rates=False) for cfg in configs]
     runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
-    assert "eval.levels.mqar.filler: not set in a; 64 in b" in undeclared(runs, [])[0]
+    assert "eval.levels.mqar.filler: not set in a; 64 in b" in undeclared_in(runs, [])[0]
 
 
 def test_hashes_with_equal_start_differ():
     runs = [Comparand(arm, 0, {"corpus": "c0" * 30 + end}) for arm, end in (("a", "1"), ("b", "2"))]
-    assert [difference.key for difference in differences(runs, [])] == ["corpus"]
+    assert [difference.key for difference in differences(runs, Terms("study"))] == ["corpus"]
 
 
 def test_metrics_of_time_and_memory_depend_on_machine(tmp_path):
@@ -218,11 +222,11 @@ def test_difference_in_key_is_refused_if_and_only_if_its_declaration_is_a_condit
         value = settings.get(name)
         if value is not None and name != "resume":
             runs = [Comparand("a", 0, {name: value}), Comparand("b", 0, {name: f"{value}0"})]
-            refused |= {name} if undeclared(runs, []) else set()
-            assert undeclared(runs, [name]) == []
-            is_condition = role(name, declaration, "study") == "condition"
+            refused |= {name} if undeclared_in(runs, []) else set()
+            assert undeclared_in(runs, [name]) == []
+            is_condition = role(name, declaration, Terms("study")) == "condition"
             assert (name in refused) == is_condition, name
-        elif role(name, declaration, "study") == "condition":
+        elif role(name, declaration, Terms("study")) == "condition":
             is_section = any(key.startswith(f"{name}.") for key in settings)
             is_length = name in LENGTHS
             is_content = declaration.fact in ("corpus", "tokenizer")

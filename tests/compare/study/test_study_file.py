@@ -1,5 +1,6 @@
 """Study files: content, and errors about invalid files."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def test_load_study_parses_numbers_in_scientific_notation_without_decimal_point(
         "heldout_loss of v2 minus that of half is below 0 (one-sided, alpha 0.05)"
     )
     assert load_study(written(tmp_path, GOOD + "\n# later\n")).hash != study.hash
+
+
+@pytest.mark.parametrize(
+    ("metric", "scale", "limits"),
+    [
+        ("heldout_loss", "linear", (0, math.inf)),
+        ("seconds", "linear", (0, math.inf)),
+        ("tasks/mqar", "linear", (0, 1)),
+        ("tasks/mqar", "log", (-math.inf, 0)),
+        ("context_rms", "log", (-math.inf, math.inf)),
+        ("spikes/loss_score", "linear", (-math.inf, math.inf)),
+    ],
+)
+def test_limits_of_metric_follow_from_its_unit(tmp_path, metric, scale, limits):
+    study = replace(load_study(written(tmp_path, GOOD)), metric=metric, scale=scale)
+    assert study.limits == limits
 
 
 RULE = "difference, arm: v2, against: half, below: 0.0"
