@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diffllm.compare.arms.run import Run, flops_facts, keys_seen
+from diffllm.compare.arms.sentences import compact
 from diffllm.metrics.facts import machine_facts
 
 TOLERANCE = 0.03
@@ -114,7 +115,7 @@ def plan_of(run: Run) -> str | None:
     """Name the plan that can make the costs of runs equal: the budget of a sweep, or a study."""
     flops = run.cfg.train.budget.flops
     if flops is not None:
-        return f"{flops:g} FLOPs"
+        return f"{compact(flops)} FLOPs"
     digest, _, stage = (run.cfg.run.study or "").partition("/")
     return f"study {digest[:8]} {stage.partition('/')[0]}" if digest else None
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.budgets import BUDGETS, Budget
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.report.rows import EqualGap, Row
@@ -97,7 +98,7 @@ def smoothed(series: Series, points: int) -> Series:
     return Series(series.tokens, np.where(known, total / count.clip(1), np.nan))
 
 
-def at_end(row: Row, quantity: str) -> Band | None:
+def at_end(row: Arm, quantity: str) -> Band | None:
     """Return the mean and range over seeds of a metric that is logged per layer; x is the layer.
 
     Use the finished runs of the row, or all of its runs if no run is finished. The values are from
@@ -148,31 +149,31 @@ def gap_band(row: Row) -> Band | None:
     return over_seeds(gaps)
 
 
-def have_equal_tokens(row: Row, base: Row) -> bool:
-    """Return whether rows train on equally many tokens.
+def have_equal_tokens(arm: Arm, base: Arm) -> bool:
+    """Return whether arms train on equally many tokens.
 
-    Otherwise, the learning rates of the rows differ after equal tokens.
+    Otherwise, the learning rates of the arms differ after equal tokens.
     """
-    return BUDGETS["tokens"].equal_cost([*row.runs, *base.runs]) is not None
+    return BUDGETS["tokens"].equal_cost([*arm.runs, *base.runs]) is not None
 
 
-def pairs_of_gap(row: Row) -> list[tuple[Run, Run]]:
-    """Return the runs from which `row.gap` is computed, with the baseline run of the same seed."""
-    bases = row.baseline.measured if row.baseline else {}
-    return [(run, bases[seeds]) for seeds, run in row.measured.items() if seeds in bases]
+def pairs_of_gap(arm: Arm, base: Arm) -> list[tuple[Run, Run]]:
+    """Return the runs from which the gap of two arms is computed, paired by seed."""
+    bases = base.measured
+    return [(run, bases[seeds]) for seeds, run in arm.measured.items() if seeds in bases]
 
 
-def sample_gaps(row: Row) -> dict[int, Estimate]:
-    """Return the gap of a row in held-out sample loss, by number of training tokens.
+def sample_gaps(arm: Arm, base: Arm) -> dict[int, Estimate]:
+    """Return the gap of two arms in held-out sample loss, by number of training tokens.
 
-    The gap and its interval are computed like `row.gap`, from the same runs. A number of tokens is
-    omitted if a run has no finite loss there. Return {} if the rows train on different numbers of
-    tokens.
+    The gap and its interval are computed like the gap of the final losses, from the same runs. A
+    number of tokens is omitted if a run has no finite loss there. Return {} if the arms train on
+    different numbers of tokens.
     """
-    if row.baseline is None or not have_equal_tokens(row, row.baseline):
+    if not have_equal_tokens(arm, base):
         return {}
     losses: dict[int, tuple[Losses, Losses]] = {}
-    pairs = pairs_of_gap(row)
+    pairs = pairs_of_gap(arm, base)
     for pair in pairs:
         for side, run in enumerate(pair):
             for tokens, loss in zip(*map(np.ndarray.tolist, run.series(LOSS)), strict=True):
@@ -187,11 +188,10 @@ def sample_gaps(row: Row) -> dict[int, Estimate]:
 
 
 def rows_of_gaps(rows: list[Row]) -> list[Row]:
-    bases = [row.baseline for row in rows if row.gap]
-    return [row for row in rows if row.gap or any(row is base for base in bases)]
+    return [row for row in rows if row.gap or row.is_baseline]
 
 
-def seed_noise(rows: list[Row]) -> Series | None:
+def seed_noise(rows: Sequence[Arm]) -> Series | None:
     """Return half the width of the noise floor of loss gaps, as a curve over training tokens.
 
     The noise floor is an interval around 0. It contains 95% of the gaps between two variants whose
@@ -214,25 +214,23 @@ def seed_noise(rows: list[Row]) -> Series | None:
     return Series(x[known], half[known]) if known.any() else None
 
 
-def equal_gaps(row: Row) -> dict[str, EqualGap]:
-    """Return the loss gap of a row to its baseline at equal tokens, FLOPs and seconds, by name.
+def equal_gaps(arm: Arm, base: Arm, gap: Estimate) -> dict[str, EqualGap]:
+    """Return the loss gap of two arms at equal tokens, FLOPs and seconds, by name.
 
     The gap at equal tokens is that of the held-out sample loss at the last common evaluation. The
-    runs of a gap have completed their schedules, so at equal FLOPs or seconds, the gap is that of
-    the final losses. A budget is omitted if the costs of all these runs are not equal.
+    runs of a gap have completed their schedules, so at equal FLOPs or seconds, the gap is `gap`,
+    that of the final losses. A budget is omitted if the costs of all these runs are not equal.
     """
-    if row.gap is None:
-        return {}
-    runs = [run for pair in pairs_of_gap(row) for run in pair]
     gaps = {}
-    samples = sample_gaps(row)
+    samples = sample_gaps(arm, base)
     if samples:
         tokens = max(samples)
         gaps["tokens"] = EqualGap(samples[tokens], tokens)
+    runs = [run for pair in pairs_of_gap(arm, base) for run in pair]
     for name in ("flops", "seconds"):
         cost = BUDGETS[name].equal_cost(runs)
         if cost is not None:
-            gaps[name] = EqualGap(row.gap, cost)
+            gaps[name] = EqualGap(gap, cost)
     return gaps
 
 

@@ -1,20 +1,9 @@
 """List every difference between the rows of a report, with its role in the comparison."""
 
-<<<<<<< HEAD
-from diffllm.compare.arms.budgets import LENGTH_KEYS
-from diffllm.compare.arms.comparable import (
-    ATTENTION,
-    Difference,
-    Role,
-    arms_by_value,
-    disagrees,
-    role,
-)
-=======
 from dataclasses import replace
 
+from diffllm.compare.arms.budgets import LENGTH_KEYS, planned_budgets
 from diffllm.compare.arms.comparable import REPORT, Comparand, Difference, Role, differences
->>>>>>> main
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.report.keys import all_declarations, values_of
 from diffllm.compare.report.rows import Row
@@ -38,12 +27,16 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     runs = [run for row in rows for run in row.runs]
     declared = all_declarations(runs)
     columns = {name for row in rows for name in row.values}
+    budgets = dict(zip(runs, planned_budgets(runs), strict=True))
     comparands = []
     for row in rows:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
             for name in columns:
                 values.pop(name, None)
+            values["budget"] = budgets[run]
             comparands.append(Comparand(row.label, run.cfg.seed, values | row.differing))
+    for name in LENGTH_KEYS:
+        declared[name] = replace(declaration_of(name, declared), fact="budget")
     for name in rows[0].differing:
         # These keys distinguish rows, even if a fact is compared in their place.
         declared[name] = replace(declaration_of(name, declared), fact=None)
@@ -53,70 +46,7 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     def place(difference: Difference) -> tuple[int, bool]:
         return ORDER.index(difference.role), difference.key not in rows[0].differing
 
-<<<<<<< HEAD
-def other_difference(rows: list[Row], name: str, declared: Declaration) -> list[Difference]:
-    """Return a difference in a key or fact that does not distinguish rows; [] if rows agree."""
-    key_role = role(name, declared, "report")
-    if key_role == "question":  # Variants have different defaults; labels show overrides.
-        return []
-    if name in LENGTH_KEYS:
-        key_role, why = "declared", "follows from the equal budget"
-    elif key_role == "condition":
-        # The key is not compared, because a fact or another key is compared in its place.
-        key_role, why = "harmless", f"{declared.fact or declared.follows} is compared instead"
-    elif key_role == "harmless":
-        why = harmless_reason(declared)
-    elif declared.computes:
-        why = "rows may differ"
-    else:
-        why = "decides only how often values are measured"
-    runs: list[tuple[str, int, str]] = []
-    for row in rows:
-        for run in row.runs:
-            # Attention variants have different keys.
-            if name.startswith(ATTENTION) and name not in run.config:
-                continue
-            runs.append((row.label, run.cfg.seed, value_text(name, recorded_value(run, name))))
-    if not disagrees(runs):
-        return []
-    return [Difference(name, key_role, arms_by_value(runs), why)]
-
-
-def recorded_value(run: Run, name: str) -> object:
-    """Return a fact of run.json ("unknown" if it is missing), or the value of a config key."""
-    if name not in fact_declarations():
-        return run.config.get(name)
-    fact = getattr(facts_of(run.facts), name)
-    return "unknown" if fact is None else fact
-
-
-def harmless_reason(declared: Declaration) -> str:
-    if declared.effect == "speed":
-        return "decides only speed"
-    if declared.effect == "logging":
-        return "decides only which values are logged, and how often"
-    if "path" in declared.kinds:
-        return "decides only where files are"
-    return "has no influence on training and evaluation"
-
-
-def initial_seeds(rows: list[Row]) -> list[Difference]:
-    """Return the difference of rows whose runs of one seed have different model.init_seed.
-
-    Gaps are paired by both seeds, so these runs are not compared.
-    """
-    runs: list[tuple[str, int, str]] = []
-    for row in rows:
-        for run in row.runs:
-            seed, init_seed = run.seeds
-            runs.append((row.label, seed, "seed" if init_seed == seed else str(init_seed)))
-    if not disagrees(runs):
-        return []
-    why = "gaps compare only runs with equal initial values"
-    return [Difference("model.init_seed", "condition", arms_by_value(runs), why)]
-=======
     return sorted(shown, key=place)
->>>>>>> main
 
 
 def row_settings(row: Row, differences: list[Difference]) -> str:

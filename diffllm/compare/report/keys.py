@@ -39,17 +39,6 @@ HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
 HELDOUT_SPLIT = "heldout_split_tokens"
 """Number of tokens of the whole held-out split; unknown in runs of older versions."""
-<<<<<<< HEAD
-PLUGINS = "plugins"
-CHANGED = "changed"
-"""Name for the config changes after the start of a run; not a config key."""
-COMPUTED = dict.fromkeys(("attention", "resume", PLUGINS, CHANGED, "budget"), UNDECLARED)
-"""Values that a report computes for each run: variant, starting point, versions of plugins that
-several runs use in different versions, changes during the run, and the budget that determines its
-length. All of these decide numbers."""
-
-=======
->>>>>>> main
 SEEDS = [
     name for name, declared in class_declarations(TrainConfig).items() if "seed" in declared.kinds
 ]
@@ -97,20 +86,7 @@ def distinguish(runs: list[Run]) -> Keys:
     entry. If all runs lack the entry, the config keys are compared instead.
     """
     declared = all_declarations(runs)
-<<<<<<< HEAD
-    several = several_versions([run.plugin_code for run in runs])
-    values = []
-    for run, plan in zip(runs, planned_budgets(runs), strict=True):
-        values.append(without_length(deciding_values(run, several), plan))
-    values = count_targets_as_matched(values)
-
-    names = {key for run_values in values for key in run_values}
-    names -= following_keys(runs, declared)
-    names -= keys_compared_by_fact(values, declared)
-    differing = {name for name in names if differs(name, values)}
-=======
     values = distinguishing_values(runs)
->>>>>>> main
     # Two variants have different fields below `model.attention`, with different defaults. Only
     # overrides of these defaults distinguish rows of one variant.
     differing = {name for run in runs for name in overrides(run)}
@@ -151,7 +127,7 @@ def is_deciding(key: str, declared: Declaration) -> bool:
     return key not in SEEDS and key_role != "harmless"
 
 
-def values_of(runs: list[Run]) -> list[dict[str, Any]]:
+def values_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the values of runs that a report compares, by config key, fact or computed name.
 
     Overrides of the variant's defaults below `model.attention` are omitted; see `overrides`.
@@ -170,15 +146,16 @@ def values_of(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def distinguishing_values(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return `values_of(runs)` with overrides of the variants, and with widths before a match."""
+    """Return `values_of(runs)` with overrides of the variants, and before matches and budgets."""
     overridden = {name for run in runs for name in overrides(run)}
     result = []
-    for run, values in zip(runs, values_of(runs), strict=True):
+    plans = planned_budgets(runs)
+    for run, values, plan in zip(runs, values_of(runs), plans, strict=True):
         values |= {name: run.config.get(name) for name in overridden}
         if matched := run.cfg.resolved.matched:
             # The solved width follows from the match; the target's width is the setting.
             values[f"model.{matched.key}"] = matched.target_ffn_dim
-        result.append(values)
+        result.append(without_length(values, plan))
     return count_targets_as_matched(result)
 
 

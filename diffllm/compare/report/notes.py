@@ -1,8 +1,9 @@
 """Sentences of a report about its runs: sizes, held-out text, settings and problems."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     HASH,
@@ -125,7 +126,7 @@ def fact_notes(runs: list[Run]) -> list[str]:
     ]
 
 
-def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
+def parameter_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
     notes = []
     for row, base in gaps:
         size, other = (each.fact("parameters") for each in (row, base))
@@ -139,7 +140,7 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
     return notes
 
 
-def length_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
+def length_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
     """Return a note about compared rows that train on different numbers of tokens."""
     labels = []
     for row, base in gaps:
@@ -174,7 +175,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
     return [f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(texts)}."]
 
 
-def code_notes(rows: list[Row]) -> list[str]:
+def code_notes(rows: Sequence[Arm]) -> list[str]:
     """Return a note if rows were trained by different versions of diffllm's source files.
 
     Versions may differ between seeds, if the runs of each seed have the same version.

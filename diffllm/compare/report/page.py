@@ -19,6 +19,7 @@ from diffllm.compare.arms.pages import (
 )
 from diffllm.compare.arms.sentences import fixed
 from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.costs import cost_columns, cost_table, unplanned_sentences
 from diffllm.compare.report.differences import differences_table, row_settings_table
 from diffllm.compare.report.evaluations import Evaluated
 from diffllm.compare.report.figures import RC
@@ -37,8 +38,6 @@ from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import RowStyle, row_styles
 from diffllm.compare.report.tables import (
-    cost_columns,
-    cost_table,
     csv_text,
     fold_constant,
     gap_table,
@@ -46,7 +45,6 @@ from diffllm.compare.report.tables import (
     runs_table,
     score_table,
     table_columns,
-    unplanned_sentences,
 )
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
@@ -234,7 +232,8 @@ def results_section(comparison: Comparison, styles: list[RowStyle]) -> Section:
 
 def tests_text(rows: list[Row]) -> str:
     family = len(tested_rows(rows))
-    no_documents = "; ".join(dict.fromkeys(row.no_documents for row in rows if row.no_documents))
+    reasons = [row.outcome.no_documents for row in rows if row.outcome]
+    missing = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
     sentences = ["All p values are two-sided and use runs with a finite final loss."]
     if family > 1:
         sentences.append(
@@ -244,8 +243,8 @@ def tests_text(rows: list[Row]) -> str:
         "Pairing removes the effect of the seed but halves the degrees of freedom, so the paired "
         "and the unpaired test can disagree."
     )
-    if no_documents:
-        sentences.append(f"The interval over documents and seeds is {no_documents}.")
+    if missing:
+        sentences.append(f"An interval over documents and seeds is missing: {missing}.")
     return " ".join(sentences)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.sentences import (
     compact,
     digits_for,
@@ -16,7 +17,7 @@ from diffllm.statistics.gap_tests import ALPHA, Gap, holm, paired
 from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points, gap_trend
 
 
-def row_trend(row: Row, base: Row) -> Trend | None:
+def arm_trend(row: Arm, base: Arm) -> Trend | None:
     """Return the trend of the loss gap `row` minus `base` over training tokens.
 
     Only runs whose seed has a finite final loss in both rows are used. An evaluation is shared if

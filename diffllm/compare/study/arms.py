@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.arms.comparable import starting_point
-from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.run import Run, Series, run_value
 from diffllm.compare.report.curves import LOSS
 from diffllm.compare.report.notes import thin_note
-from diffllm.compare.report.rows import run_value
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-<<<<<<< HEAD
 from diffllm.compare.arms.budgets import TOLERANCE
-=======
 from diffllm.compare.arms.comparable import exact_text
->>>>>>> main
 from diffllm.compare.arms.sentences import (
     MISSING,
     compact,

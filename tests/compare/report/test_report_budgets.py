@@ -96,10 +96,10 @@ def test_runs_of_one_budget_in_flops_have_gap_of_final_losses(tmp_path):
     assert v2.equal["flops"].gap == v2.gap
     assert v2.gap.mean == pytest.approx(np.mean([-0.1, -0.15, -0.1]))
     assert v2.equal["flops"].at == pytest.approx(1e11, rel=0.01)
-    assert (v2.trend, gap_band(v2), sample_gaps(v2)) == (None, None, {})
+    assert (v2.trend, gap_band(v2), sample_gaps(v2, v2.baseline)) == (None, None, {})
     assert any(note.startswith("Not at equal tokens: diff_v2.") for note in comparison.notes)
-    roles = {found.key: found.role for found in comparison.row_differences}
-    assert roles["steps"] == "declared"
+    reasons = {found.key: found.reason for found in comparison.row_differences}
+    assert reasons["steps"] == "budget is compared instead"
     html = page(comparison)
     assert "No gap at equal seconds: plan such runs with <code>budget</code> in a study." in html
     titles = ("Loss over tokens", "Loss over FLOPs")
@@ -116,7 +116,7 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
 
 
 def write_timed(path, variant, steps, step_seconds, **facts):
-    """Write a run of a study; `step_seconds` is the time per step in steps.npy."""
+    """Write a run of a study with this time per step in steps.npy."""
     words = (f"attention={variant}", f"steps={steps}", "run.study=d1ge57/deciding/arm")
     lines = [{"step": steps, "tokens": steps * TOKENS, "train/loss": 5.0, "eval/loss": 4.0}]
     facts = {"flops_per_token": FLOPS[variant], **facts}
