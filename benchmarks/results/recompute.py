@@ -5,9 +5,9 @@
 The script uses numpy and scipy, but not diffllm. It recomputes each number of every verdict.md and
 each number of the claims in README.md, and compares the printed digits. It prints one line per page
 and exits with status 1 if a number differs. If the values per seed are lost, a number is compared
-with the JSON or CSV file that contains it. The tables, the gaps of rules and the counts of log-rank
-rules on a page are recomputed from values.json. Bounds and p of the rules are recomputed only where
-README.md repeats them. benchmarks/results_tables.py writes the tables of README.md.
+with the JSON or CSV file that contains it. The tables, the gaps and bounds of rules and the counts
+of log-rank rules on a page are recomputed from values.json. p of the rules is recomputed only where
+README.md repeats it. benchmarks/results_tables.py writes the tables of README.md.
 """
 
 import csv
@@ -275,6 +275,12 @@ def expectations(root: Path) -> dict[str, Expected]:
     return found
 
 
+def occurrences(sentence: str, text: str) -> list[list[str]]:
+    """Return the numbers at each {} of a sentence, for each occurrence of the sentence."""
+    pattern = f"({NUMBER})".join(map(re.escape, sentence.split("{}")))
+    return [[*match.groups()] for match in re.finditer(pattern, text)]
+
+
 def differences(text: str, expected: Expected) -> Iterator[str]:
     """Yield the differences between the text of a page and the recomputed numbers."""
     yield from (f"not on the page: {words}" for words in expected.words if words not in text)
@@ -288,13 +294,17 @@ def differences(text: str, expected: Expected) -> Iterator[str]:
         pairs.append((claim, re.findall(NUMBER, row), numbers))
         if f"**{verdict}**" not in row and f"(rule: {verdict})" not in row:
             yield f"{claim}: its rule gives {verdict}"
+    rows_by_name: dict[str, list[str]] = {}
+    for name, cells in re.findall(r"^\| ([^|]*) \|(.*)$", plain, re.M):
+        rows_by_name.setdefault(name, []).append(cells)
     for name, numbers in expected.tables:
-        row = re.search(rf"^\| {re.escape(name)} \|(.*)$", plain, re.M)
-        pairs.append((name, re.findall(NUMBER, row[1]) if row else [], numbers))
+        remaining = rows_by_name.get(name, [])
+        cells = remaining.pop(0) if remaining else ""
+        pairs.append((name, re.findall(NUMBER, cells), numbers))
     said = re.sub(r"\s+", " ", re.sub(r"^> ?", "", plain, flags=re.M))
     for sentence, numbers in expected.sentences:
-        found = re.search(f"({NUMBER})".join(map(re.escape, sentence.split("{}"))), said)
-        pairs.append((sentence, list(found.groups()) if found else [], numbers))
+        for found in occurrences(sentence, said) or [[]]:
+            pairs.append((sentence, found, numbers))
     for where, tokens, numbers in pairs:
         if len(tokens) != len(numbers):
             yield f"{where}: {len(tokens)} numbers, expected {len(numbers)}"

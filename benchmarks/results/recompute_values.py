@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+IN_NATS = ("heldout_loss", "train_loss", "lr_sensitivity")
+"""Metrics in nats per token."""
+
 
 @dataclass
 class Expected:
@@ -20,7 +23,10 @@ class Expected:
     sentences: list[tuple[str, list[float]]] = field(default_factory=list)
     """Sentences with {} in place of each number, and the numbers."""
     tables: list[tuple[str, list[float]]] = field(default_factory=list)
-    """First cell of each table row, and the numbers of the other cells."""
+    """First cell of each table row, and the numbers of the other cells.
+
+    Rows with the same first cell have the order of the page.
+    """
 
 
 def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
@@ -69,24 +75,14 @@ class Raw:
         """Return, for each seed, tokens until the metric reached the level, and whether it did."""
         return [runs[0]["reached"][f"{level:g}"] for runs in self.runs[arm].values()]
 
-    def losses(self, arm: str) -> dict[int, float]:
-        """Return the final held-out loss of each seed that did not diverge."""
-        found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
-        return {seed: loss for seed, loss in found.items() if loss is not None}
-
-    def gap(self, arm: str, other: str, alpha: float, losses: bool = False) -> list[float]:
-        """Return a mean difference and its one-sided bounds at confidence 1 - alpha.
-
-        Args:
-            losses: whether to compare held-out losses instead of the study's metric.
-        """
-        own, base = (self.losses(x) if losses else self.values(x) for x in (arm, other))
+    def gap(self, arm: str, other: str, alpha: float) -> list[float]:
+        """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
+        own, base = self.values(arm), self.values(other)
         seeds = sorted(own.keys() & base.keys())
         gaps = np.array([own[seed] - base[seed] for seed in seeds])
         error = stats.sem(gaps)
         if self.json["metric"] == "heldout_loss" and self.json["texts"]:
-            log = self.log and not losses
-            error = math.hypot(error, self.document_error(arm, other, seeds, log))
+            error = math.hypot(error, self.document_error(arm, other, seeds, self.log))
         half = stats.t.isf(alpha, len(gaps) - 1) * error
         return [gaps.mean(), gaps.mean() - half, gaps.mean() + half]
 
@@ -103,11 +99,37 @@ class Raw:
         variance = ((tokens * residuals) ** 2).sum() / tokens.sum() ** 2
         return math.sqrt(variance * len(tokens) / (len(tokens) - 1))
 
-    def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
-        """Return the numbers of a row of the table of gaps at equal tokens and parameters."""
-        gap = self.gap(arm, other, alpha, losses=True)
+    def rule_sentence(self, rule: dict[str, Any]) -> tuple[str, list[float]]:
+        """Return the sentence with a rule's gap and bounds, {} for each number, and the numbers."""
+        mean, low, high = self.gap(rule["arm"], rule["against"], rule["alpha"])
+        unit = "" if self.log or self.json["metric"] not in IN_NATS else " nats per token"
+        start = f"{rule['arm']} minus {rule['against']} is {{}}{unit} ("
+        confidence = f"{100 * (1 - rule['alpha']):g}%"
+        if rule["kind"] == "equivalence":
+            return f"{start}{100 * (1 - 2 * rule['alpha']):g}% interval {{}} to {{}}", [
+                mean,
+                low,
+                high,
+            ]
+        if rule["verdict"] not in ("shown", "refuted"):
+            return f"{start}{confidence} bounds {{}} and {{}}", [mean, low, high]
+        if (rule["below"] is not None) == (rule["verdict"] == "shown"):
+            return f"{start}{confidence} upper bound {{}}", [mean, high]
+        return f"{start}{confidence} lower bound {{}}", [mean, low]
+
+    def size_words(self, arm: str, other: str) -> str:
+        """Return the text about the numbers of parameters of two arms."""
         share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
-        return [*gap, *(gap if abs(share) <= 0.005 else [100 * abs(share)])]
+        if abs(share) <= 0.005:
+            return "at equal parameters (within 0.5%)"
+        percent = float(f"{100 * abs(share):.2g}")
+        return f"{arm} has {percent:g}% {'more' if share > 0 else 'fewer'} parameters"
+
+    def cost_row(self, budget: dict[str, Any]) -> list[float]:
+        """Return steps, tokens per run, planned seconds, and mean measured seconds of an arm."""
+        runs = [run for of_seed in self.runs[budget["arm"]].values() for run in of_seed]
+        measured = sum(run["train_seconds"] for run in runs) / len(runs)
+        return [budget["steps"], runs[0]["planned_tokens"], budget["planned"], measured]
 
     def expected(self, page: dict[str, Any]) -> Expected:
         """Return the expected tables and gaps of the study's verdict.md.
@@ -141,13 +163,9 @@ class Raw:
                     sentence = f"{{}} of {{}} runs of {side} reach it"
                     found.sentences.append((sentence, [sum(hit for _, hit in times), len(times)]))
             elif len(own.keys() & base.keys()) > 1 and rule["gap"] is not None:
-                sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
-                gap = self.gap(rule["arm"], rule["against"], rule["alpha"])
-                found.sentences.append((sentence, gap[:1]))
-        for each in page["equal"]:
-            if not isinstance(each["at_tokens"], str):
-                pair = each["arm"], each["against"]
-                found.tables.append(
-                    (" − ".join(pair), self.equal_row(*pair, page["rules"][0]["alpha"]))
-                )
+                found.sentences.append(self.rule_sentence(rule))
+                if self.json["metric"] == "heldout_loss":
+                    found.words.append(self.size_words(rule["arm"], rule["against"]))
+        for budget in page.get("budget", {}).get("arms", []):
+            found.tables.append((budget["arm"], self.cost_row(budget)))
         return found

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
 from diffllm.core.printing import echo, echo_json
+
+if TYPE_CHECKING:
+    from diffllm.compare.report.comparison import Comparison
 
 REPORT = """\
 diffllm report DIR... [key=value ...]: compare runs in report.html and report.csv
@@ -35,13 +39,11 @@ def report_command(argv: list[str]) -> None:
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import write
     from diffllm.compare.report.terminal import whole_text
-    from diffllm.compare.wandb_runs import record_gaps
-    from diffllm.metrics.wandb_directories import wandb_parent
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)
     place = written[0].parent
-    gaps = wandb_parent(place) / "wandb" if args.wandb and record_gaps(comparison, place) else None
+    gaps = write_gaps(comparison, place) if args.wandb else None
     if args.json:
         content = {
             "baseline": comparison.baseline,
@@ -57,3 +59,11 @@ def report_command(argv: list[str]) -> None:
         echo(f"gaps over tokens: {gaps}")
     for file in written:
         echo(file)
+
+
+def write_gaps(comparison: "Comparison", directory: Path) -> Path | None:
+    """Log gaps over tokens to wandb; return the directory of its files, or None without gaps."""
+    from diffllm.compare.wandb_runs import record_gaps
+    from diffllm.metrics.wandb_directories import wandb_parent
+
+    return wandb_parent(directory) / "wandb" if record_gaps(comparison, directory) else None

@@ -22,8 +22,7 @@ from diffllm.core.printing import Table, echo, echo_json
 from diffllm.distributed.launcher import own_rank
 from diffllm.metrics.streams import messages_on_stderr, result
 from diffllm.statistics.gap_tests import ALPHA, MOST_ALPHA
-from diffllm.statistics.power_analysis import pairing_pays_above
-from diffllm.statistics.seed_variance import UPPER, Pairs
+from diffllm.statistics.seed_variance import UPPER
 
 if TYPE_CHECKING:
     from diffllm.compare.study.file import Study
@@ -50,7 +49,8 @@ diffllm power pilot=DIR... gap=NATS [key=value ...]: estimate seeds, tokens and 
 
 A pilot consists of finished runs: a sweep, a directory of runs, or a quoted glob, with two or more
 seeds of at least one arm. The command estimates the standard deviation of final held-out losses
-between seeds, and computes the seeds per arm that find the gap from the upper 80% confidence limit.
+between seeds, and of their differences between arms at equal seeds. It computes the seeds per arm
+that find the gap in a paired test, from the upper 80% confidence limit.
 
 diffllm power pilot=outputs/first gap=0.02
 diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
@@ -141,14 +141,15 @@ def study_and_directory(files: list[str], out: str) -> "tuple[Study, Path]":
 
 
 def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
-    from diffllm.compare.study.costs import START_S, costs
-    from diffllm.compare.study.design import design_notes
-    from diffllm.compare.study.running import check_study_runs
-    from diffllm.compare.study.spending import (
+    from diffllm.compare.study.costs import (
+        START_S,
         budget_sentences,
+        costs,
         spending_numbers,
         spending_table,
     )
+    from diffllm.compare.study.design import design_notes
+    from diffllm.compare.study.running import check_study_runs
     from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)
@@ -220,20 +221,20 @@ def power_command(argv: list[str]) -> None:
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
         raise ConfigError(f"power={power:g} must be between alpha={alpha:g} and 1")
-    found, pairs = power_numbers([Path(word) for word in args["pilot"]], goal)
+    found = power_numbers([Path(word) for word in args["pilot"]], goal)
     if args["json"]:
         echo_json(found)
         return
-    for name, text in pilot_lines(found, pairs):
+    for name, text in pilot_lines(found):
         echo(f"{name:<10}{text}".replace("\u2212", "-"))
     print_needs(found)
 
 
-def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
+def pilot_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for each printed line about a pilot.
 
-    The runs of a pilot estimate the variance between seeds. `found` and `pairs` are the results of
-    `power_numbers`. `pairs` is None if fewer than two arms, or fewer than two common seeds, exist.
+    The runs of a pilot estimate the variance between seeds. `found` is the result of
+    `power_numbers`.
     """
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
@@ -243,12 +244,10 @@ def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[st
     freedom = f"{found['df']} degrees of freedom"
     yield "seeds", f"sd {fixed(found['sd'])} nats per token {interval}, {freedom}"
     yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
-    if pairs:
-        r, n = pairs.correlation, pairs.seeds
+    if seeds := found["common_seeds"]:
+        r = found["correlation"]
         said = f"correlation {r:+.2f}" if r is not None else "no variation"
-        pays = f"pairing pays above {pairing_pays_above(n):.2f} with {n}"
-        sd = fixed(pairs.differences.sd)
-        yield "pairs", f"sd of differences {sd}, {said} over {n} seeds; {pays}"
+        yield "pairs", f"{said} over {plural(seeds, 'common seed')}"
     if found["diverged"]:
         share = f"{found['diverged']} of {runs} runs diverged"
         yield "diverged", f"{share}: the seeds below exclude diverged runs, start more"
@@ -261,20 +260,17 @@ def print_needs(found: dict[str, Any]) -> None:
     comparisons = found["comparisons"]
     family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
     sides = "two-sided" if found["sides"] == 2 else "one-sided"
-    rows = []
-    for each in found["needs"]:
-        asked, by_sd = (
-            "many" if (n := each[key]) is None else f"{n:,}" for key in ("seeds", "seeds_by_sd")
-        )
-        sds = fixed(each["sd"]), fixed(each["sd_upper"])
-        cost = compact(each["total_tokens"]), short(each["hours"])
-        power = (f"{each['power_by_seeds'][n]:.2f}" for n in SHOWN)
-        rows.append([each["design"], *sds, asked, by_sd, *cost, *power])
-    heads = ["design", "sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
+    need = found["need"]
+    seeds = ["many" if need[key] is None else f"{need[key]:,}" for key in ("seeds", "seeds_by_sd")]
+    cost = compact(need["total_tokens"]), short(need["hours"])
+    power = [f"{need['power_by_seeds'][n]:.2f}" for n in SHOWN]
+    row = [fixed(need["sd"]), fixed(need["sd_upper"]), *seeds, *cost, *power]
+    heads = ["sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
     echo(
         f"\na gap of {found['gap']:g} nats per token between two arms, found with power "
         f"{found['power']:g} at alpha {found['alpha']:g}, {sides}{family}\n"
-        f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], rows)}\n\n"
+        f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], [row])}\n\n"
+        "sd: standard deviation between seeds of the differences between two arms\n"
         f"upper: upper {100 * UPPER:g}% confidence limit of sd, used for seeds, tokens, hours and "
         "power. by sd: seeds computed from sd\n"
         "hours: on the pilot's machine, one run after another\n"
@@ -285,19 +281,17 @@ def print_needs(found: dict[str, Any]) -> None:
 def print_risks(found: dict[str, Any]) -> None:
     """Print how often pilots of the same size as a given pilot recommend too few seeds.
 
-    `found` is the first result of `power_numbers` for the given pilot.
+    `found` is the result of `power_numbers` for the given pilot.
     """
     from diffllm.compare.study.pilot import HALF
 
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
-    rows = [
-        [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]
-        for each in found["needs"]
-    ]
-    heads = ["design", "degrees of freedom", f"power below {wanted:g}", f"below {HALF:g}"]
+    need = found["need"]
+    row = [f"{need['df']}", *(percent(need[key]) for key in keys)]
+    heads = ["degrees of freedom", f"power below {wanted:g}", f"below {HALF:g}"]
     heads += [f"by sd: below {wanted:g}", f"below {HALF:g}"]
     echo(
         "how often a pilot of this size recommends too few seeds, if sd is the true standard "
         "deviation\n"
-        f"{Table.of(heads, rows)}"
+        f"{Table.of(heads, [row])}"
     )

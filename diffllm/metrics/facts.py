@@ -51,7 +51,6 @@ class RunFacts:
         None,
         effect="numbers",
         kind="machine",
-        may_differ="report",
         help="Version of torch.",
     )
     python: str | None = key(None, effect="none", kind="machine", help="Version of Python.")

@@ -176,19 +176,20 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
     return Equivalence(max(below, above), *interval, inside)
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def holm(p: Sequence[float | None]) -> list[float | None]:
     """Return the p-values `p` of several tests after Holm's correction (1979), in the order of `p`.
 
     The smallest of m p-values is multiplied by m, the second smallest by m - 1, and so on; the
     largest is multiplied by 1. A product below the product of a smaller p-value is raised to that
-    product. All results are limited to 1.
+    product. All results are limited to 1. None, for a missing test, remains None.
     """
-    values = np.asarray(p, dtype=np.float64)
+    values = np.array([x for x in p if x is not None], dtype=np.float64)
     order = np.argsort(values, kind="stable")
     steps = values[order] * np.arange(len(values), 0, -1)
     adjusted = np.empty_like(values)
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
-    return adjusted.tolist()
+    remaining = iter(adjusted.tolist())
+    return [None if x is None else next(remaining) for x in p]
 
 
 def common_seeds(

@@ -1,34 +1,18 @@
-"""Power of t tests of the gap between two variants, and the number of seeds for a given power."""
+"""Power of paired t tests of the gap between two arms, and the number of seeds for a power."""
 
 import math
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.seed_variance import SeedSpread
 
 MOST_SEEDS = 100_000
-SLICES = 64
 CERTAIN = 30.0
 """If the noncentrality exceeds the critical value by this much, the power is 1."""
 FAR = 4.5
 """From this noncentrality the probability of a gap of the wrong sign is ignored. The probability is
 below 1e-5, and scipy's value can be NaN."""
-
-
-def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the power of Welch's t test at level `alpha` for two samples of equal size.
-
-    Args:
-        gap: true difference of the means.
-        sd: standard deviation between the seeds of one sample, equal for both samples.
-        seeds: number of seeds per sample.
-        sides: 1 or 2, for a one-sided or a two-sided test.
-    """
-    noncentrality = abs(gap) / (sd * math.sqrt(2 / seeds))
-    return t_power(noncentrality, 2 * seeds - 2, welch_df(seeds), alpha, sides)
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
@@ -40,57 +24,16 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
         seeds: number of paired differences.
         sides: 1 or 2, for a one-sided or a two-sided test.
     """
-    df = seeds - 1
-    return t_power(abs(gap) / (sd / math.sqrt(seeds)), df, np.array([df]), alpha, sides)
-
-
-def welch_df(seeds: int) -> np.ndarray:
-    """Return SLICES equally probable values (SLICES,) of the degrees of freedom in Welch's test.
-
-    Welch's test estimates its degrees of freedom from the two sample variances, so the estimate is
-    random. Both samples have `seeds` values and the same true variance.
-    """
-    from scipy.special import betaincinv
-
-    # r, the first sample's share of the sum of both variances, has a beta distribution and is
-    # independent of the t statistic, which has 2 * seeds - 2 degrees of freedom.
-    shape = (seeds - 1) / 2
-    r = betaincinv(shape, shape, slice_midpoints())
-    return (seeds - 1) / (r**2 + (1 - r) ** 2)
-
-
-def slice_midpoints() -> np.ndarray:
-    return (np.arange(SLICES) + 0.5) / SLICES
-
-
-def t_power(
-    noncentrality: float, df: float, critical_dfs: np.ndarray, alpha: float, sides: int
-) -> float:
-    """Return the power of a t test: the probability of a significant result.
-
-    Args:
-        noncentrality: true gap divided by the true standard error of the gap.
-        df: degrees of freedom of the t statistic.
-        critical_dfs: (n,), equally probable degrees of freedom for the critical value, as from
-            `welch_df`. The power is averaged over these values.
-    """
     from scipy.special import nctdtr, stdtrit
 
-    critical = stdtrit(critical_dfs, 1 - alpha / sides)
-    if noncentrality > CERTAIN + critical.max():
+    df, noncentrality = seeds - 1, abs(gap) / (sd / math.sqrt(seeds))
+    critical = stdtrit(df, 1 - alpha / sides)
+    if noncentrality > CERTAIN + critical:
         return 1.0
-    found = 1 - nctdtr(df, noncentrality, critical)
+    power = 1 - nctdtr(df, noncentrality, critical)
     if sides == 2 and noncentrality < FAR:
-        found += nctdtr(df, noncentrality, -critical)
-    return float(found.mean())
-
-
-def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation over seeds above which pairing narrows the 95% interval of a gap."""
-    from scipy.special import stdtrit
-
-    paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
-    return 1 - (unpaired / paired) ** 2
+        power += nctdtr(df, noncentrality, -critical)
+    return float(power)
 
 
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:

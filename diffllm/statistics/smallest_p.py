@@ -9,16 +9,16 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
     """Return the smallest p-value that a permutation test can give for these numbers of seeds.
 
     Args:
-        test: "paired" for permutations of signs of paired differences; "welch" or "log_rank" for
-            permutations that exchange runs between the two variants.
+        test: "paired" for permutations of signs of paired differences; "log_rank" for permutations
+            that exchange runs between the two variants.
         sides: 1 or 2; a two-sided p-value is twice the one-sided p-value.
     """
     if test == "paired":
         assignments = 2 ** min(own_seeds, base_seeds)
-    elif test in ("welch", "log_rank"):
+    elif test == "log_rank":
         assignments = math.comb(own_seeds + base_seeds, own_seeds)
     else:
-        raise ValueError(f"test={test} must be paired, welch or log_rank")
+        raise ValueError(f"test={test} must be paired or log_rank")
     one_sided = 1 / assignments if assignments <= DRAWS else 1 / (1 + DRAWS)
     return min(1.0, sides * one_sided)
 

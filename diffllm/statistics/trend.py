@@ -5,14 +5,14 @@ slope of a gap is the difference of two slopes. Tests use the variance of slopes
 Correlated noise within one run therefore does not affect the coverage of confidence intervals.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.statistics.gap_tests import Gap, Seed
+from diffllm.statistics.gap_tests import Gap, Seed, paired
 
 FEWEST_POINTS = 3
 WINDOW = 0.1
@@ -60,30 +60,35 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
     return Line(slope, *at_ends)
 
 
-def gap_trend(
-    x: np.ndarray,
-    own: Mapping[Seed, np.ndarray],
-    base: Mapping[Seed, np.ndarray],
-    test: Callable[[Mapping[Seed, float], Mapping[Seed, float]], Gap | None],
-) -> Trend | None:
-    """Return the trend of the gap, `own` minus `base`, over log2 of x.
+Curve = tuple[np.ndarray, np.ndarray]
+"""Increasing x values (n,), such as tokens, and y values (n,)."""
 
-    Return None if `test` returns None, for example without common seeds. With a single seed, the
-    slope has no confidence interval.
+
+def gap_trend(own: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Trend | None:
+    """Return the trend of the gap, `own` minus `base`, over log2 of x after WINDOW.
+
+    Only the common seeds are used, at the x values of all their curves. Return None if these curves
+    share fewer than FEWEST_POINTS x values. With a single seed, the slope has no confidence
+    interval.
 
     Args:
-        x: increasing values (n,), such as tokens or parameters.
-        own, base: finite y values (n,) of each run, by seed.
-        test: the function `paired` or `welch`; compares the slopes of both variants by seed.
+        own, base: curve of each run by seed.
     """
-    first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
-    slope, start, end = (
-        test(*({seed: line[i] for seed, line in arm.items()} for arm in (first, second)))
-        for i in range(len(Line._fields))
-    )
-    if slope is None or start is None or end is None:
+    seeds = sorted(own.keys() & base.keys())  # type: ignore[type-var]
+    x, ys = common_points([side[seed] for side in (own, base) for seed in seeds], WINDOW)
+    if len(x) < FEWEST_POINTS:
         return None
-    return Trend(slope, start.mean, end.mean, len(x), float(x[0]), float(x[-1]))
+    lines = [fit_line(x, y) for y in ys]
+    own_lines = dict(zip(seeds, lines[: len(seeds)], strict=True))
+    base_lines = dict(zip(seeds, lines[len(seeds) :], strict=True))
+    slope = paired(
+        {seed: line.slope for seed, line in own_lines.items()},
+        {seed: line.slope for seed, line in base_lines.items()},
+    )
+    assert slope is not None  # Without common seeds there are no common x values.
+    start = float(np.mean([own_lines[seed].start - base_lines[seed].start for seed in seeds]))
+    end = float(np.mean([own_lines[seed].end - base_lines[seed].end for seed in seeds]))
+    return Trend(slope, start, end, len(x), float(x[0]), float(x[-1]))
 
 
 def common_points(

@@ -1,5 +1,7 @@
 """benchmarks/verdict_simulation.py has results within its limits and detects a broken rule."""
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from diffllm.compare.study import rule_tests
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import verdict_simulation as simulation
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -28,7 +32,7 @@ def test_verdict_simulation_detects_rule_that_ignores_diverged_runs(monkeypatch)
     rng = np.random.default_rng(1)
     honest = simulation.simulate(scenario, 5, 40, rng)
     assert simulation.problems(scenario, honest, 40) == []
-    monkeypatch.setattr(rule_tests, "with_divergence", lambda tested, upwards: tested)
+    monkeypatch.setattr(rule_tests, "sides_of_diverged", lambda study, rule, outcome: None)
     rng = np.random.default_rng(1)
     broken = simulation.simulate(scenario, 5, 40, rng)
     assert "shown" in simulation.problems(scenario, broken, 40)
@@ -42,3 +46,14 @@ def test_more_looks_at_same_studies_show_more_false_differences():
     )
     assert last["shown"] < three["shown"]
     assert last["refuted"] < three["refuted"]
+
+
+def test_page_has_the_simulated_shares_of_early_looks():
+    content = json.loads((ROOT / "benchmarks/results/verdict_simulation.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| ([\d.]+)% \| ([\d.]+)% \|$", page, re.M)
+    shares = [(row["shown"], row["refuted"]) for row in content["looks"]]
+    assert len(rows) == len(shares) == len(simulation.LOOKS)
+    for cells, row in zip(rows, shares, strict=True):
+        percentages = [float(cell) for cell in cells]
+        np.testing.assert_allclose(percentages, 100 * np.array(row), atol=0.0501)

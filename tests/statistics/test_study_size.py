@@ -9,11 +9,7 @@ import pytest
 
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.permutation import label, log_rank, sign_flip
-from diffllm.statistics.power_analysis import (
-    chance_of_less,
-    paired_power,
-    welch_power,
-)
+from diffllm.statistics.power_analysis import chance_of_less, paired_power
 from diffllm.statistics.seed_variance import SeedSpread
 from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
@@ -40,8 +36,8 @@ def share_of_pilots_asking_for_less(power, upper, less):
 @pytest.mark.parametrize(
     ("power", "less", "by_sd", "by_upper"),
     [
-        (lambda sd, n: welch_power(1.25, sd, n, sides=1), 0.5, 0.17, 0.04),
-        (lambda sd, n: welch_power(1.5, sd, n), 0.8, 0.58, 0.19),
+        (lambda sd, n: paired_power(1.0, sd, n, sides=1), 0.5, 0.168, 0.038),
+        (lambda sd, n: paired_power(1.0, sd, n), 0.8, 0.524, 0.164),
         (lambda sd, n: paired_power(1.0, sd, n), 0.5, 0.16, 0.04),
     ],
 )
@@ -63,7 +59,7 @@ def test_seed_count_from_upper_sd_limit_is_sufficient_in_80_percent_of_pilots(df
         pilot = SeedSpread(unit, df)
 
         def power(sd, n, gap=gap):
-            return welch_power(gap * unit, sd, n)
+            return paired_power(gap * unit, sd, n)
 
         shares.append(chance_of_less(power, pilot, pilot.upper / unit, 0.8, 0.8))
     assert max(shares) == pytest.approx(shares[0], abs=1e-9)
@@ -80,8 +76,8 @@ def test_chance_of_too_few_seeds_equals_none_if_target_power_is_unreachable():
     ("test", "own", "base", "sides", "expected"),
     [
         ("paired", 5, 5, 2, 0.0625), ("paired", 8, 8, 2, 0.0078125), ("paired", 5, 5, 1, 1 / 32),
-        ("welch", 3, 3, 1, 0.05), ("welch", 5, 5, 2, 2 / 252), ("log_rank", 5, 4, 1, 1 / 126),
-        ("paired", 1, 1, 2, 1.0), ("paired", 0, 0, 2, 1.0), ("welch", 1000, 1000, 1, 1 / 20_001),
+        ("log_rank", 3, 3, 1, 0.05), ("log_rank", 5, 5, 2, 2 / 252), ("log_rank", 5, 4, 1, 1 / 126),
+        ("paired", 1, 1, 2, 1.0), ("paired", 0, 0, 2, 1.0), ("log_rank", 1000, 1000, 1, 1 / 20_001),
     ],
 )  # fmt: skip
 def test_smallest_possible_p_value_equals_closed_form(test, own, base, sides, expected):
@@ -91,15 +87,17 @@ def test_smallest_possible_p_value_equals_closed_form(test, own, base, sides, ex
 def test_fully_separated_samples_give_smallest_possible_p_value():
     early, late = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0, 7.0])
     assert sign_flip(late) == smallest_p("paired", 4, 4)
-    assert label(late, early) == smallest_p("welch", 4, 3)
+    assert label(late, early) == smallest_p("log_rank", 4, 3)
     own, base = (Times([*side], [True] * len(side)) for side in (early, late))
     assert log_rank(own, base) == smallest_p("log_rank", 3, 4)
 
 
 def test_seeds_for_p_function_returns_fewest_seeds_that_allow_significance():
-    for test, tests, sides in itertools.product(("paired", "welch", "log_rank"), (1, 4), (1, 2)):
+    for test, tests, sides in itertools.product(("paired", "log_rank"), (1, 4), (1, 2)):
         n = seeds_for_p(test, 0.05, tests, sides)
         assert smallest_p(test, n, n, sides) * tests < 0.05
         assert n == 2 or smallest_p(test, n - 1, n - 1, sides) * tests >= 0.05
-    assert seeds_for_p("welch", 0.05) == 4, "3 against 3 seeds reach 0.05, which is not below alpha"
-    assert seeds_for_p("welch", 1e-5) is None, "tests of many seeds draw 20,000 assignments"
+    assert seeds_for_p("log_rank", 0.05) == 4, (
+        "3 against 3 seeds reach 0.05, which is not below alpha"
+    )
+    assert seeds_for_p("log_rank", 1e-5) is None, "tests of many seeds draw 20,000 assignments"

@@ -89,7 +89,7 @@ class Difference(NamedTuple):
     values: dict[str, list[str]]
     """The arms with each value, by the value as text."""
     reason: str
-    """Reason for the role; for a fact in TOLERANCES, the ratio of the values."""
+    """Reason for the role; for a fact in TOLERANCES, the ratio of the values, if all are known."""
 
 
 def differences(
@@ -117,10 +117,10 @@ def differences(
         key_role = role(name, declaration, terms)
         reason = reason_of(key_role, declaration)
         ratio = largest_ratio(name, runs)
-        if ratio is not None:
-            if ratio <= TOLERANCES[name] * (1 + 1e-9):
-                continue
-            reason = f"largest {percent(ratio)} above smallest"
+        if ratio is not None and ratio <= TOLERANCES[name] * (1 + 1e-9):
+            continue
+        if name in TOLERANCES:
+            reason = f"largest {percent(ratio)} above smallest" if ratio else ""
         fact = declaration.fact or ""
         values = differing_values(name, [run for run in runs if run.values.get(fact) is None])
         if not values and fact:
@@ -222,14 +222,17 @@ def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str
         # Diverged runs have no documents, and attention variants have different keys.
         runs = [run for run in runs if name in run.values]
     texts = []
-    arms: dict[str, list[str]] = {}
     for run in runs:
         text = exact_text(name, run.values[name]) if name in run.values else NOT_SET
         texts.append((run.arm, run.seed, text))
-        names = arms.setdefault(shortened(name, text), [])
-        if run.arm not in names:
-            names.append(run.arm)
-    return arms if disagrees(texts) and not arms.keys() <= {NOT_SET, "null"} else {}
+    if not disagrees(texts):
+        return {}
+    values: dict[str, list[str]] = {}
+    for arm, _, text in texts:
+        arms = values.setdefault(shortened(name, text), [])
+        if arm not in arms:
+            arms.append(arm)
+    return {} if values.keys() <= {NOT_SET, "null"} else values
 
 
 def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:

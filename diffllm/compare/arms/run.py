@@ -142,15 +142,6 @@ class Run:
             return "diverged" if self.summary is not None else "diverged, stopped"
         return "unfinished" if self.summary is None else "finished"
 
-    @cached_property
-    def train_seconds(self) -> float | None:
-        """Summed times of the training steps; None if steps.npy does not contain such times."""
-        try:
-            seconds = read_steps(self.path / "steps.npy")["train_seconds"]
-        except CheckpointError:
-            return None
-        return float(seconds[-1]) if len(seconds) and math.isfinite(seconds[-1]) else None
-
     @property
     def tokens_per_step(self) -> int:
         return self.cfg.global_batch_size * self.cfg.seq_len
@@ -180,6 +171,27 @@ class Run:
             return Series(np.zeros(0, np.int64), np.zeros(0))
         places, values = self.metrics.columns[name]
         return Series(self.metrics.tokens[places], values)
+
+    def last_value(self, name: str) -> float | None:
+        """Return the last logged value of a metric: NaN if not finite, None if never logged."""
+        values = self.series(name).values
+        return float(values[-1]) if len(values) else None
+
+    @property
+    def training_flops(self) -> float | None:
+        """Tokens of a finished run times its FLOPs per token, which count visible keys."""
+        tokens = finite((self.summary or {}).get("tokens"))
+        flops_per_token = finite(self.facts.get("flops_per_token"))
+        return tokens * flops_per_token if tokens and flops_per_token else None
+
+    @cached_property
+    def train_seconds(self) -> float | None:
+        """Summed times of the training steps; None if steps.npy has no such times."""
+        try:
+            seconds = read_steps(self.path / "steps.npy")["train_seconds"]
+        except CheckpointError:
+            return None
+        return finite(float(seconds[-1])) if len(seconds) else None
 
     def by_layer(self, quantity: str) -> Series:
         """Return a metric that is logged per layer, at the steps with a value for every layer.

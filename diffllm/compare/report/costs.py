@@ -1,6 +1,6 @@
 """The table of gaps at equal cost: tokens, FLOPs and seconds."""
 
-from diffllm.compare.arms.budgets import BUDGETS
+from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.sentences import MISSING, clock, compact, fixed, in_words
 from diffllm.compare.report.results import lost_seeds
 from diffllm.compare.report.rows import Row

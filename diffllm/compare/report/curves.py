@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffllm.compare.arms.arm import Arm
-from diffllm.compare.arms.budgets import BUDGETS, Budget
+from diffllm.compare.arms.budget import BUDGETS, Budget
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.report.rows import EqualGap, Row
 from diffllm.statistics.estimates import CONFIDENCE, Estimate

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffllm.compare.arms.budgets import LENGTH_KEYS, planned_budgets
+from diffllm.compare.arms.budget import LENGTH_KEYS, planned_budgets
 from diffllm.compare.arms.comparable import REPORT, Comparand, Difference, Role, differences
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.report.keys import all_declarations, values_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.compare.arms.budgets import planned_budgets, without_length
+from diffllm.compare.arms.budget import planned_budgets, without_length
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     CHANGED,
@@ -33,7 +33,7 @@ from diffllm.core.keys import (
     declaration_of,
     strictest,
 )
-from diffllm.metrics.facts import fact_declarations, facts_of
+from diffllm.metrics.facts import RunFacts, fact_declarations, facts_of, machine_facts
 
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
@@ -97,6 +97,7 @@ def distinguish(runs: list[Run]) -> Keys:
         is_compared = difference.role != "harmless" or explains_fact(name, declaration.fact, values)
         if is_compared and is_deciding(name, declaration):
             differing.add(name)
+    differing -= facts_equal_by_seed(runs)
     explained = explained_names(differing, values, declared)
 
     # The attention variant is the first part of every label, even if all runs have the same.
@@ -109,6 +110,20 @@ def distinguish(runs: list[Run]) -> Keys:
     shown = {*swept, *incomparable}
     shown_values = [{name: run_values.get(name) for name in shown} for run_values in values]
     return Keys(swept, incomparable, shown_values)
+
+
+def facts_equal_by_seed(runs: list[Run]) -> set[str]:
+    """Return the facts of the machine in which all runs of each seed agree.
+
+    Such a fact does not distinguish rows: a later version of torch may have trained more seeds.
+    """
+    names = set(machine_facts())
+    facts_by_seed: dict[int, RunFacts] = {}
+    for run in runs:
+        facts = facts_of(run.facts)
+        first = facts_by_seed.setdefault(run.cfg.seed, facts)
+        names -= {name for name in names if getattr(first, name) != getattr(facts, name)}
+    return names
 
 
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:

@@ -114,7 +114,12 @@ def run_notes(run: Run) -> list[str]:
 
 
 def fact_notes(runs: list[Run]) -> list[str]:
-    facts = [f for f in FACTS if f != HELDOUT or any(run.facts.get(f) for run in runs)]
+    facts = []
+    for fact in FACTS:
+        # Runs of older versions lack these facts, and can be compared with each other.
+        is_new = fact in (HELDOUT, "torch")
+        if not is_new or any(run.facts.get(fact) for run in runs):
+            facts.append(fact)
     missing: dict[str, list[str]] = {}
     for run in runs:
         if unknown := [fact for fact in facts if run.facts.get(fact) is None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.compare.arms.budgets import BUDGETS
+from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Section
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import short

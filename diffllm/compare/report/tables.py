@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from diffllm.compare.arms.budgets import BUDGETS
+from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Run, run_value
 from diffllm.compare.arms.sentences import (

@@ -13,8 +13,8 @@ from diffllm.compare.arms.sentences import (
 from diffllm.compare.report.curves import LOSS, have_equal_tokens
 from diffllm.compare.report.results import NAMED
 from diffllm.compare.report.rows import Row
-from diffllm.statistics.gap_tests import ALPHA, Gap, holm, paired
-from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points, gap_trend
+from diffllm.statistics.gap_tests import ALPHA, Gap, holm
+from diffllm.statistics.trend import Trend, gap_trend
 
 
 def arm_trend(row: Arm, base: Arm) -> Trend | None:
@@ -27,16 +27,10 @@ def arm_trend(row: Arm, base: Arm) -> Trend | None:
     """
     if not have_equal_tokens(row, base):
         return None
-    own, theirs = row.measured, base.measured
-    seeds = sorted(own.keys() & theirs.keys())
-    runs = [side[seed] for side in (own, theirs) for seed in seeds]
-    x, values = common_points([run.series(LOSS) for run in runs], WINDOW)
-    if len(x) < FEWEST_POINTS:
-        return None
-    first, second = values[: len(seeds)], values[len(seeds) :]
-    return gap_trend(
-        x, dict(zip(seeds, first, strict=True)), dict(zip(seeds, second, strict=True)), paired
+    own, other = (
+        {seed: run.series(LOSS) for seed, run in side.measured.items()} for side in (row, base)
     )
+    return gap_trend(own, other)
 
 
 def trend_sentence(own: str, base: str, trend: Trend) -> str:
@@ -88,12 +82,15 @@ def trend_sentences(rows: Sequence[Row]) -> list[str]:
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:
         return [trend_sentence(row.label, base.label, trend) for row, base, trend in found]
-    tested = [(each, p) for each in found if (p := each[2].slope.p) is not None]
-    adjusted = zip(tested, holm([p for _, p in tested]), strict=True)
-    kept = [each for (each, _), p in adjusted if p < ALPHA]
-    row, base, trend = max(kept or found, key=lambda each: abs(each[2].slope.mean))
+    adjusted = holm([trend.slope.p for _, _, trend in found])
+    tests = sum(p is not None for p in adjusted)
+    significant = []
+    for each, p in zip(found, adjusted, strict=True):
+        if p is not None and p < ALPHA:
+            significant.append(each)
+    row, base, trend = max(significant or found, key=lambda each: abs(each[2].slope.mean))
     return [
-        f"{len(kept)} of {len(tested)} trends over tokens are significant after Holm's correction "
+        f"{len(significant)} of {tests} trends over tokens are significant after Holm's correction "
         f"at {ALPHA:g}. "
         f"Largest: {trend_sentence(row.label, base.label, trend)}"
     ]

@@ -6,17 +6,14 @@ opposite claims. The probability that a study has a false "shown" is therefore a
 same holds for a false "refuted".
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.arms.sentences import compact
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.removed_rules import replacement_of
-from diffllm.compare.study.rule_tests import BELOW, NEVER, Tested, measure, side_of
-from diffllm.compare.study.trend import arms_of_rule
+from diffllm.compare.study.rule_tests import BELOW, RuleTest, rule_test, side_of
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
@@ -26,151 +23,134 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 NO_LONGER_JUDGED = "no longer judged"
 
 
+@dataclass(frozen=True)
+class Tested(RuleTest):
+    """A rule with its tests and its verdict."""
+
+    adjusted: dict[str, float | None]
+    """P-values after Holm's correction by family, such as "showing" and "showing_exact"."""
+    verdict: str
+    reason: str
+
+
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
-    found = [tested_rule(study, rule, arms) for rule in study.rules]
+    tests = [rule_test(study, rule, arms) for rule in study.rules]
     families: dict[str, list[float | None]] = {}
-    for side in ("showing", "refuting"):
-        sides = [getattr(each, side) for each in found]
-        families[side] = [each.p for each in sides]
-        families[f"{side}_exact"] = [each.exact for each in sides]
-    adjusted = {name: holm_of_known(family) for name, family in families.items()}
-    exact_tests = sum(each.showing.exact is not None for each in found)
-    decided = []
-    for i, each in enumerate(found):
-        p_of = {name: p[i] for name, p in adjusted.items()}
-        each = replace(each, adjusted=p_of)
-        verdict, reason = decide(study, each, exact_tests)
-        if each.best_losses:
-            reason += f"; {each.best_losses}"
-        decided.append(replace(each, verdict=verdict, reason=reason))
-    return decided
+    for name in ("showing", "refuting"):
+        sides = [getattr(test, name) for test in tests]
+        families[name] = holm([side.p for side in sides])
+        families[f"{name}_exact"] = holm([side.exact for side in sides])
+    exact_tests = sum(test.showing.exact is not None for test in tests)
+    tested = []
+    for i, test in enumerate(tests):
+        adjusted = {name: p_values[i] for name, p_values in families.items()}
+        verdict, reason = decide(study, test, adjusted, exact_tests)
+        if test.best_losses:
+            reason += f"; {test.best_losses}"
+        tested.append(Tested(**vars(test), adjusted=adjusted, verdict=verdict, reason=reason))
+    return tested
 
 
-def tested_rule(study: Study, rule: Rule, arms: dict[str, StudyArm]) -> Tested:
-    if replacement_of(study, rule):
-        outcome = arm_gap(arms[rule.arm].values, arms[rule.against].values)
-        return Tested(rule, outcome, showing=NEVER, refuting=NEVER)
-    return measure(study, rule, *arms_of_rule(study, rule, arms))
-
-
-def holm_of_known(p_values: Sequence[float | None]) -> list[float | None]:
-    """Apply Holm's correction to the p-values that are not None; None entries remain None."""
-    adjusted = iter(holm([p for p in p_values if p is not None]))
-    return [None if p is None else next(adjusted) for p in p_values]
-
-
-def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
-    """Return the verdict on a tested rule, such as "shown", and the reason for the verdict.
+def decide(
+    study: Study, test: RuleTest, adjusted: dict[str, float | None], exact_tests: int
+) -> tuple[str, str]:
+    """Return the verdict on a rule, such as "shown", and the reason for the verdict.
 
     Args:
         exact_tests: number of the study's rules for which an exact p-value was computed.
     """
-    rule = tested.rule
-    if replacement := replacement_of(study, rule):
+    alpha, gap = test.rule.alpha, test.gap
+    if replacement := replacement_of(study, test.rule):
         return NO_LONGER_JUDGED, replacement
-    if tested.chance:
-        return NOT_DECIDABLE, tested.chance
-    significant = {name: p is not None and p < rule.alpha for name, p in tested.adjusted.items()}
-    for side in ("showing", "refuting"):
-        if significant[side]:
-            verdict = verdict_of_significant(tested, side)
-            reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
-            if problem := not_robust(tested, side, exact_tests):
-                return NOT_ROBUST, f"{reason}; {problem}"
-            return verdict, reason
-    said = words(study, tested)
-    if (tested.times is None and tested.gap is None) or tested.showing.p is None:
-        return UNDERPOWERED, said
-    if tested.gap is not None and tested.gap.zero_variance:
-        return UNDERPOWERED, f"{said} in every seed: without variance nothing is shown"
-    return UNDERPOWERED, f"{said}: neither shown nor refuted"
+    if test.chance:
+        return NOT_DECIDABLE, test.chance
+    for name, verdict in (("showing", SHOWN), ("refuting", REFUTED)):
+        p, exact, side = adjusted[name], adjusted[f"{name}_exact"], getattr(test, name)
+        if p is None or p >= alpha:
+            continue
+        reason = f"{words(study, test, name)}, adjusted p {p:.2g}"
+        is_t_test = test.times is None and not side.diverged
+        can_confirm = alpha > test.smallest * side.tests * exact_tests
+        if is_t_test and can_confirm and exact is not None and exact >= alpha:
+            problem = f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
+            return NOT_ROBUST, f"{reason}; {problem}"
+        if verdict == SHOWN and test.rule.kind == "equivalence" and gap:
+            verdict = EQUIVALENT if gap.p is None or gap.p >= alpha else UNEQUAL
+        return verdict, reason
+    reason = words(study, test)
+    if test.showing.p is None or (test.times is None and gap is None):
+        return UNDERPOWERED, reason
+    if gap and gap.zero_variance:
+        return UNDERPOWERED, f"{reason} in every seed: without variance nothing is shown"
+    return UNDERPOWERED, f"{reason}: neither shown nor refuted"
 
 
-def verdict_of_significant(tested: Tested, side: str) -> str:
-    if side == "refuting":
-        return REFUTED
-    return equivalent(tested) if tested.rule.kind == "equivalence" else SHOWN
-
-
-def equivalent(tested: Tested) -> str:
-    """Return "equivalent", or "equivalent, not equal" if the gap differs significantly from 0."""
-    p = tested.gap.p if tested.gap else None
-    return UNEQUAL if p is not None and p < tested.rule.alpha else EQUIVALENT
-
-
-def not_robust(tested: Tested, side: str, exact_tests: int) -> str:
-    """Return a message if the exact test contradicts a significant t test, otherwise "".
-
-    Args:
-        side: "showing" if the t test supports the claim, "refuting" if it supports the opposite.
-        exact_tests: number of the study's rules for which an exact p-value was computed.
-    """
-    alpha, decides = tested.rule.alpha, getattr(tested, side)
-    if decides.diverged or tested.times is not None:
-        return ""
-    exact = tested.adjusted[f"{side}_exact"]
-    if exact is not None and exact >= alpha > tested.smallest * decides.tests * exact_tests:
-        return f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
-    return ""
-
-
-def words(study: Study, tested: Tested, side: str = "") -> str:
+def words(study: Study, test: RuleTest, side: str = "") -> str:
     """Describe the measured gap between a rule's arms, its confidence bounds and its seeds.
 
     Args:
         side: "showing" to give only the confidence bound that supports the rule's claim,
             "refuting" to give only the bound that supports the opposite claim, "" to give both.
     """
-    rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
+    rule, own, base = test.rule, test.outcome.own, test.outcome.base
     shares = (
         f"{own.diverged} of {own.runs} runs of {rule.arm} and {base.diverged} of {base.runs} of "
         f"{rule.against} diverged"
     )
-    if side and getattr(tested, side).diverged:
+    if side and getattr(test, side).diverged:
         return shares
-    diverged = f"; {shares}" if own.diverged + base.diverged else ""
-    if tested.times is not None:
-        return times_words(rule, *tested.times) + diverged
-    gap, bounds = tested.gap, tested.bounds
-    if gap is None or bounds is None:
-        return f"fewer than two seeds have a number in both arms{diverged}"
-    verb = "changes by" if rule.kind == "trend" else "is"
-    mean = f"{rule.arm} minus {rule.against} {verb} {gap.mean:+.4g} {study.unit}".rstrip()
-    if rule.kind == "trend":
-        mean += f" per doubling of {rule.over}"
-    if gap.zero_variance:
-        return mean + diverged
-    level = f"{100 * (1 - rule.alpha):g}%"
-    low, high = (f"{x:+.4g}" for x in bounds)
-    if rule.kind == "equivalence":
-        said = f"{100 * (1 - 2 * rule.alpha):g}% interval {low} to {high}"
-    elif side:
-        below = (side_of(rule)[0] == BELOW) == (side == "showing")
-        said = f"{level} {'upper' if below else 'lower'} bound {high if below else low}"
-    else:
-        said = f"{level} bounds {low} and {high}"
-    wider = " over documents and seeds" if gap.document_error else ""
-    text = f"{mean} ({said}{wider}, {gap.seeds} paired seeds){diverged}"
-    if names := tested.undocumented:
-        more = ", ..." * (len(names) > 3)
+    text = times_words(rule, *test.times) if test.times else gap_words(study, test, side)
+    if own.diverged + base.diverged:
+        text += f"; {shares}"
+    if test.undocumented:
+        names = ", ".join(test.undocumented[:3])
+        if len(test.undocumented) > 3:
+            names += ", ..."
         text += "; the bounds omit documents, because these runs have no losses of documents: "
-        text += f"{', '.join(names[:3])}{more}"
+        text += names
     return text
 
 
+def gap_words(study: Study, test: RuleTest, side: str) -> str:
+    rule, gap, bounds = test.rule, test.gap, test.bounds
+    if gap is None or bounds is None:
+        return "fewer than two seeds have a number in both arms"
+    is_trend = rule.kind == "trend"
+    mean = f"{gap.mean:+.4g} {study.unit}".rstrip()
+    text = f"{rule.arm} minus {rule.against} {'changes by' if is_trend else 'is'} {mean}"
+    if is_trend:
+        text += f" per doubling of {rule.over}"
+    if gap.zero_variance:
+        return text
+    low, high = (f"{bound:+.4g}" for bound in bounds)
+    level = f"{100 * (1 - rule.alpha):g}%"
+    if rule.kind == "equivalence":
+        interval = f"{100 * (1 - 2 * rule.alpha):g}% interval {low} to {high}"
+    elif not side:
+        interval = f"{level} bounds {low} and {high}"
+    elif (side_of(rule)[0] == BELOW) == (side == "showing"):
+        interval = f"{level} upper bound {high}"
+    else:
+        interval = f"{level} lower bound {low}"
+    wider = " over documents and seeds" if gap.document_error else ""
+    return f"{text} ({interval}{wider}, {gap.seeds} paired seeds)"
+
+
 def times_words(rule: Rule, own: Times, base: Times) -> str:
-    said = "; ".join(
-        f"{side.count} of {len(side.tokens)} runs of {name} reach it"
-        + (f", half of them by {compact(side.median)} tokens" if side.median else "")
-        for name, side in ((rule.arm, own), (rule.against, base))
-    )
-    few = min(len(own.tokens), len(base.tokens)) < 2 or not own.count + base.count
-    return f"{said}: no test" if few else said
+    texts = []
+    for name, times in ((rule.arm, own), (rule.against, base)):
+        text = f"{times.count} of {len(times.tokens)} runs of {name} reach it"
+        if times.median:
+            text += f", half of them by {compact(times.median)} tokens"
+        texts.append(text)
+    if min(len(own.tokens), len(base.tokens)) < 2 or not own.count + base.count:
+        texts[-1] += ": no test"
+    return "; ".join(texts)
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:
-    rule, gap, other = tested.rule, tested.gap, tested.outcome
+    rule, gap, outcome = tested.rule, tested.gap, tested.outcome
     low, high = tested.bounds or (None, None)
     return {
         **vars(rule),
@@ -188,8 +168,8 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p_exact": tested.showing.exact,
         "p_exact_opposite": tested.refuting.exact,
         "p_smallest": tested.smallest,
-        "p_adjusted": tested.p_adjusted,
+        "p_adjusted": tested.adjusted["showing"],
         **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
-        "seed_correlation": other.correlation,
-        "diverged": {rule.arm: other.own.diverged, rule.against: other.base.diverged},
+        "seed_correlation": outcome.correlation,
+        "diverged": {rule.arm: outcome.own.diverged, rule.against: outcome.base.diverged},
     }

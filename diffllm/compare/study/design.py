@@ -1,7 +1,5 @@
 """Check before the first run of a study whether the study's rules can decide the claim."""
 
-from collections.abc import Iterator
-
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.compare.study.removed_rules import margin_note, replacement_of
 from diffllm.core.errors import ConfigError
@@ -10,10 +8,6 @@ from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
 PERMUTATION_KINDS = ("log_rank",)
 """Kinds of rules that a permutation test decides; t tests decide the others."""
-EXACT_TESTS = {
-    "paired": "sign-flip test of {n} pairs", "welch": "permutation test of {n} against {n} seeds",
-}  # fmt: skip
-"""Exact tests that accompany the t tests."""
 
 
 def check_design(study: Study) -> None:
@@ -22,7 +16,7 @@ def check_design(study: Study) -> None:
     docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
     are not checked, because older versions of diffllm accepted more designs.
     """
-    for where, rule in named_rules(study):
+    for where, rule in study.named_rules:
         if replacement := replacement_of(study, rule) or margin_note(rule):
             raise ConfigError(f"{where}: {replacement}")
         if rule.alpha > MOST_ALPHA:
@@ -36,12 +30,6 @@ def check_design(study: Study) -> None:
             check_smallest_p(study, where, rule)
         if study.power:
             check_alpha(study, where, rule)
-
-
-def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
-    yield "rule", study.rule
-    for i, rule in enumerate(study.also):
-        yield f"also[{i}]", rule
 
 
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
@@ -80,28 +68,27 @@ def design_notes(study: Study) -> list[str]:
     """Return a warning for each alpha that is too small for exact tests with the study's seeds."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
-    notes = (exact_note("paired", n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
+    notes = (exact_note(n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
     return [note for note in notes if note]
 
 
-def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return a warning if an exact test with `seeds` seeds per arm cannot have a p below `alpha`.
+def exact_note(seeds: int, tests: int, alpha: float, sides: int) -> str:
+    """Return a warning if a sign-flip test of `seeds` pairs cannot have a p below `alpha`.
 
     The p is after Holm's correction. Return "" if the test can have such a p.
 
     Args:
-        test: "paired" or "welch".
         tests: number of tests in Holm's correction.
         sides: 1 for a one-sided test, 2 for a two-sided test.
     """
-    least = smallest_p(test, seeds, seeds, sides)
+    least = smallest_p("paired", seeds, seeds, sides)
     if least * tests < alpha:
         return ""
     family = f" ({min(1, least * tests):.2g} after Holm's correction for {tests} tests)"
     side = "one-sided" if sides == 1 else "two-sided"
-    enough = seeds_for_p(test, alpha, tests, sides)
+    enough = seeds_for_p("paired", alpha, tests, sides)
     return (
-        f"the smallest {side} p of an exact {EXACT_TESTS[test].format(n=seeds)} is "
+        f"the smallest {side} p of an exact sign-flip test of {seeds} pairs is "
         f"{least:.2g}{family * (tests > 1)}, not below alpha {alpha:g}: it cannot confirm the t "
         "test, which assumes normally distributed values"
         f"{f'; {enough} seeds per arm are enough' if enough else ''}"

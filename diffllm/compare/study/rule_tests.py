@@ -5,18 +5,21 @@ claim.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from diffllm.compare.arms.gap import ArmGap, arm_gap
+from diffllm.compare.arms.sentences import percent
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.file import Rule, Study, better
-from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.compare.study.file import PARAMETERS, Rule, Study, better
+from diffllm.compare.study.removed_rules import replacement_of
+from diffllm.compare.study.trend import slopes
+from diffllm.config.matching import TOLERANCE
 from diffllm.statistics.divergence import Share, p_all_against_none
-from diffllm.statistics.estimates import Times, estimate
+from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import Gap, equivalence
 from diffllm.statistics.permutation import log_rank, sign_flip
 from diffllm.statistics.smallest_p import smallest_p
@@ -44,78 +47,207 @@ NEVER = Side(1.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Tested:
-    """A rule with its test results and, after `decide`, its verdict.
-
-    `showing` contains p-values for the claim, and `refuting` p-values for the opposite claim.
-    """
+class RuleTest:
+    """The measured gap of a rule and its tests, before Holm's correction."""
 
     rule: Rule
     outcome: ArmGap
-    gap: Gap | None = None
-    """None for log-rank rules."""
-    times: tuple[Times, Times] | None = None
+    gap: Gap | None
+    """Gap of the metric with all known errors, or of its slope; None for log-rank rules."""
+    largest_gap: float
+    """Largest possible difference between two values of the metric or slope."""
+    times: tuple[Times, Times] | None
     """None except for log-rank rules."""
-    showing: Side = Side()
-    refuting: Side = Side()
-    undocumented: Sequence[str] = ()
-    """Names of runs without losses per document; empty if no run has losses per document."""
-    best_losses: str = ""
-    """Losses of both arms at their best learning rates, in a study with `lr_sweep`."""
-    chance: str = ""
-    """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
-    smallest: float = 1.0
+    showing: Side
+    refuting: Side
+    smallest: float
     """Smallest one-sided p that a permutation test can have with these seeds."""
-    adjusted: dict[str, float | None] = field(default_factory=dict)
-    """P-values after Holm's correction, such as {"showing": 0.03}."""
-    verdict: str = ""
-    reason: str = ""
-
-    @property
-    def p(self) -> float | None:
-        return self.showing.p
-
-    @property
-    def p_adjusted(self) -> float | None:
-        return self.adjusted.get("showing")
+    undocumented: list[str]
+    """Names of runs without losses of documents, if other runs have them."""
+    chance: str
+    """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
+    best_losses: str
+    """Losses of both arms at their best learning rates, in a study with `lr_sweep`."""
+    same_size: str
+    """Whether both arms have equally many parameters, if the metric is the held-out loss."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        None if the gap has no standard error.
+        The bounds end at the possible values. None if the gap has no standard error.
         """
-        return self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        interval = self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        if interval is None:
+            return None
+        return max(interval[0], -self.largest_gap), min(interval[1], self.largest_gap)
 
 
-def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
-    """Compute all tests of a rule, whose claim compares the arm `own` with the arm `base`."""
-    outcome = gap_of_arms(study, own, base)
+def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTest:
+    """Compute all tests of a rule; a rule of a removed kind is never shown or refuted."""
+    own, base = arms[rule.arm], arms[rule.against]
+    outcome = gap_of_rule(study, rule, arms)
+    if replacement_of(study, rule):
+        return RuleTest(rule, outcome, None, math.inf, None, NEVER, NEVER, 1.0, [], "", "", "")
+    gap = None if rule.kind == "log_rank" else outcome.full
+    times, sides, smallest = None, (Side(), Side()), 1.0
     if rule.kind == "log_rank":
         times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
-        sizes = len(times[0].tokens), len(times[1].tokens)
-        showing, refuting = log_rank(*times), log_rank(*reversed(times))
-        if min(sizes) < 2:
-            showing = refuting = None
-        tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
-        return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
-    gap = outcome.full
-    tested = Tested(rule, outcome, gap)
-    if gap is not None and gap.error is not None:
-        tested = replace(
-            tested,
-            **t_tests(rule, np.array(outcome.differences), gap),
-            smallest=smallest_p("paired", gap.seeds, gap.seeds),
-            undocumented=undocumented(outcome, own, base),
-        )
-    tested = replace(tested, chance=floor_or_ceiling(study, own, base))
-    # A trend has no better arm, and the slopes of diverged runs are unknown.
-    tested = with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
-    if study.lr_sweep and rule.kind != "trend":
-        shares = [Share(arm.diverged, len(arm.runs)) for arm in (own, base)]
-        tested = replace(tested, best_losses=best_losses(own, base))
-        return with_diverged_rates(tested, *shares)
-    return tested
+        sizes = len(own.runs), len(base.runs)
+        smallest = smallest_p("log_rank", *sizes)
+        if min(sizes) > 1:
+            sides = Side(log_rank(*times)), Side(log_rank(*reversed(times)))
+    elif gap and gap.error is not None:
+        smallest = smallest_p("paired", gap.seeds, gap.seeds)
+        sides = t_tests(rule, gap, np.array(outcome.differences))
+    sides = sides_of_diverged(study, rule, outcome) or sides
+    chance = losses = same_size = ""
+    compares_values = rule.kind in ("difference", "equivalence")
+    if compares_values:
+        chance = floor_or_ceiling(study, own, base)
+        same_size = size_words(own, base) if study.metric == "heldout_loss" else ""
+    if compares_values and study.lr_sweep:
+        losses = best_losses(own, base)
+        shares = Share(own.diverged, len(own.runs)), Share(base.diverged, len(base.runs))
+        outcome = replace(outcome, own=shares[0], base=shares[1])
+        sides = sides_of_sensitivity(rule, sides, *shares)
+    undocumented = []
+    for run in (*own.runs, *base.runs):
+        if run.seed in outcome.undocumented and run.documents is None:
+            undocumented.append(run.name)
+    low, high = study.limits
+    largest_gap = math.inf if rule.kind == "trend" else high - low
+    return RuleTest(
+        rule,
+        outcome,
+        gap,
+        largest_gap,
+        times,
+        *sides,
+        smallest,
+        undocumented,
+        chance,
+        losses,
+        same_size,
+    )
+
+
+def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGap:
+    """Return the gap of the study's metric, or of its slopes over parameters in a trend rule.
+
+    A gap of held-out losses includes the error over documents.
+    """
+    if rule.over == PARAMETERS:
+        return arm_gap(*slopes(rule, arms))
+    own, base = arms[rule.arm], arms[rule.against]
+    if study.metric != "heldout_loss":
+        return arm_gap(own.values, base.values)
+    own_documents, base_documents = (
+        {run.seed: run.documents for run in arm.runs} for arm in (own, base)
+    )
+    is_log = study.scale == "log"
+    return arm_gap(own.values, base.values, own_documents, base_documents, is_log)
+
+
+def t_tests(rule: Rule, gap: Gap, differences: np.ndarray) -> tuple[Side, Side]:
+    """Return t tests and exact sign-flip tests of a rule's claim and of the opposite claim.
+
+    Args:
+        differences: value of the first arm minus value of the second arm, shape (seeds,).
+    """
+
+    def side(direction: int, bound: float) -> Side:
+        p = gap.p_below(bound) if direction == BELOW else gap.p_above(bound)
+        return Side(p, sign_flip(direction * (differences - bound)))
+
+    if rule.kind != "equivalence":
+        direction, bound = side_of(rule)
+        return side(direction, bound), side(-direction, bound)
+    margin = rule.margin or 0.0
+    showing = combined(side(BELOW, margin), side(ABOVE, -margin), max, 1)
+    refuting = combined(side(ABOVE, margin), side(BELOW, -margin), min, 2)
+    close = equivalence(gap, margin, rule.alpha)
+    if gap.zero_variance and close and close.inside:
+        showing = Side(0.0, showing.exact)  # Without variance no t test has a p.
+    return showing, refuting
+
+
+def combined(first: Side, second: Side, choose: Callable[[Any], Any], tests: int) -> Side:
+    """Combine two tests: max if both alternatives must hold, min of two tests if one must."""
+    pairs = (first.p, second.p), (first.exact, second.exact)
+    p, exact = (min(1.0, tests * choose(pair)) for pair in pairs)
+    return Side(p, exact, tests=tests)
+
+
+def side_of(rule: Rule) -> tuple[int, float]:
+    """Return the side of the claimed gap, BELOW or ABOVE a bound, and the bound."""
+    return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
+
+
+def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, Side] | None:
+    """Return p-values for diverged runs, which t tests ignore; None if the values decide.
+
+    If the shares of diverged runs differ, nothing is shown or refuted, because the missing values
+    could reverse the result. There is one exception: all runs of one arm and no run of the other
+    diverged. The p-value of this outcome then decides that the diverged arm is worse.
+    """
+    own, base = outcome.own, outcome.base
+    is_equivalence = rule.kind == "equivalence"
+    is_equal = own.diverged * base.runs == base.diverged * own.runs
+    if not own.diverged + base.diverged or (is_equal and not is_equivalence):
+        return None
+    worse, other = (own, base) if own.diverged else (base, own)
+    # A trend has no better arm, and neither have some metrics. A log-rank rule claims that `own`
+    # is better.
+    direction = ABOVE if rule.kind == "log_rank" else side_of(rule)[0]
+    upwards = {"trend": 0, "log_rank": ABOVE}.get(rule.kind, better(study.metric))
+    is_partial = worse.diverged < worse.runs or other.diverged
+    if is_partial or not (upwards or is_equivalence):
+        return NEVER, NEVER
+    p = p_all_against_none(worse.runs, other.runs)
+    if is_equivalence:
+        p = min(1.0, 2 * p)
+    decided = Side(p, p, diverged=True)
+    if is_equivalence or (direction == upwards) == (worse is own):
+        return NEVER, decided
+    return decided, NEVER
+
+
+def sides_of_sensitivity(
+    rule: Rule, sides: tuple[Side, Side], own: Share, base: Share
+) -> tuple[Side, Side]:
+    """Return p-values of a rule about learning rate sensitivity, with diverged runs of all rates.
+
+    An arm with a larger share of diverged runs is never shown to be less sensitive, because an arm
+    that learns at no learning rate has a small sensitivity. The shares themselves are not tested,
+    because runs of one seed are not independent.
+    """
+    showing, refuting = sides
+    more = own.diverged * base.runs - base.diverged * own.runs
+    if not more:
+        return sides
+    if rule.kind == "equivalence" or (side_of(rule)[0] == BELOW) == (more > 0):
+        return NEVER, refuting
+    return showing, NEVER
+
+
+def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
+    """Describe a ceiling effect (both accuracies near 1) or floor effect (both at chance level).
+
+    Return "" if there is no such effect, if the metric is not an accuracy on a linear scale, or if
+    all runs of an arm diverged.
+    """
+    chances = [run.chance for run in (*own.runs, *base.runs) if run.chance is not None]
+    if not chances or study.scale != "linear" or not (own.mean and base.mean):
+        return ""
+    means = own.mean, base.mean
+    listing = f"{own.name} has {own.mean.mean:.3f} and {base.name} has {base.mean.mean:.3f}"
+    if all(mean.mean >= CEILING for mean in means):
+        return f"all arms are at the ceiling: {listing}"
+    chance = max(chances)
+    if all((mean.mean if mean.low is None else mean.low) <= chance for mean in means):
+        return f"no arm is above chance ({chance:.3f}) with 95% confidence: {listing}"
+    return ""
 
 
 def best_losses(own: StudyArm, base: StudyArm) -> str:
@@ -124,7 +256,7 @@ def best_losses(own: StudyArm, base: StudyArm) -> str:
     An arm with equally high losses at all learning rates has a small sensitivity.
     """
     losses = best_loss(own), best_loss(base)
-    if not all(map(math.isfinite, losses)):
+    if math.inf in losses:
         return ""
     text = (
         f"loss at the best learning rate: {own.name} {losses[0]:.4g}, {base.name} {losses[1]:.4g}"
@@ -143,140 +275,12 @@ def best_loss(arm: StudyArm) -> float:
     return min((sum(values) / len(values) for values in losses.values()), default=math.inf)
 
 
-def t_tests(rule: Rule, differences: np.ndarray, gap: Gap) -> dict[str, Any]:
-    """Return the fields `showing` and `refuting` of `Tested`.
-
-    The tests are t tests and exact sign-flip tests.
-
-    Args:
-        differences: value of the first arm minus value of the second arm, shape (seeds,).
-    """
-
-    def side(bound: float, which: int) -> Side:
-        p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
-        exact = sign_flip(which * (differences - bound))
-        return Side(p, exact)
-
-    if rule.kind == "equivalence":
-        margin = rule.margin or 0.0
-        inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
-        outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
-        close = equivalence(gap, margin, rule.alpha)
-        if gap.zero_variance and close and close.inside:
-            # Without variance no t test has a p, but the gap is inside the margin.
-            inside = replace(inside, p=0.0)
-        return {"showing": inside, "refuting": outside}
-    which, bound = side_of(rule)
-    return {"showing": side(bound, which), "refuting": side(bound, -which)}
-
-
-def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
-    """Combine two tests: each p-value is `factor` * choose(p of `first`, p of `second`), at most 1.
-
-    If `choose` is max and `factor` is 1, the alternative hypothesis of the result is "both
-    alternatives hold". If `choose` is min and `factor` is 2, it is "at least one alternative
-    holds". A p-value is None if it is None in `first` or `second`.
-    """
-
-    def of(a: float | None, b: float | None) -> float | None:
-        return None if a is None or b is None else min(1.0, factor * choose(a, b))
-
-    return Side(
-        of(first.p, second.p),
-        of(first.exact, second.exact),
-        tests=factor,
-    )
-
-
-def side_of(rule: Rule) -> tuple[int, float]:
-    """Return the side of the claimed gap, BELOW or ABOVE a bound, and the bound."""
-    return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
-
-
-def gap_of_arms(study: Study, own: StudyArm, base: StudyArm) -> ArmGap:
-    """Return the gap of the study's metric; a held-out loss includes the error over documents."""
-    own_documents, base_documents = documents_of(study, own), documents_of(study, base)
-    is_log = study.scale == "log"
-    return arm_gap(own.values, base.values, own_documents, base_documents, is_log)
-
-
-def documents_of(study: Study, arm: StudyArm) -> dict[int, DocumentLosses | None]:
-    if study.metric != "heldout_loss":
-        return {}
-    return {run.seed: run.documents for run in arm.runs}
-
-
-def undocumented(gap: ArmGap, *arms: StudyArm) -> list[str]:
-    runs = [run for arm in arms for run in arm.runs if run.seed in gap.undocumented]
-    return [run.name for run in runs if run.documents is None]
-
-
-def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
-    """Describe a ceiling effect (both accuracies near 1) or floor effect (both at chance level).
-
-    Return "" if there is no such effect, if the metric is not an accuracy on a linear scale, or if
-    all runs of an arm diverged.
-    """
-    chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
-    if not chances or study.scale != "linear" or not (own.finite and base.finite):
+def size_words(own: StudyArm, base: StudyArm) -> str:
+    """State whether two arms have equally many parameters; "" if the numbers are not recorded."""
+    sizes = [arm.runs[0].facts.parameters for arm in (own, base) if arm.runs]
+    if len(sizes) < 2 or not (sizes[0] and sizes[1]):
         return ""
-    means = [estimate(arm.finite) for arm in (own, base)]
-    names = own.name, base.name
-    said = " and ".join(
-        f"{name} has {mean.mean:.3f}" for name, mean in zip(names, means, strict=True)
-    )
-    if all(mean.mean >= CEILING for mean in means):
-        return f"all arms are at the ceiling: {said}"
-    chance = max(chances)
-    if all((mean.mean if mean.low is None else mean.low) <= chance for mean in means):
-        return f"no arm is above chance ({chance:.3f}) with 95% confidence: {said}"
-    return ""
-
-
-def with_divergence(tested: Tested, upwards: int) -> Tested:
-    """Adjust the p-values of a rule for diverged runs, which t tests ignore.
-
-    If the shares of diverged runs differ, nothing is shown or refuted, because the missing values
-    could reverse the result. There is one exception: all runs of one arm and no run of the other
-    diverged. The p-value of this outcome then decides that the diverged arm is worse.
-
-    `upwards` is ABOVE if larger metric values are better, BELOW if smaller are better, otherwise 0.
-    """
-    own, base = tested.outcome.own, tested.outcome.base
-    is_equivalence = tested.rule.kind == "equivalence"
-    is_equal = own.diverged * base.runs == base.diverged * own.runs
-    if not own.diverged + base.diverged or (is_equal and not is_equivalence):
-        return tested
-    undecided = replace(tested, showing=NEVER, refuting=NEVER)
-    worse, other = (own, base) if own.diverged else (base, own)
-    if worse.diverged < worse.runs or other.diverged:
-        return undecided
-    p = p_all_against_none(worse.runs, other.runs)
-    if is_equivalence:
-        return replace(undecided, refuting=decided_by_divergence(min(1.0, 2 * p)))
-    if not upwards:
-        return undecided
-    favours_own = tested.times is not None or side_of(tested.rule)[0] == upwards
-    if favours_own == (worse is own):
-        return replace(undecided, refuting=decided_by_divergence(p))
-    return replace(undecided, showing=decided_by_divergence(p))
-
-
-def decided_by_divergence(p: float) -> Side:
-    return Side(p, p, diverged=True)
-
-
-def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
-    """Adjust the p-values of a rule about learning rate sensitivity for diverged runs of both arms.
-
-    An arm with a larger share of diverged runs is never shown to be less sensitive, because an arm
-    that learns at no learning rate has a small sensitivity. The shares themselves are not tested,
-    because runs of one seed are not independent.
-    """
-    tested = replace(tested, outcome=replace(tested.outcome, own=own, base=base))
-    more = own.diverged * base.runs - base.diverged * own.runs
-    if not more:
-        return tested
-    if tested.rule.kind == "equivalence" or (side_of(tested.rule)[0] == BELOW) == (more > 0):
-        return replace(tested, showing=NEVER)
-    return replace(tested, refuting=NEVER)
+    share = sizes[0] / sizes[1] - 1
+    if abs(share) <= TOLERANCE:
+        return f"at equal parameters (within {percent(float(TOLERANCE))})"
+    return f"{own.name} has {percent(abs(share))} {'more' if share > 0 else 'fewer'} parameters"

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,75 +12,37 @@ from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.trend_data import check_sizes
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import finite
-from diffllm.statistics.gap_tests import paired
-from diffllm.statistics.trend import (
-    FEWEST_POINTS,
-    WINDOW,
-    common_points,
-    fit_line,
-    gap_trend,
-)
+from diffllm.statistics.trend import fit_line, gap_trend
 
-Curves = dict[int, np.ndarray | None]
-"""Values of each seed at the common points, (n,); None for a diverged run."""
+Slopes = dict[int, float | None]
+"""Slope of the metric per doubling of parameters by seed; None if a run of the seed diverged."""
 
 
-class Sides(NamedTuple):
-    """Metric values of two arms at the same n points.
+def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Slopes, Slopes]:
+    """Return the slopes of both sides of a trend rule over parameters.
 
-    `x` contains the points: numbers of tokens or of parameters. `own` and `base` map each seed to
-    an array of n values, or to None if the seed diverged.
+    The number of parameters of a size is the geometric mean of both arms. A seed is included only
+    if its runs ended at every size.
     """
-
-    x: np.ndarray
-    own: Curves
-    base: Curves
-
-
-def arms_of_rule(
-    study: Study, rule: Rule, arms: Mapping[str, StudyArm]
-) -> tuple[StudyArm, StudyArm]:
-    """Return the two arms that a rule compares.
-
-    For a trend rule, the value of each seed is the slope of the metric over parameters.
-    """
-    own, base = arms[rule.arm], arms[rule.against]
-    if rule.kind != "trend":
-        return own, base
-    x, *curves = over_sizes(rule, arms)
-    slopes: list[dict[int, float | None]] = []
-    for curve in curves:
-        slopes.append({seed: slope_of(x, y) for seed, y in curve.items()})
-    return StudyArm(own.name, own.lr, values=slopes[0]), StudyArm(
-        base.name, base.lr, values=slopes[1]
-    )
-
-
-def slope_of(x: np.ndarray, y: np.ndarray | None) -> float | None:
-    return None if y is None else fit_line(x, y).slope
-
-
-def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
-    """Return the metric of two arms at several model sizes.
-
-    For each size, `x` contains the geometric mean of both arms' parameter counts. A seed is
-    included only if its runs ended at every size.
-    """
-    named = {name: arms[name] for pair in rule.pairs for name in pair}
-    parameters = {name: parameters_of(arm) for name, arm in named.items() if arm.runs}
-    if len(parameters) < len(named):
-        return Sides(np.zeros(0), {}, {})
+    sides = [[arms[name] for name in side] for side in zip(*rule.pairs, strict=True)]
+    own_arms, base_arms = sides
+    if not all(arm.runs for arm in (*own_arms, *base_arms)):
+        return {}, {}
+    parameters = {arm.name: parameters_of(arm) for arm in (*own_arms, *base_arms)}
     check_sizes(rule, parameters)
-    pairs = sorted(rule.pairs, key=lambda pair: parameters[pair[0]])
-    found: list[Curves] = []
-    for side in zip(*pairs, strict=True):
-        values = [named[name].values for name in side]
-        seeds = sorted(set.intersection(*map(set, values)))
-        of_seed = {seed: [each[seed] for each in values] for seed in seeds}
-        found.append({seed: None if None in y else np.array(y) for seed, y in of_seed.items()})
-    return Sides(
-        np.array([math.sqrt(parameters[own] * parameters[base]) for own, base in pairs]), *found
-    )
+    sizes = [math.sqrt(parameters[own] * parameters[base]) for own, base in rule.pairs]
+    return side_slopes(sizes, own_arms), side_slopes(sizes, base_arms)
+
+
+def side_slopes(sizes: list[float], arms: list[StudyArm]) -> Slopes:
+    """Return the slope of the metric over `sizes`, the numbers of parameters of `arms`."""
+    seeds = set.intersection(*(set(arm.values) for arm in arms))
+    by_seed: Slopes = {}
+    for seed in sorted(seeds):
+        values = [arm.values[seed] for arm in arms]
+        is_finite = None not in values
+        by_seed[seed] = fit_line(np.array(sizes), np.array(values)).slope if is_finite else None
+    return by_seed
 
 
 def parameters_of(arm: StudyArm) -> float:
@@ -94,18 +55,6 @@ def parameters_of(arm: StudyArm) -> float:
     return count
 
 
-def along_training(own: StudyArm, base: StudyArm) -> Sides:
-    """Return the held-out loss of two arms at the training tokens that all their runs evaluated.
-
-    The result contains None for the seeds of diverged runs.
-    """
-    runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
-    x, losses = common_points([run.curve for run in runs], WINDOW)
-    by_name = {run.name: y for run, y in zip(runs, losses, strict=True)}
-    first, second = ({run.seed: by_name.get(run.name) for run in arm.runs} for arm in (own, base))
-    return Sides(x, first, second)
-
-
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     """Return a sentence about how the loss gap of the first rule's arms changes during training.
 
@@ -116,9 +65,9 @@ def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     rule = study.rule
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
         return ""
-    x, *both = along_training(arms[rule.arm], arms[rule.against])
-    own, base = ({seed: y for seed, y in side.items() if y is not None} for side in both)
-    if len(x) < FEWEST_POINTS:
-        return ""
-    found = gap_trend(x, own, base, paired)
-    return ascii_minus(trend_sentence(rule.arm, rule.against, found)) if found else ""
+    own, base = (
+        {run.seed: run.curve for run in arms[name].runs if not run.diverged}
+        for name in (rule.arm, rule.against)
+    )
+    trend = gap_trend(own, base)
+    return ascii_minus(trend_sentence(rule.arm, rule.against, trend)) if trend else ""

@@ -133,5 +133,6 @@ def difference_words(difference: Difference) -> str:
     name = difference.key
     if name == "flops_per_token":
         name = "training FLOPs per token"
-    ratio = f" ({difference.reason})" if difference.key in TOLERANCES else ""
+    is_ratio = difference.key in TOLERANCES and difference.reason
+    ratio = f" ({difference.reason})" if is_ratio else ""
     return f"{name}: {listed(values)}{ratio}"

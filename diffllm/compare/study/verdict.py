@@ -12,14 +12,12 @@ from diffllm.compare.arms.comparable import (
     differences,
 )
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.budgets import EqualGaps, equal_gaps
-from diffllm.compare.study.decision import apply_rules, tested_numbers
+from diffllm.compare.study.costs import spending_numbers, spending_problems
+from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import ChosenRate, terms_of
 from diffllm.compare.study.removed_rules import margin_note
-from diffllm.compare.study.rule_tests import Tested
-from diffllm.compare.study.spending import spending_numbers, spending_problems
 from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
 from diffllm.compare.study.unequal import undeclared
 from diffllm.config.plugins import several_versions
@@ -44,8 +42,6 @@ class Verdict:
     arms: list[StudyArm]
     choices: list[ChosenRate]
     """The chosen learning rate of each arm; empty unless the study has the key `lr`."""
-    equal: list[EqualGaps]
-    """Loss gaps between arms at equal tokens, parameters and FLOPs."""
     evidence: Evidence
     differences: list[Difference]
     """Differences between the arms that the study declares or that have no influence."""
@@ -64,7 +60,6 @@ class Verdict:
             "budget": spending_numbers(self.study, self.arms),
             "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(each) for each in self.tested],
-            "equal": [each.numbers() for each in self.equal],
             "arms": {arm.name: arm.numbers(self.study.limits) for arm in self.arms},
             "learning_rates": {
                 choice.arm: {
@@ -110,9 +105,8 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
         reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
     # Studies that began under an older version can have rules with a margin.
     reasons += dict.fromkeys(note for rule in study.rules if (note := margin_note(rule)))
-    equal = equal_gaps(study, by_name)
     shown = [difference for difference in apart if difference.role != "condition"]
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence, shown)
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, shown)
 
 
 def comparands(arms: list[StudyArm]) -> list[Comparand]:
@@ -131,7 +125,7 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    problems += unequal_positions(run.positions for run in runs)
+    problems += unequal_positions({run.position_settings for run in runs if run.positions})
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, comparands(arms), study.measures_time)

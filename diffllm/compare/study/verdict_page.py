@@ -27,13 +27,11 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
 from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
-from diffllm.compare.study.budgets import equal_gaps_table, equal_gaps_words
-from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN
+from diffllm.compare.study.costs import budget_sentences, spending_table
+from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN, Tested
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.rule_tests import Tested
-from diffllm.compare.study.spending import budget_sentences, spending_table
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 BOUNDS = "one-sided bounds"
+RATES_OF_FILE = "Learning rates are set in the study file; the study did not choose one per arm."
 REASONS = {
     "declared": "declared",
     "question": "part of the attention variant",
@@ -61,64 +60,64 @@ COMPARED = {
 }
 
 
-def write_verdict(found: Verdict, out: Path) -> list[Path]:
-    page = verdict_page(found)
+def write_verdict(verdict: Verdict, out: Path) -> list[Path]:
+    page = verdict_page(verdict)
     texts = {
         "verdict.html": page.html(),
         "verdict.md": page.markdown(),
-        "values.json": values_text(found.study, found.evidence),
+        "values.json": values_text(verdict.study, verdict.evidence),
     }
     for name, text in texts.items():
         replace_file(out / name, text.encode())
     return [out / name for name in texts]
 
 
-def verdict_page(found: Verdict, with_picture: bool = True) -> Page:
+def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     """Return the page of a verdict; equal verdicts give identical pages.
 
     Args:
         with_picture: whether to draw the gaps, which only HTML shows.
     """
-    study, numbers = found.study, found.numbers()
-    trend = loss_trend(study, {arm.name: arm for arm in found.arms})
-    header: list[Block] = [Paragraph(f"{verdict_sentence(found, numbers['arms'])} {trend}".strip())]
+    study, numbers = verdict.study, verdict.numbers()
+    trend = loss_trend(study, {arm.name: arm for arm in verdict.arms})
+    header: list[Block] = [
+        Paragraph(f"{verdict_sentence(verdict, numbers['arms'])} {trend}".strip())
+    ]
     if study.source:
         header.insert(0, Paragraph(study.source, label="Source"))
-    if problems := [reason for reason in found.reasons if reason != found.tested[0].reason]:
+    if problems := [reason for reason in verdict.reasons if reason != verdict.tested[0].reason]:
         header.append(Items(problems))
-    if with_picture and gaps_of_pairs(found):
-        header.append(FigureGrid([gaps_figure(found)]))
-    rules = [f"Rule: {rule_line(tested, study)}" for tested in found.tested]
+    if with_picture and gaps_of_pairs(verdict):
+        header.append(FigureGrid([gaps_figure(verdict)]))
+    rules = [f"Rule: {rule_line(tested, study)}" for tested in verdict.tested]
     conditions = Paragraph(f"{conditions_text(numbers)} {power_words(study)}")
-    settings = Items([*override_lines(study), *difference_lines(found)])
+    settings = Items([*override_lines(study), *difference_lines(verdict)])
     sections = [
         Section("Conditions and rules", [conditions, Items(rules)]),
-        Section("Arms", [TableBlock(arms_table(found), "Arms"), settings]),
+        Section("Arms", [TableBlock(arms_table(verdict), "Arms"), settings]),
     ]
-    if sentences := budget_sentences(study, found.arms):
-        costs = TableBlock(spending_table(study, found.arms), "Costs of the runs of each arm")
+    if sentences := budget_sentences(study, verdict.arms):
+        costs = TableBlock(spending_table(study, verdict.arms), "Costs of the runs of each arm")
         sections.append(Section("Budget", [Paragraph(" ".join(sentences)), costs]))
-    if found.equal:
-        title = "Equal tokens and parameters"
-        gaps = TableBlock(equal_gaps_table(found.equal), title)
-        sections.append(Section(title, [gaps, Paragraph(equal_gaps_words(study.rule.alpha))]))
-    if found.choices:
-        choices = Items([choice_line(choice) for choice in found.choices])
+    if verdict.choices:
+        choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
+    if not study.sets_rates:
+        sections.append(Section("Learning rates", [Paragraph(RATES_OF_FILE)]))
     if study.notes:
-        sections.append(Section("Notes", [Paragraph(study.notes)]))
-    result = found.verdict
+        sections.append(Section("Notes", [Paragraph(study.notes, label="From the study file")]))
+    result = verdict.verdict
     if result == EXPLORATORY:
-        result += f", it would be: {found.would_be}"
+        result += f", it would be: {verdict.would_be}"
     footer = Section("", [Paragraph(origin(study, numbers))])
     return Page(study.claim, header, sections, footer, result)
 
 
-def verdict_sentence(found: Verdict, arms: dict[str, Any]) -> str:
+def verdict_sentence(verdict: Verdict, arms: dict[str, Any]) -> str:
     """Return text with the result of the first rule and the sizes of the two compared models."""
-    tested = found.tested[0]
+    tested = verdict.tested[0]
     start = ""
-    if NOT_COMPARABLE in (found.verdict, found.would_be):
+    if NOT_COMPARABLE in (verdict.verdict, verdict.would_be):
         start = "Not comparable; the runs alone give: "
     arm, against = tested.rule.arm, tested.rule.against
     size, flops = (compact(arms[arm][fact]) for fact in ("parameters", "flops_per_token"))
@@ -126,8 +125,8 @@ def verdict_sentence(found: Verdict, arms: dict[str, Any]) -> str:
         compact(arms[against][fact]) for fact in ("parameters", "flops_per_token")
     )
     return (
-        f"{start}{found.study.quantity}: {tested.reason}. {arm} has {size} parameters and {flops} "
-        f"training FLOPs per token, {against} has {base_size} and {base_flops}."
+        f"{start}{verdict.study.quantity}: {tested.reason}. {arm} has {size} parameters and "
+        f"{flops} training FLOPs per token, {against} has {base_size} and {base_flops}."
     )
 
 
@@ -139,24 +138,27 @@ def rule_line(tested: Tested, study: Study) -> str:
         logs = (tested.gap.mean, *tested.bounds)
         ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
         words.append(f"a ratio of {ratio} (bounds {low} and {high})")
-    if tested.p is not None and tested.p_adjusted is not None:
-        adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
-        words.append(f"p {tested.p:.2g}{adjusted}")
+    p, adjusted = tested.showing.p, tested.adjusted["showing"]
+    if p is not None and adjusted is not None:
+        after = "" if tested.verdict == SHOWN else f", {adjusted:.2g} after Holm"
+        words.append(f"p {p:.2g}{after}")
     if tested.showing.exact is not None:
         smallest = f"smallest possible {tested.smallest:.2g}"
         words.append(f"sign-flip test p {tested.showing.exact:.2g} ({smallest})")
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
+    if tested.same_size:
+        words.append(tested.same_size)
     return ", ".join(words)
 
 
-def arms_table(found: Verdict) -> Table:
-    styles = arm_styles(found)
-    heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
+def arms_table(verdict: Verdict) -> Table:
+    styles = arm_styles(verdict)
+    heads = ("arm", verdict.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
-    for arm in found.arms:
+    for arm in verdict.arms:
         style = styles.get(arm.name)
-        mean = arm.mean.within(*found.study.limits) if arm.mean else None
+        mean = arm.mean.within(*verdict.study.limits) if arm.mean else None
         interval = mean.interval if mean else None
         rates = [run.lr for run in arm.runs]
         rows.append(
@@ -193,12 +195,12 @@ def power_words(study: Study) -> str:
     )
 
 
-def arm_styles(found: Verdict) -> dict[str, RowStyle]:
+def arm_styles(verdict: Verdict) -> dict[str, RowStyle]:
     """Return the style of each arm in figures, by name; arms without runs have none."""
     identities = {}
-    for arm in sorted(found.arms, key=lambda arm: arm.name != found.study.baseline):
+    for arm in sorted(verdict.arms, key=lambda arm: arm.name != verdict.study.baseline):
         changes = {}
-        for word in [*found.study.base, *found.study.arms[arm.name]]:
+        for word in [*verdict.study.base, *verdict.study.arms[arm.name]]:
             key, _, value = word.partition("=")
             if key.startswith(ATTENTION):
                 changes[key] = parse_yaml(value)  # Spellings of one value have one style.
@@ -208,10 +210,10 @@ def arm_styles(found: Verdict) -> dict[str, RowStyle]:
     return {style.label: style for style in styles}
 
 
-def gaps_of_pairs(found: Verdict) -> dict[tuple[str, str], Estimate]:
+def gaps_of_pairs(verdict: Verdict) -> dict[tuple[str, str], Estimate]:
     """Return the gap of each pair of arms with its bounds, by the first rule of the pair."""
     gaps: dict[tuple[str, str], Estimate] = {}
-    for tested in found.tested:  # the first rule of a pair counts, as it may decide
+    for tested in verdict.tested:  # the first rule of a pair counts, as it may decide
         if tested.gap and tested.rule.kind != "trend":  # slopes have another unit
             low, high = tested.bounds or (None, None)
             gap = Estimate(tested.gap.mean, low, high, tested.gap.seeds)
@@ -219,23 +221,23 @@ def gaps_of_pairs(found: Verdict) -> dict[tuple[str, str], Estimate]:
     return gaps
 
 
-def gaps_drawing(found: Verdict, width: float = WIDTH) -> "Drawing":
+def gaps_drawing(verdict: Verdict, width: float = WIDTH) -> "Drawing":
     """Draw the result of `gaps_of_pairs`, which must not be empty."""
-    gaps, styles = gaps_of_pairs(found), arm_styles(found)
+    gaps, styles = gaps_of_pairs(verdict), arm_styles(verdict)
     labelled = [replace(styles[arm], label=f"{arm} − {against}") for arm, against in gaps]
     return draw_gaps(
-        [*gaps.values()], labelled, width, found.study.quantity, sides=("lower", "higher"),
+        [*gaps.values()], labelled, width, verdict.study.quantity, sides=("lower", "higher"),
         ends=BOUNDS,
     )  # fmt: skip
 
 
-def gaps_figure(found: Verdict) -> Figure:
+def gaps_figure(verdict: Verdict) -> Figure:
     import matplotlib
 
     title = "Gaps of the rules"
     caption = "Arm minus reference arm, with one-sided bounds at confidence 1 − alpha."
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        return Figure(title, caption, to_image(gaps_drawing(found), title))
+        return Figure(title, caption, to_image(gaps_drawing(verdict), title))
 
 
 def conditions_text(numbers: dict[str, Any]) -> str:
@@ -287,10 +289,10 @@ def override_lines(study: Study) -> list[str]:
     ]
 
 
-def difference_lines(found: Verdict) -> list[str]:
+def difference_lines(verdict: Verdict) -> list[str]:
     """Return one line for each difference between arms, with the role of the key."""
     lines = []
-    for difference in found.differences:
+    for difference in verdict.differences:
         parts = [f"`{text}` in {', '.join(arms)}" for text, arms in difference.values.items()]
         role = REASONS[difference.role]
         lines.append(f"Difference in `{difference.key}` ({role}): {'; '.join(parts)}")
@@ -303,7 +305,7 @@ def choice_line(choice: ChosenRate) -> str:
     problem = f", {choice.problem}" if choice.problem else ""
     losses = []
     for lr, loss in choice.losses.items():
-        losses.append(f"{lr:g}: {'not run' if loss is None else f'{loss:.4f}'}")
+        losses.append(f"{lr:g}: {'not run' if math.isnan(loss) else f'{loss:.4f}'}")
     return f"Learning rate of {choice.arm}: {rate}{problem}; held-out loss {', '.join(losses)}"
 
 

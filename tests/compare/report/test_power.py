@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 from diffllm import cli as tools
 from diffllm.compare.arms.sentences import percent
-from diffllm.statistics.power_analysis import paired_power, welch_power
+from diffllm.statistics.power_analysis import paired_power
 
 LOSSES = {"standard": [4.00, 4.02, 4.05], "diff_v2": [3.91, 3.96, 3.96]}
 """Variances 0.0019 / 3 and 0.0025 / 3: pooled 0.0022 / 3."""
@@ -43,43 +43,42 @@ def test_power_command_computes_number_of_seeds_from_pilot_variance(power, tmp_p
     assert (low, high) == pytest.approx((POOLED * 0.599, POOLED * 2.874), rel=2e-3)
     assert [arm["seeds"] for arm in said["arms"]] == [3, 3]
     differences = np.subtract(*LOSSES.values()).std(ddof=1)
-    assert said["sd_of_differences"] == pytest.approx(differences)
     assert said["correlation"] == pytest.approx(1 - differences**2 / (2 * POOLED**2))
-    tests = {"unpaired": (POOLED, 4, welch_power), "paired": (differences, 2, paired_power)}
-    assert [need["design"] for need in said["needs"]] == list(tests)
-    for need in said["needs"]:
-        sd, df, test = tests[need["design"]]
-        upper = sd * math.sqrt(df / chi2.ppf(0.2, df))
-        assert (need["sd"], need["df"], need["sd_upper"]) == pytest.approx((sd, df, upper))
-        for n, at in ((need["seeds"], upper), (need["seeds_by_sd"], sd)):
-            assert test(0.06, at, n) >= 0.8
-            assert n == 2 or test(0.06, at, n - 1) < 0.8
-        n = need["seeds"]
-        assert need["power"] == pytest.approx(test(0.06, upper, n))
-        assert need["seeds_low"] <= need["seeds_by_sd"] < n <= need["seeds_high"]
-        assert need["far_too_few"] <= need["too_few"] <= min(0.2, need["too_few_by_sd"])
-        assert need["total_tokens"] == 2 * n * 20 * 8 * 32
-        assert need["hours"] == pytest.approx(2 * n * 0.5)
-        assert need["power_by_seeds"]["5"] == pytest.approx(test(0.06, upper, 5))
+    need, upper = said["need"], differences * math.sqrt(2 / chi2.ppf(0.2, 2))
+    assert (need["sd"], need["df"], need["sd_upper"]) == pytest.approx((differences, 2, upper))
+    for n, at in ((need["seeds"], upper), (need["seeds_by_sd"], differences)):
+        assert paired_power(0.06, at, n) >= 0.8
+        assert n == 2 or paired_power(0.06, at, n - 1) < 0.8
+    n = need["seeds"]
+    assert need["power"] == pytest.approx(paired_power(0.06, upper, n))
+    assert need["seeds_low"] <= need["seeds_by_sd"] < n <= need["seeds_high"]
+    assert need["far_too_few"] <= need["too_few"] <= min(0.2, need["too_few_by_sd"])
+    assert need["total_tokens"] == 2 * n * 20 * 8 * 32
+    assert need["hours"] == pytest.approx(2 * n * 0.5)
+    assert need["power_by_seeds"]["5"] == pytest.approx(paired_power(0.06, upper, 5))
     one_sided = json.loads(power("pilot=@pilot", "gap=0.06", "sides=1", "--json")[1])
     three = json.loads(power("pilot=@pilot", "gap=0.06", "comparisons=3", "--json")[1])
-    seeds = [each["needs"][0]["seeds"] for each in (one_sided, said, three)]
+    seeds = [each["need"]["seeds"] for each in (one_sided, said, three)]
     assert seeds == sorted(set(seeds))
     text = power("pilot=@pilot", "gap=0.06")[1]
     assert f"sd {POOLED:.4f} nats per token" in text
-    unpaired = said["needs"][0]
-    row = next(line for line in text.splitlines() if line.startswith("unpaired")).split()
-    shown = [f"{unpaired['sd']:.4f}", f"{unpaired['sd_upper']:.4f}"]
-    assert row[1:5] == [*shown, str(unpaired["seeds"]), str(unpaired["seeds_by_sd"])]
-    risks = [unpaired[f"{name}{by}"] for by in ("", "_by_sd") for name in RISKS]
-    assert risks == pytest.approx([0.135, 0.044, 0.46, 0.19], abs=0.005)
-    table = text.partition("recommends too few seeds")[2].splitlines()
-    row = next(line for line in table if line.startswith("unpaired")).split()
-    assert row[1:] == ["4", *map(percent, risks)]
+    cells = [f"{differences:.4f}", f"{upper:.4f}", str(n), str(need["seeds_by_sd"])]
+    assert [line for line in text.splitlines() if line.split()[:4] == cells]
+    risks = [percent(need[f"{name}{by}"]) for by in ("", "_by_sd") for name in RISKS]
+    assert text.splitlines()[-1].split() == ["2", *risks]
     assert "note" not in text
     few = power("pilot=@pilot", "gap=0.4")[1]
     assert "exact sign-flip test of 3 pairs is 0.25, not below alpha 0.05" in few
     assert "6 seeds per arm are enough" in few
+
+
+def test_power_command_counts_seeds_of_single_arm_as_uncorrelated(power, tmp_path):
+    sweep(tmp_path / "a", {"standard": LOSSES["standard"]})
+    said = json.loads(power("pilot=@a", "gap=0.06", "--json")[1])
+    sd = math.sqrt(2) * np.std(LOSSES["standard"], ddof=1)
+    assert (said["need"]["sd"], said["need"]["df"]) == (pytest.approx(sd), 2)
+    assert said["common_seeds"] is None
+    assert "seeds count as uncorrelated" in said["notes"][0]
 
 
 def test_power_command_reports_excluded_pilot_runs(power, tmp_path):

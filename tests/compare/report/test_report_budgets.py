@@ -8,7 +8,7 @@ import pytest
 from runs.written import config, loaded, write_run
 from scipy.special import stdtrit
 
-from diffllm.compare.arms.budgets import BUDGETS, flops_spent
+from diffllm.compare.arms.budget import BUDGETS, flops_spent
 from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import gap_band, sample_gaps, seed_noise

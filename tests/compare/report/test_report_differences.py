@@ -23,6 +23,8 @@ from diffllm.model.attention.diff_v1 import DiffV1Config
 DECLARED = class_declarations(TrainConfig) | class_declarations(DiffV1Config, "model.attention.")
 OMITTED = ("run", "resolved", "seed", "resume", "plugins")
 """Keys and sections that differ between any two runs, or whose computed values are compared."""
+SIZES = {"parameters", "flops_per_token"}
+"""Facts in which the variants of a report may differ."""
 CODE = [{"diffllm": {"hash": letter * 64}} for letter in "ab"]
 
 
@@ -212,6 +214,21 @@ def test_note_names_rows_of_different_code_versions(tmp_path, versions, noted):
     assert comparison.differences == []
 
 
+@pytest.mark.parametrize(
+    ("versions", "comparable"),
+    [(("2.12", "2.13", "2.12", "2.13"), True), (["2.13"] * 3 + ["2.14"], False)],
+)
+def test_torch_may_differ_between_seeds_but_not_between_arms(tmp_path, versions, comparable):
+    paths = []
+    for i, version in enumerate(versions):
+        words = (f"attention={('standard', 'gated')[i // 2]}", f"seed={i % 2}")
+        paths.append(write_run(tmp_path / f"{i}", *words, facts={"torch": version}))
+    comparison = compare(loaded(paths))
+    expected = set() if comparable else {"torch"}
+    assert {*comparison.differences} == conditions_of_study(loaded(paths)) - SIZES == expected
+    assert len(comparison.rows) == (2 if comparable else 3)
+
+
 @pytest.mark.parametrize("pinned", [(), ("gated",), ("standard", "gated")])
 def test_pinned_initial_seed_of_one_row_is_a_condition(tmp_path, pinned):
     paths = sweep(tmp_path, {"standard": [4.0, 4.1], "gated": [3.9, 4.0]})
@@ -233,7 +250,7 @@ def test_page_and_json_list_all_differences_between_rows(tmp_path, capsys):
     write_run(tmp_path / "b", *words, facts={"torch": "3.0"})
     assert roles(compare(loaded([first, tmp_path / "b"]))) == {
         "train.skip_step": "condition",
-        "torch": "declared",
+        "torch": "condition",
         "log_interval": "harmless",
     }
     report_command([str(tmp_path), "--json"])
@@ -241,7 +258,10 @@ def test_page_and_json_list_all_differences_between_rows(tmp_path, capsys):
     assert differences[2] == {
         "key": "log_interval",
         "role": "harmless",
-        "values": {"10": ["standard skip_step=nonfinite"], "5": ["gated skip_step=off"]},
+        "values": {
+            "10": ["standard torch=2.13.0 skip_step=nonfinite"],
+            "5": ["gated torch=3.0 skip_step=off"],
+        },
         "reason": "decides only which values are logged, and how often",
     }
     html = (tmp_path / "report.html").read_text(encoding="utf-8").replace("<wbr>", "")

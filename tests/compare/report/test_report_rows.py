@@ -377,10 +377,11 @@ def test_comparison_computes_no_gap_if_one_run_json_is_empty(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     runs[2:] = [replace(run, facts={}) for run in runs[2:]]
     found = compare(runs[:2] + runs[3:])
-    assert found.differences == ["compute_dtype", "corpus", "heldout_tokens", "tokenizer"]
+    assert found.differences == ["compute_dtype", "corpus", "heldout_tokens", "tokenizer", "torch"]
     unknown = dict.fromkeys(found.differences, "unknown")
     (group,) = (each for each in found.groups if each.values == unknown)
-    assert [row.label for row in group.rows] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
+    (label,) = (row.label for row in group.rows)
+    assert label == "B: diff_v2"
     assert [row.gap is not None for row in found.rows] == [False, True, False]
     assert found.rows[2].values["parameters"] is None
     assert said(found, "d: run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")

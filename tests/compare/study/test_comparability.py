@@ -208,6 +208,12 @@ def test_hashes_with_equal_start_differ():
     assert [difference.key for difference in differences(runs, Terms("study"))] == ["corpus"]
 
 
+def test_unknown_number_of_parameters_is_a_condition():
+    runs = [Comparand("a", 0, {"parameters": 10_000}), Comparand("b", 0, {"parameters": None})]
+    (problem,) = undeclared_in(runs, [])
+    assert problem.startswith("arms differ in parameters: 10k in a; unknown in b (if the study")
+
+
 def test_metrics_of_time_and_memory_depend_on_machine(tmp_path):
     for metric in ("seconds", "tokens_per_s", "train_seconds", "perf/tokens_per_s", "perf/mfu"):
         assert study_file(tmp_path / "study.yaml", LOWER, metric=metric).measures_time

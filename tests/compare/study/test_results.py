@@ -31,7 +31,8 @@ def load(path):
     return module
 
 
-sys.path.insert(0, str(RESULTS))  # recompute.py imports recompute_values.py
+# Scripts import their neighbours.
+sys.path[:0] = [str(RESULTS), str(ROOT / "benchmarks")]
 recompute = load(RESULTS / "recompute.py")
 
 
@@ -79,10 +80,10 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
     assert not [*recompute.differences(text, own)]
     hidden = re.sub(r"`[^`]*`", lambda found: "." * len(found[0]), text)
     # in pages written by hand, recompute.py checks the rows of the table, and sentences by name
-    # in pages with values.json, it checks tables and gaps, but not bounds and p
+    # in pages with values.json, it checks tables, gaps and bounds, but not p
     checked, least = r"^[^>\n].*$", 70
     if page == "README.md":
-        checked = r"^\| [A-Z].*\*\*.*$"
+        checked = r"^\| .*\*\*.*$"
     elif own.tables:
         rows = "|".join(re.escape(name) for name, _ in own.tables)
         checked = rf"^\| ({rows}) \|.*$"
@@ -101,7 +102,32 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
         other = recompute.Expected(
             rows=own.rows, sentences=[(sentence, [2 * x + 1 for x in numbers])]
         )
-        assert len([*recompute.differences(text, other)]) == len(numbers), sentence
+        plain = re.sub(r"\s+", " ", re.sub(r"^> ?", "", hidden, flags=re.M))
+        expected_count = len(numbers) * len(recompute.occurrences(sentence, plain))
+        assert len([*recompute.differences(text, other)]) == expected_count > 0, sentence
+
+
+def test_tables_of_results_page_equal_tables_written_by_engine(monkeypatch, capsys):
+    """Each cell is written from values.json by the rules of the studies."""
+    script = load(ROOT / "benchmarks" / "results_tables.py")
+    monkeypatch.setattr(sys, "argv", ["results_tables.py", "--check"])
+    assert script.main() == 0, capsys.readouterr().out
+
+
+def test_changed_cell_of_results_page_is_found_and_written_again(tmp_path, monkeypatch, capsys):
+    script = load(ROOT / "benchmarks" / "results_tables.py")
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    page = tmp_path / "README.md"
+    page.write_text(text.replace("| V1 after 0 steps |", "| V1 after 9 steps |"), encoding="utf-8")
+    gradients = text.partition("<!-- table: gradients -->\n\n")[2].partition("\n\n")[0]
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(script, "tables", lambda: {"gradients": gradients})
+    monkeypatch.setattr(sys, "argv", ["results_tables.py", "--check"])
+    assert script.main() == 1
+    assert "+| V1 after 0 steps |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["results_tables.py"])
+    assert script.main() == 0
+    assert page.read_text(encoding="utf-8") == text
 
 
 def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected):
@@ -150,13 +176,15 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
     text = (place / "verdict.md").read_text(encoding="utf-8")
     own = expected_of(place)
     assert not [*recompute.differences(text, own)]
-    rows = r"^\| (?:standard|half|v2|v2 − half) (\|.*)$"
+    rows = (
+        r"^\| (?:standard|half|v2) (\|.*)$|(?<=v2 minus half is )(\S+)|(?<=95% upper bound )([^,]+)"
+    )
     spans = [
-        (line.start(1) + found.start(), line.start(1) + found.end())
+        (line.start(line.lastindex) + found.start(), line.start(line.lastindex) + found.end())
         for line in re.finditer(rows, text, re.M)
-        for found in re.finditer(recompute.NUMBER, line[1])
+        for found in re.finditer(recompute.NUMBER, line[line.lastindex])
     ]
-    assert len(spans) == 3 * 7 + 4
+    assert len(spans) == 3 * 7 + 2 * 2
     for start, end in spans:
         at = max(i for i in range(start, end) if text[i].isdigit())
         changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from runs.written import study_file
 
-from diffllm.compare.arms.run import Series
-from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.arms import StudyArm, StudyRun, Texts
 from diffllm.compare.study.decision import apply_rules
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.statistics.gap_tests import holm
@@ -23,9 +22,11 @@ WITH_MARGIN = LOWER.replace("}", ", margin: 0.02}")
 ACCURACY = {"metric": "tasks/mqar"}
 
 
-def forged_run(seed, value, **more):
+def forged_run(seed, value, documents=None, **more):
     number = None if math.isnan(value) else value
-    return StudyRun(f"run-seed{seed}", seed, 1e-3, number, number, 1000, 4096, **more)
+    if documents:
+        more |= {"texts": Texts.of(documents), "nats": documents.nats.tolist()}
+    return StudyRun(f"run-seed{seed}", "v2", seed, 1e-3, number, number, 1000, 4096, **more)
 
 
 def forged(name, values, curves=None, documents=None, chance=None):
@@ -34,8 +35,9 @@ def forged(name, values, curves=None, documents=None, chance=None):
         forged_run(
             seed,
             value,
-            curve=Series(*map(np.array, curves[seed])) if curves else Series(*np.zeros((2, 0))),
-            documents=documents[seed] if documents else None,
+            documents[seed] if documents else None,
+            tokens=curves[seed][0].tolist() if curves else [],
+            values=curves[seed][1].tolist() if curves else [],
             chance=chance,
         )
         for seed, value in enumerate(values)
@@ -72,11 +74,11 @@ def noise(n, sd=0.01, seed=0):
 def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     arms = [timed("v2", [200, 300, 300]), timed("half", [600, 700, None])]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert found.p == pytest.approx(1 / 20)
+    assert found.showing.p == pytest.approx(1 / 20)
     assert found.verdict == "underpowered", "p of 3 against 3 seeds is never below 0.05"
     arms = [timed("v2", [200, 300, 300, 400]), timed("half", [600, 700, None, 900])]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.p) == ("shown", pytest.approx(1 / 70))
+    assert (found.verdict, found.showing.p) == ("shown", pytest.approx(1 / 70))
     (found,) = decided(tmp_path, SOONER.replace("v2, against: half", "half, against: v2"), arms,
                        **ACCURACY)  # fmt: skip
     assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
@@ -85,7 +87,7 @@ def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
 def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path):
     arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.p) == ("underpowered", 1)
+    assert (found.verdict, found.showing.p) == ("underpowered", 1)
 
 
 def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
@@ -97,7 +99,7 @@ def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
     for arm in arms:
         arm.runs.sort(key=lambda run: run.seed % 3)
     (again,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert again.p == found.p
+    assert again.showing.p == found.showing.p
 
 
 def test_log_rank_test_censors_diverged_run_despite_reached_accuracy(tmp_path):
@@ -151,7 +153,7 @@ def test_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path, rule, me
 def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.p) == ("underpowered", 1)
+    assert (found.verdict, found.showing.p) == ("underpowered", 1)
     (same,) = decided(tmp_path, SOONER, [timed("v2", [100] * 7 + [None]), arms[1]], **ACCURACY)
     assert same.verdict == "shown", "without divergence the same times decide"
 
@@ -232,9 +234,9 @@ def test_holm_correction_includes_rules_that_test_equivalence(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     found = decided(tmp_path, [ALIKE, LOWER], arms)
-    p_values = [each.p for each in found]
-    assert [each.p_adjusted for each in found] == holm(p_values)
-    assert found[1].p_adjusted == 2 * found[1].p
+    p_values = [each.showing.p for each in found]
+    assert [each.adjusted["showing"] for each in found] == holm(p_values)
+    assert found[1].adjusted["showing"] == 2 * found[1].showing.p
     assert [each.verdict for each in found] == ["equivalent, not equal", "shown"]
 
 
@@ -249,7 +251,7 @@ def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
     arms = [*two(half + differences, half), forged("standard", half + differences + noise(6))]
     found, _ = decided(tmp_path, [LOWER, *others], arms)
     assert found.smallest == 1 / 64
-    assert found.p_adjusted < 0.05 <= found.adjusted["showing_exact"]
+    assert found.adjusted["showing"] < 0.05 <= found.adjusted["showing_exact"]
     assert found.verdict == "not robust"
     assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
 
@@ -314,7 +316,7 @@ def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds)
         arms = with_documents(-0.05, sd, seeds=seeds)
         if scale == "log":
             for arm in arms:
-                arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
+                arm.values.update({seed: math.log(x) for seed, x in arm.values.items()})
         (found,) = decided(tmp_path, LOWER, arms, scale=scale)
         of_seeds = found.outcome.paired.error
         assert found.gap.error == pytest.approx(math.hypot(of_seeds, found.gap.document_error))
@@ -341,10 +343,20 @@ def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
 
 def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
-    half.runs[8] = replace(half.runs[8], documents=None)
+    half.runs[8] = replace(half.runs[8], texts=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
     assert (found.verdict, found.gap.document_error) == ("shown", None)
     assert "because these runs have no losses of documents: run-seed8" in found.reason
+
+
+def test_bounds_of_gap_between_shares_end_at_possible_values(tmp_path):
+    arms = two([0.0, 0.9, 0.1], [1.0, 0.1, 0.9])
+    (tested,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert tested.bounds == (-1, 1)
+    assert "95% bounds -1 and +1" in tested.reason
+    (tested,) = decided(tmp_path, HIGHER, arms)
+    assert tested.bounds[0] < -1
+    assert tested.bounds[1] > 1
 
 
 @pytest.mark.parametrize(
@@ -364,7 +376,7 @@ def test_verdict_is_not_decidable_if_both_arms_are_at_chance_or_ceiling(
         for seed, (name, mean) in enumerate([("v2", v2), ("half", half)])
     ]
     if verdict == "not decidable":
-        arms[0].values = {seed: x - 0.002 for seed, x in arms[0].known.items()}
+        arms[0].values.update({seed: x - 0.002 for seed, x in arms[0].known.items()})
     (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
     assert found.verdict == verdict, found.reason
     if verdict == "not decidable":
@@ -395,7 +407,7 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite
         value = None if arm.name == lost else 3.0
-        arm.runs += [replace(run, value=value, loss=value) for run in arm.runs]
+        arm.runs.extend([replace(run, value=value, loss=value) for run in arm.runs])
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
     (found,) = decided(tmp_path, rule, arms, **sweep)
     worse = {LOWER: "half", HIGHER: "v2", ALIKE: None}[rule]
@@ -427,7 +439,7 @@ def test_holm_correction_counts_removed_rules_of_saved_study(tmp_path):
     arms = two(half - 0.1 + noise(8, 0.001, seed=1), half)
     found, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
     assert (found.verdict, removed.verdict) == ("shown", "no longer judged")
-    assert found.p_adjusted == pytest.approx(2 * found.p)
+    assert found.adjusted["showing"] == pytest.approx(2 * found.showing.p)
 
 
 def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
@@ -435,7 +447,7 @@ def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
     arms = two(half - 0.3 + noise(5, 0.001, seed=1), half)
     for arm, losses in zip(arms, ((6.5, 6.6), (4.2, 6.0)), strict=True):
         first, second = ([replace(run, loss=x, lr=x) for run in arm.runs] for x in losses)
-        arm.runs = [*first, *second]
+        arm.runs[:] = [*first, *second]
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
     (found,) = decided(tmp_path, LOWER, arms, **sweep)
     assert found.verdict == "shown"

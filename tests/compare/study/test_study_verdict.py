@@ -17,15 +17,14 @@ from diffllm.compare.study.costs import costs
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import (
-    choose_all,
+    choose_rates,
     next_runs,
+    rate_runs,
 )
+from diffllm.compare.study.raw_values import read_values, values_text
 from diffllm.compare.study.running import check_study_runs, run_study
-from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import (
-    verdict_page,
-    verdict_sentence,
-)
+from diffllm.compare.study.verdict import judge, judge_evidence
+from diffllm.compare.study.verdict_page import gaps_of_pairs, verdict_page
 from diffllm.config import load_config, saved
 from diffllm.config.matching import totals
 from diffllm.config.plugins import config_directory
@@ -116,11 +115,11 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
 def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     v2 = [4.37, 4.385, 4.355]
     (alone,) = decided(tmp_path, LOWER, v2)
-    assert alone.p == pytest.approx(alone.p_adjusted)
+    assert alone.showing.p == pytest.approx(alone.adjusted["showing"])
     also = "[{kind: difference, arm: v2, against: standard, below: 0.0}, " + ALIKE + "]"
     three = decided(tmp_path, LOWER, v2, also=also)
-    assert three[0].p == pytest.approx(alone.p)
-    assert three[0].p_adjusted == pytest.approx(2 * alone.p)
+    assert three[0].showing.p == pytest.approx(alone.showing.p)
+    assert three[0].adjusted["showing"] == pytest.approx(2 * alone.showing.p)
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
@@ -245,7 +244,7 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     assert (
         "v2-seed0 is not the run of the study: its config changed during the run" in found.reasons
     )
-    assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
+    assert "\n\nNot comparable; the runs alone give: held" in verdict_page(found).markdown()
 
 
 def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
@@ -298,7 +297,7 @@ def test_study_tunes_learning_rate_with_separate_seeds(tmp_path):
 
 
 def chosen(study, arm, out):
-    return next(choice for choice in choose_all(study, out) if choice.arm == arm)
+    return next(choice for choice in choose_rates(study, rate_runs(out)) if choice.arm == arm)
 
 
 def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_path):
@@ -312,6 +311,36 @@ def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_
     assert (found.lr, found.problem) == (0.008, "the best is the largest of the grid")
     write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     assert chosen(study, "standard", out).problem == "every learning rate diverged"
+
+
+@pytest.mark.parametrize("change", ["config", "corpus"])
+def test_verdict_is_not_comparable_if_run_of_grid_differs_from_study(tmp_path, change):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    for arm in study.arms:
+        write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
+    for run in next_runs(study, out):
+        write_ended(study, run, out, (4.4 if run.arm == "half" else 4.3) + 0.01 * run.seed**2)
+    assert judge(study, out).verdict != "not comparable"
+    strayed = out / "rates" / "v2-lr0.002-seed100"
+    if change == "config":
+        text = (strayed / "config.yaml").read_text(encoding="utf-8")
+        assert "clip_norm: 1.0" in text
+        text = text.replace("clip_norm: 1.0", "clip_norm: 2.0")
+        (strayed / "config.yaml").write_text(text, encoding="utf-8")
+        said = "optim.clip_norm is 2.0, not 1.0"
+    else:
+        facts = json.loads((strayed / "run.json").read_text(encoding="utf-8"))
+        facts["corpus"] = "d1" * 32
+        (strayed / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+        said = "corpus is d1d1d1d1"
+    found = judge(study, out)
+    assert found.verdict == "not comparable", found.reasons
+    (reason,) = [text for text in found.reasons if text.startswith("learning rate of v2: ")]
+    assert "rates/v2-lr0.002-seed100 is not the run of the study" in reason
+    assert said in reason
+    file = tmp_path / "values.json"
+    file.write_text(values_text(study, found.evidence), encoding="utf-8")
+    assert judge_evidence(study, read_values(study, file)).reasons == found.reasons
 
 
 def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
@@ -400,6 +429,19 @@ def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
     assert expected in text
     assert "v2 has 10.04k parameters and 66k training FLOPs per token, half has 10k" in text
     assert f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU, ranks `1`" in text
+    assert ", at equal parameters (within 0.5%)\n" in text
+    sizes["v2"]["parameters"] = 11_200
+    for arm, facts in sizes.items():
+        write_arms(study, tmp_path / "other", {arm: HALF}, **facts)
+    larger = verdict_page(judge(study, tmp_path / "other")).markdown()
+    assert ", v2 has 12% more parameters\n" in larger
+
+
+def test_verdict_figure_shows_only_gap_of_first_rule_of_two_arms(tmp_path):
+    also = f"[{ALIKE[:-1]}, alpha: 0.01}}]"
+    found = judged(tmp_path, LOWER, BETTER, also=also)
+    (gap,) = gaps_of_pairs(found).values()
+    assert gap.interval == found.tested[0].bounds != found.tested[1].bounds
 
 
 def test_lr_sensitivity_matches_hand_calculated_values():

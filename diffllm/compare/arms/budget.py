@@ -10,7 +10,7 @@ from diffllm.compare.arms.sentences import compact
 from diffllm.metrics.facts import machine_facts
 
 TOLERANCE = 0.03
-"""Largest relative difference between equal FLOPs or seconds of runs."""
+"""Largest relative difference between the FLOPs or seconds of runs with equal budgets."""
 LENGTH_KEYS = ("steps", "optim.warmup_steps")
 """Config keys that follow from a budget."""
 Array = np.ndarray
