@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.compare.arms.run import Series
-from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.arms import StudyArm, StudyRun, Texts
 from diffllm.compare.study.decision import (
     EQUIVALENT,
     REFUTED,
@@ -136,15 +135,19 @@ def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm],
         lost = rng.random(seeds) < scenario.diverging[i]
         runs = []
         for seed, value in enumerate(values):
-            documents, curve = None, Series(np.zeros(0), np.zeros(0))
+            curve: dict[str, Any] = {}
+            documents: dict[str, Any] = {}
             if scenario.documents is not None:
-                documents = losses_of(value + texts[i])
-                value = documents.loss
+                losses = losses_of(value + texts[i])
+                documents = {"texts": Texts.of(losses), "nats": losses.nats.tolist()}
+                value = losses.loss
             if scenario.kind == "log_rank":
                 reach = 1000 * math.exp((value - 4) / SD / 2)  # a larger value is reached later
-                curve = Series(EVALUATIONS, np.where(reach <= EVALUATIONS, 0.95, 0.3))
+                levels = np.where(reach <= EVALUATIONS, 0.95, 0.3)
+                curve = {"tokens": EVALUATIONS.tolist(), "values": levels.tolist()}
             number = None if lost[seed] else float(value)
-            runs.append(StudyRun(name, seed, 1e-3, number, number, 2000, 4096, curve, documents))
+            run = StudyRun(name, name, seed, 1e-3, number, number, 2000, 4096, **curve, **documents)
+            runs.append(run)
         arms[name] = arm_of(name, runs)
     return arms, truth
 

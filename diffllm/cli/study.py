@@ -141,14 +141,15 @@ def study_and_directory(files: list[str], out: str) -> "tuple[Study, Path]":
 
 
 def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
-    from diffllm.compare.study.costs import START_S, costs
-    from diffllm.compare.study.design import design_notes
-    from diffllm.compare.study.running import check_study_runs
-    from diffllm.compare.study.spending import (
+    from diffllm.compare.study.costs import (
+        START_S,
         budget_sentences,
+        costs,
         spending_numbers,
         spending_table,
     )
+    from diffllm.compare.study.design import design_notes
+    from diffllm.compare.study.running import check_study_runs
     from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)

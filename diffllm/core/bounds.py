@@ -16,15 +16,20 @@ RULES = {
     "above": (operator.gt, "be greater than"),
     "most": (operator.le, "be at most"),
     "below": (operator.lt, "be less than"),
+    "choices": (lambda value, options: value in options, "be one of"),
 }
-AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
+AT_ZERO: dict[tuple[str, Any], str] = {
+    ("least", 0): "not be negative",
+    ("above", 0): "be positive",
+}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
     """Declare a dataclass field with bounds.
 
     The bounds are least (>=), above (>), most (<=) and below (<). For example,
-    bounded(1, least=0, below=8) declares the default 1 and the bounds 0 <= value < 8.
+    bounded(1, least=0, below=8) declares the default 1 and the bounds 0 <= value < 8. `choices` is
+    a tuple of allowed texts, and `entries` the maximum length of a list or mapping.
     """
     return field(default=default, metadata=metadata)
 
@@ -70,7 +75,7 @@ def metadata_of(config_class: type, name: str) -> dict[str, Any]:
 def check_bounds(prefix: str, config: Any) -> None:
     """Raise ConfigError if a field of `config` or of a nested dataclass violates its bounds.
 
-    NaN violates every bound.
+    The bounds of a list hold for each entry. None is allowed, and NaN violates every bound.
 
     Args:
         prefix: text before the field names in the error, such as "model."; "" for a whole config.
@@ -78,11 +83,24 @@ def check_bounds(prefix: str, config: Any) -> None:
     for section, node in sections(config, prefix):
         for f in fields(node):
             value, metadata = getattr(node, f.name), metadata_of(type(node), f.name)
-            for rule, (keeps, words) in RULES.items():
-                if value is None or rule not in metadata or keeps(value, metadata[rule]):
-                    continue
-                must = AT_ZERO.get((rule, metadata[rule]), f"{words} {metadata[rule]}")
-                raise ConfigError(f"{section}{f.name.rstrip('_')}={value} must {must}")
+            name = f"{section}{f.name.rstrip('_')}"
+            entries = [(name, value)]
+            if "entries" in metadata and value is not None:
+                at_most(f"entries in {name}", len(value), metadata["entries"])
+            if isinstance(value, list):
+                entries = [(f"{name}[{i}]", entry) for i, entry in enumerate(value)]
+            for rule in RULES:
+                if rule in metadata:
+                    for where, entry in entries:
+                        check_bound(where, entry, rule, metadata[rule])
+
+
+def check_bound(where: str, value: Any, rule: str, bound: Any) -> None:
+    keeps, words = RULES[rule]
+    if value is not None and not keeps(value, bound):
+        limit = ", ".join(bound) if rule == "choices" else bound
+        must = AT_ZERO.get((rule, bound), f"{words} {limit}")
+        raise ConfigError(f"{where}={value} must {must}")
 
 
 def check_counts(least: int, **counts: int) -> None:

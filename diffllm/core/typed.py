@@ -74,8 +74,8 @@ def without_null(declared: Any) -> Any:
 def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     """Convert a plain value to the declared type `kind` of a dataclass field.
 
-    Supported types are dataclasses, list[T], dict[str, T], T | None, str, bool, float and int, and
-    the union of a dataclass, which is a mapping in the file, and another type.
+    Supported types are dataclasses, list[T], dict[str, T], T | None, str, bool, float, int and Any,
+    and the union of a dataclass, which is a mapping in the file, and another type.
     Raises ValueError if the value has the wrong type, is not finite or exceeds 64 bits.
 
     Args:
@@ -83,6 +83,8 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
         strict: raise ValueError for an unknown key of a dataclass, instead of ignoring the key.
     """
     declared, kind = kind, without_null(kind)
+    if kind is Any:
+        return value
     if value is None and kind is not declared:
         return None
     if isinstance(kind, UnionType):

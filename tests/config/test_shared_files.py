@@ -229,8 +229,8 @@ def test_check_shared_refuses_plugins_and_hydra_keys_in_any_syntax(word):
 
 
 def test_config_of_planned_does_not_import_plugins():
-    words = ["model=tiny", f"plugins=[{PLUGIN}]"]
-    config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
+    words = ("model=tiny", f"plugins=[{PLUGIN}]")
+    config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", arm_words=words))
     assert PLUGIN not in sys.modules
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 
-from diffllm.core.bounds import check_bounds
+from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.keys import (
     UNDECLARED,
@@ -140,3 +140,27 @@ def test_bounds_of_keys_are_checked():
     check_bounds("x.", Section(size=8))
     size = next(config_field for config_field in fields(Section) if config_field.name == "size")
     assert declaration(size).help == "Number of items."
+
+
+@dataclass
+class Lists:
+    sizes: list[float | None] = field(default_factory=list, metadata={"above": 0, "entries": 3})
+    kind: str | None = bounded("a", choices=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"sizes": [1, 0]}, r"sizes\[1\]=0 must be positive"),
+        ({"sizes": [float("nan")]}, r"sizes\[0\]=nan must be positive"),
+        ({"sizes": [1] * 4}, "number of entries in sizes is 4; the maximum is 3"),
+        ({"kind": "c"}, "kind=c must be one of a, b"),
+        ({"sizes": [1, None], "kind": None}, None),
+    ],
+)
+def test_bounds_of_list_hold_for_each_entry(values, said):
+    if said is None:
+        check_bounds("", Lists(**values))
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_bounds("", Lists(**values))

@@ -7,83 +7,130 @@ An arm is one of the compared configs. Each arm has one run per seed, or, in a s
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from diffllm.compare.arms.comparable import starting_point
-from diffllm.compare.arms.run import Run, Series
-from diffllm.compare.report.curves import LOSS
-from diffllm.compare.report.notes import thin_note
-from diffllm.compare.report.rows import run_value
-from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
-from diffllm.compare.study.planned_runs import (
-    Planned,
-    change_during_run,
-    config_of_planned,
-    strayed,
-)
-from diffllm.compare.study.study_hash import config_digest, is_hashed
-from diffllm.compare.study.trend_data import PositionLosses, position_losses
-from diffllm.compare.study.unequal import settings_of
-from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.metrics.facts import RunFacts, facts_of
-from diffllm.metrics.records import finite
-from diffllm.metrics.steps import read_steps
-from diffllm.metrics.table import metric_of
+from diffllm.compare.arms.run import Series
+from diffllm.compare.study.file import Study
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
+from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.facts import RunFacts
+from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
-DIGITS = 7
-"""Significant digits of stored document losses."""
-NONE = Series(np.zeros(0, np.int64), np.zeros(0))
+FINITE = {"least": -LARGEST, "most": LARGEST}
+"""Bounds of measured numbers."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Properties of the held-out documents that one or more runs were measured on.
+
+    Each list has one entry per document.
+    """
+
+    tokens: list[int] = field(metadata={"least": 1})
+    bytes: list[int] = field(metadata={"least": 0})
+    texts: list[int]
+    """The first 8 bytes of the text's SHA-256 as an integer."""
+    sources: list[int]
+    """Index of the data source."""
+
+    @classmethod
+    def of(cls, losses: DocumentLosses) -> "Texts":
+        columns = (losses.tokens, losses.bytes, losses.texts, losses.sources)
+        return cls(*(column.tolist() for column in columns))
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 that identifies the documents."""
+        columns = [np.array(column, np.int64).tobytes() for column in (self.texts, self.tokens)]
+        return hashlib.sha256(b"".join(columns)).hexdigest()
+
+
+@dataclass(frozen=True)
+class RateRun:
+    """An ended run in the grid of learning rates."""
+
+    name: str
+    loss: float | None = field(metadata=FINITE)
+    """Final held-out loss; None if the run diverged."""
+    strayed: str = ""
+    """Differences from the planned config; empty without differences."""
 
 
 @dataclass(frozen=True, eq=False)
 class StudyRun:
-    """Measured values of an ended run, from which a verdict is computed."""
+    """Measured values of an ended run, from which a verdict is computed.
+
+    The fields are also the keys of a run in values.json.
+    """
 
     name: str
+    arm: str
     seed: int
-    lr: float
-    loss: float | None
+    lr: float = field(metadata={"above": 0})
+    loss: float | None = field(metadata=FINITE)
     """Final held-out loss in nats per token; None if the run diverged."""
-    value: float | None
+    value: float | None = field(metadata=FINITE)
     """Final value of the study's metric (for lr_sensitivity, the loss); None if diverged."""
-    planned_tokens: int
-    vocab_size: int
-    curve: Series = NONE
-    """Logged metric over training tokens, arrays (n,); NaN if not finite, empty if not logged."""
-    documents: DocumentLosses | None = None
-    """None if the metric is not the held-out loss, or if the run has no losses of documents."""
+    planned_tokens: int = field(metadata={"least": 0})
+    vocab_size: int = field(metadata={"least": 1})
+    variant: str = ""
+    mark: str = ""
+    """Saved config key run.study: the study's hash, the stage and the arm."""
     facts: RunFacts = field(default_factory=RunFacts)
     settings: dict[str, str] = field(default_factory=dict)
     """Formatted values of the compared config keys, see `settings_of`."""
-    variant: str = ""
-    training_flops: float | None = None
-    """Measured FLOPs of all training steps; None if unknown."""
-    train_seconds: float | None = None
-    """Measured seconds of all training steps; None unless the study's budget is in seconds."""
+    tokens: list[int] = field(default_factory=list, metadata={"least": 0})
+    """Training tokens at which the metric was logged; empty if it was not logged."""
+    values: list[float | None] = field(default_factory=list, metadata=FINITE)
+    """Logged metric after each number of tokens in `tokens`; None if not finite."""
+    texts: Texts | None = None
+    """None if the metric is not the held-out loss, or if the run has no losses of documents."""
+    nats: list[float | None] | None = bounded(None, **FINITE)
+    """Summed loss of each document in `texts`."""
+    reached: dict[str, list[float]] = field(default_factory=dict)
+    """Result of `first_reach` for each level of a log-rank rule, for readers of values.json."""
     plugin_code: dict[str, str] = field(default_factory=dict)
     """Hash of the code of each plugin."""
-    mark: str = ""
-    """Saved config key run.study: the study's hash, the stage and the arm."""
     strayed: str = ""
     """Differences from the planned config; empty without differences."""
-    positions: PositionLosses | None = None
-    """None unless the metric is position/N."""
-    chance: float | None = None
-    """Expected share of right answers by guessing; None for metrics other than tasks/*."""
-    digest: str = ""
-    """The `config_digest` of the saved config."""
     thin: str = ""
     """Warning if there is too little held-out text for a reliable loss; otherwise empty."""
+    chance: float | None = bounded(None, **FINITE)
+    """Expected share of right answers by guessing; None for metrics other than tasks/*."""
+    training_flops: float | None = bounded(None, above=0, most=LARGEST)
+    """Measured FLOPs of all training steps; None if unknown."""
+    train_seconds: float | None = bounded(None, above=0, most=LARGEST)
+    """Measured seconds of all training steps; None unless the study's budget is in seconds."""
+    positions: list[float] | None = bounded(None, above=0, most=LARGEST)
+    """First position of each octave of positions; None unless the metric is position/N."""
+    position_losses: list[float | None] = field(default_factory=list, metadata=FINITE)
+    """Mean held-out loss of each octave in `positions`."""
+    position_settings: str = ""
+    """JSON that identifies the documents of `positions`, which must be equal for all runs."""
 
     @property
     def diverged(self) -> bool:
         return self.value is None
+
+    @cached_property
+    def curve(self) -> Series:
+        """Logged metric over training tokens, arrays (n,); NaN if not finite."""
+        return Series(np.array(self.tokens, np.int64), np.array(self.values, np.float64))
+
+    @cached_property
+    def documents(self) -> DocumentLosses | None:
+        if self.texts is None or self.nats is None:
+            return None
+        columns = (self.texts.tokens, self.texts.bytes, self.texts.texts, self.texts.sources)
+        nats = np.array(self.nats, np.float64)
+        return DocumentLosses(nats, *(np.array(column, np.int64) for column in columns))
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -91,12 +138,12 @@ class StudyRun:
 
         Example: {"seq_len": "2,048", "torch": "2.9.0"}.
         """
-        found = {**self.settings, **vars(self.facts)}
-        if self.documents is not None:
-            found["heldout_texts"] = text_hash(self.documents)
-        return found
+        values = {**self.settings, **vars(self.facts)}
+        if self.texts is not None:
+            values["heldout_texts"] = self.texts.hash
+        return values
 
-    def reached(self, level: float) -> tuple[float, bool]:
+    def first_reach(self, level: float) -> tuple[float, bool]:
         """Return the training tokens at which the metric first was at least `level`, and True.
 
         If the metric was never at least `level`, return the training tokens at the last logged
@@ -104,11 +151,13 @@ class StudyRun:
         """
         if self.diverged:
             return self.planned_tokens, False
-        hit = np.flatnonzero(self.curve.values >= level)
-        return int(self.curve.tokens[hit[0] if len(hit) else -1]), bool(len(hit))
+        for tokens, value in zip(self.tokens, self.values, strict=True):
+            if value is not None and value >= level:
+                return tokens, True
+        return self.tokens[-1], False
 
 
-@dataclass
+@dataclass(frozen=True)
 class StudyArm:
     """An arm of a study: its ended runs, and one value per seed.
 
@@ -118,9 +167,9 @@ class StudyArm:
 
     name: str
     lr: float | None
-    runs: list[StudyRun] = field(default_factory=list)
+    runs: Sequence[StudyRun] = ()
     values: dict[int, float | None] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    missing: Sequence[str] = ()
 
     @property
     def diverged(self) -> int:
@@ -133,16 +182,16 @@ class StudyArm:
 
     @property
     def finite(self) -> list[float]:
-        return [*self.known.values()]
+        return list(self.known.values())
 
     @property
     def mean(self) -> Estimate | None:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
-        """Return the results of `StudyRun.reached(level)` for all runs, ordered by seed."""
+        """Return the results of `StudyRun.first_reach` for all runs, ordered by seed."""
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
-        return Times.of(run.reached(level) for run in runs)
+        return Times.of(run.first_reach(level) for run in runs)
 
     def numbers(self, limits: tuple[float, float]) -> dict[str, Any]:
         """Return the content of verdict.json.
@@ -167,116 +216,7 @@ class StudyArm:
         }
 
 
-def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
-    """Extract the measured values of an ended run.
-
-    `planned` is the run's entry in the study's plan, and `digest` the `config_digest` of the
-    planned config. Raises ConfigError if the run did not log the study's metric.
-    """
-    sweep = study.metric == LR_SENSITIVITY
-    value = run.final_loss
-    is_loss = sweep or study.metric == "heldout_loss"
-    logged = LOSS if is_loss else study.metric
-    curve = run.series(logged)
-    where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
-    if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
-        raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
-    positions = None
-    if value is not None and study.octave:
-        positions = position_losses(run)
-    if value is not None and positions and study.octave:
-        if (value := positions.at(study.octave)) is None:
-            raise ConfigError(
-                f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
-                "another metric"
-            )
-    elif value is not None and not sweep:
-        if (number := number_of(run, study.metric)) is None:
-            file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
-            raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
-        value = number if math.isfinite(number) else None
-    documents = None
-    if is_loss and value is not None:
-        with suppress(CheckpointError):
-            documents = rounded(document_losses(run.path))
-    own, problem = config_digest(run.cfg, study), change_during_run(run.path)
-    config = config_of_planned(planned)
-    other_start = starting_point(run.cfg, run.path) != starting_point(config)
-    if own != digest or other_start or planned.lr not in (None, run.cfg.optim.lr):
-        problem = strayed(run.path, run.cfg, config, is_hashed)
-    return StudyRun(
-        name=planned.name,
-        seed=planned.seed,
-        lr=run.cfg.optim.lr,
-        loss=run.final_loss,
-        value=value,
-        planned_tokens=run.planned_tokens,
-        vocab_size=run.cfg.model.vocab_size,
-        curve=curve,
-        documents=documents,
-        facts=facts_of(run.facts),
-        settings=settings_of(run.cfg, study.sets_rates, run.facts.get("previous")),
-        variant=run.variant,
-        training_flops=training_flops_of(run),
-        train_seconds=train_seconds_of(run) if study.profile else None,
-        plugin_code=run.plugin_code,
-        mark=run.cfg.run.study or "",
-        strayed=problem,
-        positions=positions,
-        chance=chance_of(run, study.metric),
-        digest=own,
-        thin=thin_note([run]),
-    )
-
-
-def training_flops_of(run: Run) -> float | None:
-    """Return the tokens of a finished run times its FLOPs per token, which count visible keys."""
-    tokens = finite((run.summary or {}).get("tokens"))
-    flops_per_token = finite(run.facts.get("flops_per_token"))
-    return tokens * flops_per_token if tokens and flops_per_token else None
-
-
-def train_seconds_of(run: Run) -> float | None:
-    """Return the summed times of the training steps, or None if steps.npy has no such times."""
-    try:
-        seconds = read_steps(run.path / "steps.npy")["train_seconds"]
-    except CheckpointError:
-        return None
-    return float(seconds[-1]) if len(seconds) and math.isfinite(seconds[-1]) else None
-
-
-def rounded(losses: DocumentLosses) -> DocumentLosses:
-    return replace(losses, nats=np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats]))
-
-
-def chance_of(run: Run, metric: str) -> float | None:
-    if not metric.startswith(TASKS):
-        return None
-    values = run.series(f"tasks_chance/{metric.removeprefix(TASKS)}").values
-    return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
-
-
-def text_hash(documents: DocumentLosses) -> str:
-    """Return a SHA-256 hash that identifies the held-out documents, independent of the losses."""
-    content = [np.ascontiguousarray(each).tobytes() for each in (documents.texts, documents.tokens)]
-    return hashlib.sha256(b"".join(content)).hexdigest()
-
-
-def number_of(run: Run, name: str) -> float | None:
-    """Return the final value of metric `name`: NaN if not finite, None if it was not logged."""
-    if run.summary and name in run.summary:
-        number = finite(run.summary[name])
-        return math.nan if number is None else number
-    metric = None if name in OF_THE_SUMMARY else metric_of(name)
-    if metric and metric.column:
-        value = run_value(run, metric)
-    else:
-        values = run.series(name).values
-        value = float(values[-1]) if len(values) else None
-    return value
-
-
-def value_of(runs: list[StudyRun], study: Study) -> float | None:
+def value_of(runs: Sequence[StudyRun], study: Study) -> float | None:
     """Return the metric of one arm and seed; None if every run in `runs` diverged.
 
     `runs` contains the single run of this arm and seed. In a study with `lr_sweep`, `runs` contains
@@ -286,19 +226,12 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
     value = runs[0].value
     if study.lr_sweep:
         value = lr_sensitivity([run.loss for run in runs], runs[0].vocab_size)
-    return None if value is None else on_scale(value, runs[0].name, study)
-
-
-def on_scale(value: float, run: str, study: Study) -> float:
-    """Return `value` if the study has scale=linear, and log(value) if it has scale=log.
-
-    With scale=log, raise ConfigError if `value` is not above 0.
-    """
-    if study.scale == "linear":
+    if value is None or study.scale == "linear":
         return value
     if value <= 0:
         raise ConfigError(
-            f"{run}: {study.metric}={value:g} must be above 0 with scale=log; use scale=linear"
+            f"{runs[0].name}: {study.metric}={value:g} must be above 0 with scale=log; use "
+            "scale=linear"
         )
     return math.log(value)
 
@@ -311,8 +244,7 @@ def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | N
     the loss log(vocab_size). Return None if all runs diverged.
     """
     initial = math.log(vocab_size)
-    finite = [loss for loss in losses if loss is not None]
-    if not finite:
+    if all(loss is None for loss in losses):
         return None
     capped = [initial if loss is None else min(loss, initial) for loss in losses]
-    return sum(capped) / len(capped) - min(*finite, initial)
+    return sum(capped) / len(capped) - min(capped)

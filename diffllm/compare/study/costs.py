@@ -1,22 +1,38 @@
-"""Costs of a study: tokens, FLOPs and hours of its runs."""
+"""Costs of a study: planned and measured costs of its arms, and hours to complete its runs."""
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from diffllm.compare.arms.budget import TOLERANCE
+from diffllm.compare.arms.comparable import exact_text
 from diffllm.compare.arms.directories import find_runs
-from diffllm.compare.study.file import Study
+from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
+from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
+    choose_from,
     config_of_planned,
     cost_of_step,
     deciding_runs,
     first_runs,
     is_ended,
-    rate_run,
 )
+from diffllm.compare.timing_profile import time_settings
+from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
+from diffllm.core.errors import ConfigError, listed
+from diffllm.core.printing import Table
+from diffllm.metrics.facts import machine_facts
 from diffllm.metrics.records import finite, read_summary
+
+MACHINE = (*machine_facts(), "compute_dtype")
+"""Facts of a run in which it must agree with the profile, to compare times."""
+START_S = 20.0
+"""Seconds from the launch of a run to its first step; an assumption for GPUs, not measured."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +60,6 @@ class Cost:
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
-START_S = 20.0
-"""Seconds from the launch of a run to its first step; an assumption for GPUs, not measured."""
-
-
 def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = None) -> list[Cost]:
     """Estimate the cost of each arm in each stage of a study.
 
@@ -61,33 +73,34 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     stages = []
     for first in first_runs(study):
         if study.lr:
-            grid, seeds = study.lr.grid, study.lr.seeds
-            stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
+            stages.append(choose_from(study, first.arm, {}).runs)
         deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
         stages.append([run for runs in deciding for run in runs])
-    ended_runs = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
-    if not ended_runs and pilot:
-        ended_runs = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
-    speeds, counted = [speed for speed, _ in ended_runs], [keys for _, keys in ended_runs if keys]
-    found = []
+    measured = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
+    if not measured and pilot:
+        measured = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+    visible_keys = [keys for _, keys in measured if keys]
+    by_profile = not assumed and not measured and study.profile is not None
+    results = []
     for runs in stages:
-        cfg = config_of_planned(runs[0])
+        first, cfg = runs[0], config_of_planned(runs[0])
         tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
         keys = cfg.visible_keys
-        if keys is None and cfg.data.mask_documents and counted:
-            keys = min(statistics.median(counted), (cfg.seq_len + 1) / 2)
+        if keys is None and cfg.data.mask_documents and visible_keys:
+            keys = min(statistics.median(visible_keys), (cfg.seq_len + 1) / 2)
         flops = tokens * totals(cfg.model, keys)["flops"]
-        ended = sum(is_ended(out / run.name) for run in runs)
-        by_profile = not assumed and not speeds and study.profile is not None
+        seconds = None
         if assumed:
-            seconds: float | None = START_S + flops / assumed
+            seconds = START_S + flops / assumed
         elif by_profile:
-            seconds = cfg.steps * cost_of_step(study, runs[0].arm)
-        else:
-            seconds = flops / statistics.median(speeds) if speeds else None
-        stage, arm = runs[0].stage, runs[0].arm
-        found.append(Cost(stage, arm, len(runs), ended, tokens, flops, seconds, by_profile))
-    return found
+            seconds = cfg.steps * cost_of_step(study, first.arm)
+        elif measured:
+            seconds = flops / statistics.median([speed for speed, _ in measured])
+        ended = sum(is_ended(out / run.name) for run in runs)
+        results.append(
+            Cost(first.stage, first.arm, len(runs), ended, tokens, flops, seconds, by_profile)
+        )
+    return results
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
@@ -102,3 +115,178 @@ def speed_of(path: Path) -> tuple[float, float | None] | None:
         return None
     cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
     return tokens * totals(cfg.model, keys or cfg.visible_keys)["flops"] / seconds, keys
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Planned length of the runs of an arm, and their costs in FLOPs or seconds per run."""
+
+    arm: str
+    steps: int
+    tokens: int
+    planned: float
+    measured: float | None
+    """Mean over the arm's runs that did not diverge; None if unknown."""
+
+
+def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
+    """Return the costs of each arm; [] if the budget is in tokens."""
+    results: list[Spending] = []
+    if study.budget == TOKENS:
+        return results
+    field = "train_seconds" if study.profile else "training_flops"
+    for planned in first_runs(study):
+        runs = [run for arm in arms if arm.name == planned.arm for run in arm.runs]
+        measured = [getattr(run, field) for run in runs if not run.diverged]
+        mean = statistics.fmean(measured) if measured and None not in measured else None
+        cfg = config_of_planned(planned)
+        tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
+        cost = cfg.steps * cost_of_step(study, planned.arm)
+        results.append(Spending(planned.arm, cfg.steps, tokens, cost, mean))
+    return results
+
+
+def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
+    """Return the reasons why the planned or measured costs of arms are unequal.
+
+    Rounding to whole steps can make planned costs unequal. Times of another machine than that of
+    the profile are not compared.
+    """
+    results = spendings(study, arms)
+    unit = "seconds of training steps" if study.profile else "training FLOPs"
+    planned = {spending.arm: spending.planned for spending in results}
+    problems = unequal_costs(f"planned {unit}", planned, "; use more steps")
+    if problems or not results or machine_differences(study, arms):
+        return problems
+    measured = {each.arm: each.measured for each in results if each.measured is not None}
+    problems = unequal_costs(f"measured {unit}", measured)
+    finite_arms = [arm.name for arm in arms if arm.diverged < len(arm.runs)]
+    if unknown := [name for name in finite_arms if name not in measured]:
+        problems.append(f"budget: the {unit} of {listed(unknown)} are not recorded")
+    return problems
+
+
+def unequal_costs(what: str, costs: Mapping[str, float], advice: str = "") -> list[str]:
+    """Return a message if the costs of arms, by name, differ by more than TOLERANCE."""
+    if len(costs) < 2:
+        return []
+    apart = max(costs.values()) / min(costs.values()) - 1
+    if apart <= TOLERANCE:
+        return []
+    by_arm = [f"{compact(cost)} in {arm}" for arm, cost in costs.items()]
+    return [
+        f"budget: {what} per run differ by {percent(apart)}, more than {percent(TOLERANCE)}: "
+        f"{listed(by_arm)}{advice}"
+    ]
+
+
+def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
+    """Return the facts in which runs differ from the profile; [] without a profile."""
+    if study.profile is None:
+        return []
+    texts = set()
+    for arm in arms:
+        timed = study.profile.arm(arm.name).facts
+        for run in arm.runs:
+            for place, name in enumerate(MACHINE):
+                value = exact_text(name, getattr(run.facts, name))
+                timed_value = exact_text(name, getattr(timed, name))
+                if value != timed_value:
+                    texts.add((place, f"{name} {value}, not {timed_value}"))
+    return [text for _, text in sorted(texts)]
+
+
+def check_profile_settings(study: Study, configs: Mapping[str, TrainConfig]) -> None:
+    """Raise ConfigError if the profile was measured with other settings than those of an arm.
+
+    Args:
+        configs: config of a run, by arm.
+    """
+    if study.profile is None or isinstance(study.budget, str):
+        return
+    for arm, cfg in configs.items():
+        timed = study.profile.arm(arm).settings
+        for name, value in time_settings(cfg).items():
+            # Older profiles do not have the keys of newer versions.
+            if timed.get(name, value) != value:
+                raise ConfigError(
+                    f"arm {arm}: {name} is {value}, but budget.profile={study.budget.profile} was "
+                    f"measured with {timed[name]}; measure the profile again with diffllm timing"
+                )
+
+
+def spending_numbers(study: Study, arms: Sequence[StudyArm] = ()) -> dict[str, Any]:
+    """Return the budget and the costs of each arm as plain values, for JSON."""
+    numbers: dict[str, Any] = {
+        "unit": study.budget if isinstance(study.budget, str) else "seconds",
+        "arms": [vars(spending) for spending in spendings(study, arms)],
+    }
+    if study.profile and not isinstance(study.budget, str):
+        baseline = study.profile.arms[study.profile.baseline]
+        numbers["seconds"] = study.budget.seconds
+        numbers["profile"] = {
+            "file": study.budget.profile,
+            "date": study.profile.date,
+            **{name: getattr(baseline.facts, name) for name in MACHINE},
+            "spread": {name: study.profile.arm(name).spread for name in study.arms},
+        }
+        numbers["other_machine"] = machine_differences(study, arms)
+    return numbers
+
+
+def spending_table(study: Study, arms: Sequence[StudyArm] = ()) -> Table:
+    def amount(cost: float | None) -> str:
+        if cost is None:
+            return MISSING
+        return f"{cost:,.2f} s" if study.profile else compact(cost)
+
+    heads = ["arm", "steps", "tokens per run", f"planned {'time' if study.profile else 'FLOPs'}"]
+    has_runs = any(arm.runs for arm in arms)
+    if has_runs:
+        heads.append("measured")
+    rows = []
+    for each in spendings(study, arms):
+        row = [each.arm, f"{each.steps:,}", compact(each.tokens), amount(each.planned)]
+        if has_runs:
+            row.append(amount(each.measured))
+        rows.append(row)
+    return Table.of(heads, rows)
+
+
+def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
+    """Describe the budget, and its profile and machine; [] if the budget is in tokens."""
+    if study.budget == TOKENS:
+        return []
+    if study.profile is None or isinstance(study.budget, str):
+        return [
+            f"Budget: the training FLOPs of the runs of {study.baseline}. The steps of each arm "
+            "were computed before training."
+        ]
+    sentences = [
+        f"Budget: {study.budget.seconds:g} seconds of training steps per run. The steps of each "
+        f"arm were computed before training, by the step times in {study.budget.profile}.",
+        f"Profile of {study.profile.date}: {profile_words(study)}.",
+    ]
+    if words := machine_differences(study, arms):
+        sentences.append(
+            f"The runs used another machine ({listed(words)}). The machine of the profile decides: "
+            "only the planned seconds are compared, not the measured ones."
+        )
+    return sentences
+
+
+def profile_words(study: Study) -> str:
+    """Return the machine of the profile, and the largest spread between rounds over the arms."""
+    profile = study.profile
+    assert profile
+    facts = profile.arms[profile.baseline].facts
+    arms = {name: profile.arm(name) for name in study.arms}
+    noisiest = max(arms, key=lambda name: arms[name].spread)
+    ranks = plural(int(facts.ranks), "rank") if facts.ranks else "unknown world size"
+    return (
+        f"{facts.device or 'unknown device'}, {ranks}, "
+        f"{plural(profile.threads, 'CPU thread')} per rank, "
+        f"{facts.compute_dtype or 'unknown precision'}, "
+        f"{'compiled' if facts.compiled else 'eager'}, torch {facts.torch or 'unknown'}; step "
+        f"times of rounds differ by at most {percent(arms[noisiest].spread)} ({noisiest})"
+    )

@@ -14,8 +14,7 @@ def check_design(study: Study) -> None:
     docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
     are not checked, because older versions of diffllm accepted more designs.
     """
-    for i, rule in enumerate(study.rules):
-        where = f"also[{i - 1}]" if i else "rule"
+    for where, rule in study.named_rules:
         if replacement := replacement_of(study, rule) or margin_note(rule):
             raise ConfigError(f"{where}: {replacement}")
         if rule.alpha > MOST_ALPHA:

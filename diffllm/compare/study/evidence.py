@@ -1,22 +1,41 @@
 """The ended runs of a study, from which its verdict is computed."""
 
-from dataclasses import dataclass
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from diffllm.compare.arms.run import load_run
-from diffllm.compare.study.arms import StudyArm, StudyRun, read_run, value_of
-from diffllm.compare.study.file import Study
+from diffllm.compare.arms.comparable import HASH
+from diffllm.compare.arms.run import Run, load_run, run_value
+from diffllm.compare.report.curves import LOSS
+from diffllm.compare.report.notes import thin_note
+from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
+from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     RATES,
     ChosenRate,
-    choose_from,
+    Planned,
+    choose_rates,
+    config_of_planned,
     deciding_runs,
     is_ended,
-    rate_losses,
+    rate_runs,
+    strayed,
 )
-from diffllm.compare.study.study_hash import planned_digests, study_hash
+from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
+from diffllm.compare.study.trend_data import position_losses
+from diffllm.compare.study.unequal import settings_of
 from diffllm.config.similar import SimilarConfigs
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.data.progress import track
+from diffllm.evaluation.heldout import document_losses
+from diffllm.metrics.facts import facts_of
+from diffllm.metrics.records import finite, read_record
+from diffllm.metrics.table import metric_of
+
+DIGITS = 7
+"""Significant digits of stored document losses."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +44,8 @@ class Evidence:
 
     runs: dict[str, StudyRun]
     """The ended runs that the rules compare."""
-    rates: dict[str, float]
-    """Final losses of the ended runs in the learning rate grid; infinite for diverged runs."""
+    rates: dict[str, RateRun]
+    """The ended runs in the learning rate grid."""
     rate_marks: dict[str, str]
     """`run.study` in the saved configs of the learning rate grid: study hash, stage and arm."""
     digests: dict[str, str]
@@ -39,20 +58,24 @@ class Evidence:
         return study_hash(study, self.digests)
 
     def choices(self, study: Study) -> list[ChosenRate]:
-        return [choose_from(study, arm, self.rates) for arm in study.arms] if study.lr else []
+        return choose_rates(study, self.rates)
 
     def arms(self, study: Study, choices: list[ChosenRate]) -> list[StudyArm]:
         rates = {choice.arm: choice.lr for choice in choices}
-        arms = [StudyArm(name, rates.get(name)) for name in study.arms]
-        for arm in arms:
-            for seed in study.seeds:
-                names = [run.name for run in deciding_runs(study, arm.name, seed, arm.lr)]
-                runs = [self.runs[name] for name in names if name in self.runs]
-                arm.missing += [name for name in names if name not in self.runs]
-                arm.runs += runs
-                if len(runs) == len(names):
-                    arm.values[seed] = value_of(runs, study)
-        return arms
+        return [self.arm(study, name, rates.get(name)) for name in study.arms]
+
+    def arm(self, study: Study, name: str, lr: float | None) -> StudyArm:
+        runs: list[StudyRun] = []
+        missing: list[str] = []
+        values: dict[int, float | None] = {}
+        for seed in study.seeds:
+            names = [planned.name for planned in deciding_runs(study, name, seed, lr)]
+            ended = [self.runs[run] for run in names if run in self.runs]
+            runs += ended
+            missing += [run for run in names if run not in self.runs]
+            if len(ended) == len(names):
+                values[seed] = value_of(ended, study)
+        return StudyArm(name, lr, runs, values, missing)
 
 
 def read_evidence(study: Study, out: Path) -> Evidence:
@@ -60,26 +83,113 @@ def read_evidence(study: Study, out: Path) -> Evidence:
 
     Raises CheckpointError if a run is damaged, and ConfigError if a run lacks the study's metric.
     """
-    rates = rate_losses(out) if study.lr else {}
-    places = sorted(filter(Path.is_dir, (out / RATES).glob("*"))) if study.lr else []
     configs = SimilarConfigs()
-    marks = {
-        f"{RATES}/{path.name}": configs.load(path).run.study or ""
-        for path in places
-        if (path / "config.yaml").is_file()
-    }
-    chosen = {arm: choose_from(study, arm, rates).lr if study.lr else None for arm in study.arms}
+    rates: dict[str, RateRun] = {}
+    marks: dict[str, str] = {}
+    if study.lr:
+        rates = rate_runs(out)
+        for file in sorted((out / RATES).glob("*/config.yaml")):
+            marks[f"{RATES}/{file.parent.name}"] = configs.load(file.parent).run.study or ""
+    choices = choose_rates(study, rates)
+    chosen_lr = {choice.arm: choice.lr for choice in choices}
     runs: dict[str, StudyRun] = {}
-    digests: dict[str, str] = {}
+    digests = planned_digests(study)
     with track("reading runs", len(study.arms) * len(study.seeds)) as advance:
-        for arm, lr in chosen.items():
+        for arm in study.arms:
             for seed in study.seeds:
-                for planned in deciding_runs(study, arm, seed, lr):
+                for planned in deciding_runs(study, arm, seed, chosen_lr.get(arm)):
                     if is_ended(out / planned.name):
                         run = load_run(out / planned.name, configs.load)
-                        digests = digests or planned_digests(study)
-                        digest = digests[planned.name]
-                        runs[planned.name] = read_run(run, study, planned, digest)
+                        digests[planned.name] = config_digest(run.cfg, study)
+                        runs[planned.name] = read_run(run, study, planned)
                 advance(1)
-    digests |= {name: run.digest for name, run in runs.items()}
+    for planned in [run for choice in choices for run in choice.runs if run.name in rates]:
+        path = out / planned.name
+        text = strayed(path, configs.load(path), config_of_planned(planned), is_hashed)
+        corpus = facts_of(read_record(path / "run.json") or {}).corpus
+        corpora = {run.facts.corpus for run in runs.values() if run.arm == planned.arm}
+        if not text and corpus and corpora and corpus not in corpora:
+            text = f"its corpus is {corpus[:HASH]}, which no compared run of the arm has"
+        rates[planned.name] = replace(rates[planned.name], strayed=text)
     return Evidence(runs, rates, marks, digests)
+
+
+def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
+    """Extract the measured values of an ended run.
+
+    `planned` is the run's entry in the study's plan. Raises ConfigError if the run did not log the
+    study's metric.
+    """
+    is_loss = study.metric in (LR_SENSITIVITY, "heldout_loss")
+    logged = LOSS if is_loss else study.metric
+    curve = run.series(logged)
+    where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
+    if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
+        raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
+    value = run.final_loss
+    measured: dict[str, Any] = {}
+    if value is not None and study.octave:
+        losses = position_losses(run)
+        if study.octave not in losses.positions:
+            raise ConfigError(
+                f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
+                "another metric"
+            )
+        value = losses.position_losses[losses.positions.index(study.octave)]
+        measured = losses._asdict()
+    elif value is not None and not is_loss:
+        number = final_value(run, study.metric)
+        if number is None:
+            file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
+            raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
+        value = finite(number)
+    if is_loss and value is not None:
+        measured |= losses_by_text(run)
+    if study.metric.startswith(TASKS):
+        name = f"tasks_chance/{study.metric.removeprefix(TASKS)}"
+        measured["chance"] = finite(run.last_value(name))
+    values = StudyRun(
+        name=planned.name,
+        arm=planned.arm,
+        seed=planned.seed,
+        lr=run.cfg.optim.lr,
+        loss=run.final_loss,
+        value=value,
+        planned_tokens=run.planned_tokens,
+        vocab_size=run.cfg.model.vocab_size,
+        variant=run.variant,
+        mark=run.cfg.run.study or "",
+        facts=facts_of(run.facts),
+        settings=settings_of(run.cfg, study.sets_rates, run.facts.get("previous")),
+        tokens=curve.tokens.tolist(),
+        values=[finite(number) for number in curve.values],
+        plugin_code=run.plugin_code,
+        strayed=strayed(run.path, run.cfg, config_of_planned(planned), is_hashed),
+        thin=thin_note([run]),
+        training_flops=run.training_flops,
+        train_seconds=run.train_seconds if study.profile else None,
+        **measured,
+    )
+    levels = [rule.reaches for rule in study.rules if rule.reaches is not None]
+    reached = {f"{level:g}": [*map(float, values.first_reach(level))] for level in levels}
+    return replace(values, reached=reached)
+
+
+def losses_by_text(run: Run) -> dict[str, Any]:
+    """Return the fields `texts` and `nats` of `StudyRun`, if the run has losses of documents."""
+    with suppress(CheckpointError):
+        losses = document_losses(run.path)
+        nats = [finite(float(f"{x:.{DIGITS}g}")) for x in losses.nats]
+        return {"texts": Texts.of(losses), "nats": nats}
+    return {}
+
+
+def final_value(run: Run, name: str) -> float | None:
+    """Return the final value of metric `name`: NaN if not finite, None if it was not logged."""
+    if run.summary and name in run.summary:
+        number = finite(run.summary[name])
+        return math.nan if number is None else number
+    metric = None if name in OF_THE_SUMMARY else metric_of(name)
+    if metric and metric.column:
+        return run_value(run, metric)
+    return run.last_value(name)

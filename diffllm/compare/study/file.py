@@ -7,14 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.arms.comparable import Terms
-from diffllm.compare.study.training_budget import (
-    SecondsBudget,
-    budget_profile,
-    check_budget,
-)
-from diffllm.compare.study.unequal import allowed_names, check_unequal
+from diffllm.compare.study.training_budget import FLOPS, SecondsBudget, budget_profile
+from diffllm.compare.study.unequal import check_unequal
 from diffllm.compare.timing_profile import TimingProfile
+from diffllm.config.compose import LENGTHS
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
@@ -29,11 +25,9 @@ BOUNDS = {
     "difference": ({"below"}, {"above"}, {"below", "margin"}, {"above", "margin"}),
     "equivalence": ({"margin"},),
     "log_rank": ({"reaches"},),
-    "trend": ({"below"}, {"above"}),
+    "trend": ({"over", "below"}, {"over", "above"}),
 }
-"""Kinds of rules, and the bounds that each takes."""
-TESTS = ("paired", "welch")
-SCALES = ("linear", "log")
+"""Kinds of rules, and the keys that each takes."""
 TOKENS, POSITION, PARAMETERS = OVER = ("tokens", "position", "parameters")
 OF_THE_SUMMARY = {
     "heldout_loss": "nats per token", "heldout_bits_per_byte": "bits per byte",
@@ -56,7 +50,7 @@ MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 @dataclass(frozen=True)
 class Rule:
-    kind: str
+    kind: str = field(metadata={"choices": tuple(BOUNDS)})
     """See docs/studies.md."""
     arm: str
     against: str
@@ -65,12 +59,12 @@ class Rule:
     margin: float | None = bounded(None, above=0)
     reaches: float | None = None
     """For log_rank: a level of a logged, rising metric."""
-    over: str | None = None
+    over: str | None = bounded(None, choices=OVER)
     """For trend: parameters, or in studies of older versions tokens or position."""
     smaller: dict[str, str] = field(default_factory=dict)
     """For trend over parameters: smaller versions of `arm`, each with its version of `against`."""
     alpha: float = bounded(0.05, above=0, below=0.5)
-    at: str = "tokens"
+    at: str = bounded("tokens", choices=("tokens", "flops"))
     """tokens, or in studies of older versions flops."""
 
     @property
@@ -105,8 +99,8 @@ class Rates:
     `grid`, up to `extend` further rates are tried at this end.
     """
 
-    grid: list[float]
-    seeds: list[int]
+    grid: list[float] = field(metadata={"above": 0, "entries": MOST_ENTRIES})
+    seeds: list[int] = field(metadata={"least": 0, "entries": MOST_SEEDS})
     steps: int | None = bounded(None, least=1)
     extend: int = bounded(3, least=0, most=20)
 
@@ -124,28 +118,28 @@ class Power:
     source: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Study:
     claim: str
     base: list[str]
-    arms: dict[str, list[str]]
+    arms: dict[str, list[str]] = field(metadata={"entries": MOST_ENTRIES})
     """Names to overrides."""
     baseline: str
-    seeds: list[int]
+    seeds: list[int] = field(metadata={"least": 0, "entries": MOST_SEEDS})
     rule: Rule
     source: str = ""
     metric: str = "heldout_loss"
     """A number of summary.json, a logged metric, position/N, or lr_sensitivity."""
-    scale: str = "linear"
+    scale: str = bounded("linear", choices=("linear", "log"))
     """linear, or log: gaps and bounds are of the logarithm."""
-    also: list[Rule] = field(default_factory=list)
+    also: list[Rule] = field(default_factory=list, metadata={"entries": MOST_ENTRIES})
     """Further rules of the family that p is adjusted for."""
-    test: str = "paired"
+    test: str = bounded("paired", choices=("paired", "welch"))
     """paired, or in studies of older versions welch."""
     unequal: list[str] = field(default_factory=list)
     """Words, keys, sections and facts in which arms may differ; see docs/studies.md."""
     lr: Rates | None = None
-    lr_sweep: list[float] | None = None
+    lr_sweep: list[float] | None = bounded(None, above=0, entries=MOST_ENTRIES)
     """Increasing learning rates at which all arms run."""
     budget: str | SecondsBudget = TOKENS
     """Cost of training that is equal in all arms: tokens, flops, or seconds of a profile."""
@@ -162,20 +156,9 @@ class Study:
         return self.lr is not None or self.lr_sweep is not None
 
     @property
-    def allowed(self) -> list[str]:
-        """Keys, sections and facts in which arms may differ."""
-        return allowed_names(self.unequal)
-
-    @property
     def measures_time(self) -> bool:
         """Whether the metric is a time, a speed or memory, which depends on the machine."""
         return self.metric.startswith(MACHINE_METRICS)
-
-    @property
-    def terms(self) -> Terms:
-        """Terms of the comparison of the arms, without the budget's; see `terms_of`."""
-        reads_curve = self.logged or any(rule.needs_curve for rule in self.rules)
-        return Terms("study", self.allowed, self.measures_time, reads_curve)
 
     @property
     def quantity(self) -> str:
@@ -184,8 +167,10 @@ class Study:
     @property
     def unit(self) -> str:
         """Unit of gaps; "" if the scale is "log" or the metric has no unit."""
-        if self.scale == "log":
-            return ""
+        return "" if self.scale == "log" else self.metric_unit
+
+    @property
+    def metric_unit(self) -> str:
         if self.metric == LR_SENSITIVITY or self.octave:
             return OF_THE_SUMMARY["heldout_loss"]
         return OF_THE_SUMMARY.get(self.metric) or metric_of(self.metric).unit
@@ -193,11 +178,8 @@ class Study:
     @property
     def limits(self) -> tuple[float, float]:
         """Least and largest possible value of the metric, or of its logarithm if scale is "log"."""
-        unit = replace(self, scale="linear").unit
-        limits = possible_values(unit)
-        if self.scale == "log":
-            return -math.inf, math.log(limits[1])
-        return limits
+        low, high = possible_values(self.metric_unit)
+        return (low, high) if self.scale == "linear" else (-math.inf, math.log(high))
 
     @property
     def octave(self) -> int | None:
@@ -213,6 +195,11 @@ class Study:
     @property
     def rules(self) -> list[Rule]:
         return [self.rule, *self.also]
+
+    @property
+    def named_rules(self) -> list[tuple[str, Rule]]:
+        """The keys of all rules in the study file, and the rules."""
+        return [("rule", self.rule), *((f"also[{i}]", rule) for i, rule in enumerate(self.also))]
 
 
 def better(metric: str) -> int:
@@ -245,94 +232,51 @@ def load_study(path: Path, is_timed: bool = True) -> Study:
 
 def check_study(study: Study) -> None:
     check_bounds("", study)
-    check_numbers_of_runs(study)
     if len(study.arms) < 2:
         raise ConfigError(f"arms has {len(study.arms)} entries; a study needs at least two arms")
+    check_overrides("base", study.base, study.sets_rates)
     for name, words in study.arms.items():
         if not ARM.fullmatch(name):
             raise ConfigError(
                 f"arms: {name!r} must contain only letters, digits and _ . + - and must not start "
                 "with a dot"
             )
-        check_arm_overrides(f"arms.{name}", words, study.sets_rates)
-    check_arm_overrides("base", study.base, study.sets_rates)
+        check_overrides(f"arms.{name}", words, study.sets_rates)
     named = [("baseline", study.baseline)]
-    for i, rule in enumerate(study.rules):
-        where = f"also[{i - 1}]" if i else "rule"
+    for where, rule in study.named_rules:
         check_rule(where, rule)
         named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
-        named += [(f"{where}.smaller", name) for pair in rule.smaller.items() for name in pair]
+        named += [(f"{where}.smaller", arm) for pair in rule.smaller.items() for arm in pair]
+        if rule.kind == "log_rank" and not (study.logged and study.lr_sweep is None):
+            raise ConfigError(
+                f"kind=log_rank is not supported with metric={study.metric}"
+                f"{' and lr_sweep' if study.lr_sweep else ''}; use a metric that is logged during "
+                "training, such as tasks/mqar, without lr_sweep"
+            )
+        if rule.kind in ("log_rank", "trend") and study.budget != TOKENS:
+            raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
     for where, arm in named:
         if arm not in study.arms:
             raise ConfigError(
                 f"{where}={arm} is not one of the arms {', '.join(sorted(study.arms))}"
             )
-    check_seeds("seeds", study.seeds, least=2)
-    if any(rule.kind == "log_rank" for rule in study.rules) and (
-        not study.logged or study.lr_sweep is not None
-    ):
-        raise ConfigError(
-            f"kind=log_rank is not supported with metric={study.metric}"
-            f"{' and lr_sweep' * bool(study.lr_sweep)}; use a metric that is logged during "
-            "training, such as tasks/mqar, without lr_sweep"
-        )
-    check_budget_of_study(study)
     words = [*study.base, *chain.from_iterable(study.arms.values())]
     check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
-    one_of("test", study.test, TESTS)
-    one_of("scale", study.scale, SCALES)
-    if study.lr_sweep is None:
-        check_metric(study.metric)
-    else:
-        check_grid("lr_sweep", study.lr_sweep)
-        if study.lr:
-            raise ConfigError(
-                "lr and lr_sweep cannot be combined: lr chooses one learning rate per arm, but "
-                "lr_sweep compares all learning rates; remove one of them"
-            )
-        one_of("with lr_sweep, metric", study.metric, (LR_SENSITIVITY,))
-    if study.lr:
-        check_grid("lr.grid", study.lr.grid)
-        check_seeds("lr.seeds", study.lr.seeds, least=1)
-        if both := sorted({*study.lr.seeds} & {*study.seeds}):
-            raise ConfigError(
-                f"lr.seeds and seeds both contain {both}, but must not share a seed; use other "
-                "seeds in lr.seeds"
-            )
-
-
-def check_numbers_of_runs(study: Study) -> None:
-    grid, choosing = (study.lr.grid, study.lr.seeds) if study.lr else ([], [])
-    sweep = study.lr_sweep or [0.0]
-    lists = {"arms": study.arms, "also": study.also, "lr.grid": grid, "lr_sweep": sweep}
-    lists |= {"base": study.base, **{f"arms.{arm}": words for arm, words in study.arms.items()}}
-    for where, each in {**lists, "seeds": study.seeds, "lr.seeds": choosing}.items():
-        most = MOST_SEEDS if where.endswith("seeds") else MOST_ENTRIES
-        at_most(f"entries in {where}", len(each), most)
-    runs = len(study.arms) * (len(study.seeds) * len(sweep) + len(choosing) * len(grid))
-    at_most("runs (arms x seeds x learning rates)", runs, MOST_RUNS)
+    check_budget(study)
+    check_seeds_and_rates(study)
+    check_metric(study)
 
 
 def check_rule(where: str, rule: Rule) -> None:
-    one_of(f"{where}.kind", rule.kind, tuple(BOUNDS))
-    for arm, against in rule.pairs:
-        if arm == against:
-            raise ConfigError(f"{where}: {arm} cannot be compared with itself")
-    one_of(f"{where}.at", rule.at, ("tokens", "flops"))
-    names = ("below", "above", "margin", "reaches")
+    names = ("over", "below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
         keys = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
         found = ", ".join(filter(given.__contains__, names)) or "none of these keys"
         raise ConfigError(f"{where}: kind={rule.kind} must set {keys}, but sets {found}")
-    check_trend(where, rule)
-
-
-def check_trend(where: str, rule: Rule) -> None:
-    if rule.kind == "trend":
-        one_of(f"{where}.over", str(rule.over), OVER)
-    elif rule.over is not None:
-        raise ConfigError(f"{where}.over={rule.over} is allowed only with kind=trend")
+    for arm, against in rule.pairs:
+        if arm == against:
+            raise ConfigError(f"{where}: {arm} cannot be compared with itself")
     sizes = len(rule.smaller) + 1
     if rule.over == PARAMETERS and sizes < FEWEST_POINTS:
         example = "smaller: {v2_10m: standard_10m, v2_30m: standard_30m}"
@@ -349,60 +293,92 @@ def check_trend(where: str, rule: Rule) -> None:
             )
 
 
-def check_budget_of_study(study: Study) -> None:
-    check_budget(study.budget, study.base, study.arms, study.baseline)
-    for rule in study.rules:
-        if study.budget != TOKENS and rule.kind in ("log_rank", "trend"):
-            raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
+def check_budget(study: Study) -> None:
+    """Raise ConfigError for an unknown budget, and for lengths that the budget would replace."""
+    if study.budget == TOKENS:
+        return
+    places = {"base": study.base, **{f"arms.{arm}": study.arms[arm] for arm in study.arms}}
+    name = "budget.seconds"
+    if isinstance(study.budget, str):
+        name = f"budget={study.budget}"
+        if study.budget != FLOPS:
+            raise ConfigError(
+                f"{name} is not one of {TOKENS}, {FLOPS}, or a mapping such as "
+                "{seconds: 600, profile: timing.json}"
+            )
+        # The length of the baseline determines the budget.
+        del places["base"], places[f"arms.{study.baseline}"]
+    for place, words in places.items():
+        for word in words:
+            if word.partition("=")[0].lstrip("+~") in LENGTHS:
+                raise ConfigError(f"{place}: remove {word}, because {name} sets the steps")
+
+
+def check_seeds_and_rates(study: Study) -> None:
+    runs = len(study.seeds)
+    check_seeds("seeds", study.seeds, least=2)
+    if study.lr_sweep is not None:
+        check_grid("lr_sweep", study.lr_sweep)
+        runs *= len(study.lr_sweep)
+    if study.lr:
+        check_grid("lr.grid", study.lr.grid)
+        check_seeds("lr.seeds", study.lr.seeds, least=1)
+        runs += len(study.lr.grid) * len(study.lr.seeds)
+        if both := sorted({*study.lr.seeds} & {*study.seeds}):
+            raise ConfigError(
+                f"lr.seeds and seeds both contain {both}, but must not share a seed; use other "
+                "seeds in lr.seeds"
+            )
+    if study.lr and study.lr_sweep is not None:
+        raise ConfigError(
+            "lr and lr_sweep cannot be combined: lr chooses one learning rate per arm, but "
+            "lr_sweep compares all learning rates; remove one of them"
+        )
+    at_most("runs (arms x seeds x learning rates)", len(study.arms) * runs, MOST_RUNS)
 
 
 def check_grid(where: str, grid: list[float]) -> None:
-    if len(grid) < 2 or grid[0] <= 0 or any(b <= a for a, b in pairwise(grid)):
-        raise ConfigError(f"{where}={grid} must be two or more increasing learning rates above 0")
+    if len(grid) < 2 or any(b <= a for a, b in pairwise(grid)):
+        raise ConfigError(f"{where}={grid} must be two or more increasing learning rates")
 
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
-    if len({*seeds}) < max(least, len(seeds)) or min(seeds) < 0:
-        raise ConfigError(
-            f"{where}={seeds} must list {least} or more seeds >= 0 without repetition"
-        )
+    if len({*seeds}) < max(least, len(seeds)):
+        raise ConfigError(f"{where}={seeds} must list {least} or more seeds without repetition")
 
 
-def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:
+def check_overrides(where: str, words: list[str], study_sets_lr: bool) -> None:
+    at_most(f"entries in {where}", len(words), MOST_ENTRIES)
     check_shared(words, where)
     for word in words:
         key, equals, _ = word.partition("=")
         key = key.lstrip("+~")
         if not equals:
             raise ConfigError(f"{where}: {word!r} is not of the form key=value")
-        if key in ("seed", "run") or key.startswith("run.") or (rates and key == "optim.lr"):
+        is_set = key == "optim.lr" and study_sets_lr
+        if is_set or key in ("seed", "run") or key.startswith("run."):
             raise ConfigError(f"{where}: remove {word}, because the study itself sets {key}")
 
 
-def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{where}={value} is not one of {', '.join(known)}")
-
-
-def check_metric(name: str) -> None:
-    if name == LR_SENSITIVITY:
+def check_metric(study: Study) -> None:
+    name = study.metric
+    if (name == LR_SENSITIVITY) != (study.lr_sweep is not None):
         raise ConfigError(
-            f"metric={name} needs the key lr_sweep; add learning rates, such as "
-            "lr_sweep: [0.001, 0.002]"
+            f"metric={name} and lr_sweep={study.lr_sweep}: metric={LR_SENSITIVITY} needs learning "
+            "rates, such as lr_sweep: [0.001, 0.002], and lr_sweep needs this metric"
         )
     if name.startswith(AT_POSITION):
-        octave = name.removeprefix(AT_POSITION)
-        if octave not in OCTAVES:
+        if study.octave is None:
             raise ConfigError(
                 f"metric={name} must be {AT_POSITION}N, with N a power of 2 up to 2^26"
             )
-        return
-    try:
-        name in OF_THE_SUMMARY or metric_of(name)
-    except ConfigError:
-        known = [
-            *OF_THE_SUMMARY,
-            f"{AT_POSITION}1024",
-            *(metric.quantity for metric in METRICS if metric.column),
-        ]
-        raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None
+    elif study.logged:
+        try:
+            metric_of(name)
+        except ConfigError:
+            known = [
+                *OF_THE_SUMMARY,
+                f"{AT_POSITION}1024",
+                *(metric.quantity for metric in METRICS if metric.column),
+            ]
+            raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None

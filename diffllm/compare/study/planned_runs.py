@@ -5,7 +5,8 @@ that the study's rules compare.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,8 +14,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.arms.comparable import Terms, starting_point
+from diffllm.compare.study.arms import RateRun
 from diffllm.compare.study.file import TOKENS, Study
-from diffllm.compare.study.training_budget import FLOPS
+from diffllm.compare.study.training_budget import FLOPS, SecondsBudget
+from diffllm.compare.study.unequal import allowed_names
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS
@@ -25,7 +28,7 @@ from diffllm.config.saved import Counts, changes_to, flatten, load_run_config
 from diffllm.config.schema import ContextError
 from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.records import diverged, finite, read_summary
+from diffllm.metrics.records import diverged, read_summary
 
 DECIDING, RATES = "deciding", "rates"
 
@@ -35,8 +38,7 @@ class Planned:
     """A run in the plan of a study.
 
     `stage` is "rates" (grid of learning rates) or "deciding". `name` is the run directory relative
-    to the study's directory, and `words` contains the overrides. If `lr` is None, the config
-    determines the learning rate.
+    to the study's directory. If `lr` is None, the config determines the learning rate.
     """
 
     stage: str
@@ -44,7 +46,14 @@ class Planned:
     seed: int
     lr: float | None
     name: str
-    words: list[str]
+    arm_words: tuple[str, ...]
+    """Overrides of the arm, without seed and learning rate."""
+
+    @property
+    def words(self) -> list[str]:
+        """All overrides of the run."""
+        words = [*self.arm_words, f"seed={self.seed}"]
+        return words if self.lr is None else [*words, f"optim.lr={self.lr!r}"]
 
 
 def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
@@ -53,50 +62,48 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     This is a single run, or with `lr_sweep` one run per learning rate. If the learning rate `lr` is
     None, the arm's config sets the learning rate.
     """
+    rates: Sequence[float | None] = study.lr_sweep or [lr]
     runs = []
-    for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
+    for rate in rates:
         name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
-        words = [*words_of_arm(study, arm), f"seed={seed}"]
-        words += [f"optim.lr={rate!r}"] if rate else []
-        runs.append(Planned(DECIDING, arm, seed, rate, name, words))
+        runs.append(Planned(DECIDING, arm, seed, rate, name, words_of_arm(study, arm)))
     return runs
 
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
     words = words_of_arm(study, arm, study.lr.steps)
-    words += [f"seed={seed}", f"optim.lr={lr!r}"]
-    return Planned(RATES, arm, seed, lr, f"rates/{arm}-lr{lr:g}-seed{seed}", words)
+    return Planned(RATES, arm, seed, lr, f"{RATES}/{arm}-lr{lr:g}-seed{seed}", words)
 
 
-def words_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> list[str]:
+@cache
+def words_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> tuple[str, ...]:
     """Return the overrides of an arm, without its seed and learning rate.
-
-    For `baseline_steps`, see `steps_of_arm`.
-    """
-    words = [*study.base, *study.arms[arm]]
-    steps = steps_of_arm(study, arm, baseline_steps)
-    if steps is None:
-        return words
-    words = [word for word in words if word.partition("=")[0] not in LENGTHS]
-    return [*words, f"steps={steps}"]
-
-
-def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> int | None:
-    """Return the steps of an arm that cost the study's budget; None if its overrides decide.
-
-    Raises ConfigError if the budget is less than one step.
 
     Args:
         baseline_steps: steps of the baseline arm, if they differ from those of its compared runs.
     """
-    if study.budget == TOKENS:
-        return baseline_steps
+    words = (*study.base, *study.arms[arm])
+    steps = baseline_steps
+    if study.budget != TOKENS:
+        steps = steps_of_arm(study, arm, baseline_steps)
+    if steps is None:
+        return words
+    return (*(w for w in words if w.partition("=")[0] not in LENGTHS), f"steps={steps}")
+
+
+def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> int:
+    """Return the steps of an arm that cost the study's budget in FLOPs or seconds.
+
+    Raises ConfigError if the budget is less than one step. For `baseline_steps`, see
+    `words_of_arm`.
+    """
     cost = cost_of_step(study, arm)
-    if baseline_steps is None:
-        amount = planned_cost(study)
+    if isinstance(study.budget, SecondsBudget) and baseline_steps is None:
+        amount = study.budget.seconds
     else:
-        amount = baseline_steps * cost_of_step(study, study.baseline)
+        steps = baseline_steps or config_before_budget(study, study.baseline).steps
+        amount = steps * cost_of_step(study, study.baseline)
     if amount < cost * (1 - 1e-9):  # a quotient of equal costs can be rounded
         raise ConfigError(
             f"arm {arm}: the budget of a run, {amount:.3g}, is less than one training step, "
@@ -105,64 +112,45 @@ def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> i
     return round(amount / cost)
 
 
-def planned_cost(study: Study) -> float:
-    """Return the FLOPs or seconds of a run in a study with a budget in FLOPs or seconds."""
-    if not isinstance(study.budget, str):
-        return study.budget.seconds
-    steps, flops = length_and_flops(study, study.baseline)
-    return steps * flops
-
-
 def cost_of_step(study: Study, arm: str) -> float:
-    """Return the FLOPs or seconds of a training step in a study with such a budget."""
-    if study.profile:
-        return study.profile.seconds_per_step(arm)
-    return length_and_flops(study, arm)[1]
-
-
-def length_and_flops(study: Study, arm: str) -> tuple[int, float]:
-    """Return the steps of an arm by its overrides, and the training FLOPs of one step.
+    """Return the FLOPs or seconds of a training step in a study with such a budget.
 
     Raises ConfigError if the config does not determine the FLOPs.
     """
-    return length_and_flops_of(arm, (*study.base, *study.arms[arm]), study.sets_rates)
-
-
-@cache
-def length_and_flops_of(
-    arm: str, overrides: tuple[str, ...], study_sets_lr: bool
-) -> tuple[int, float]:
-    lr = 1.0 if study_sets_lr else None
-    cfg = config_of_planned(Planned(DECIDING, arm, 0, lr, arm, [*overrides]))
+    if study.profile:
+        return study.profile.seconds_per_step(arm)
+    cfg = config_before_budget(study, arm)
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"arm {arm}: budget={FLOPS} with data.mask_documents=true needs the mean number of "
             "tokens that a query sees; set data.document_lengths or data.visible_keys"
         )
-    flops = totals(cfg.model, cfg.visible_keys)["flops"]
-    return cfg.steps, cfg.global_batch_size * cfg.seq_len * flops
+    return cfg.global_batch_size * cfg.seq_len * totals(cfg.model, cfg.visible_keys)["flops"]
+
+
+def config_before_budget(study: Study, arm: str) -> TrainConfig:
+    """Return the config of an arm with the length of its overrides."""
+    lr = 1.0 if study.sets_rates else None
+    words = (*study.base, *study.arms[arm])
+    return config_of_planned(Planned(DECIDING, arm, 0, lr, arm, words))
 
 
 def terms_of(study: Study) -> Terms:
-    """Return `study.terms` with the keys and facts that the study's budget declares.
+    """Return the terms of the comparison of the study's arms.
 
     A budget in FLOPs or seconds declares tokens and FLOPs per token. It also declares keys such as
     optim.warmup_steps, if they follow the steps in every arm.
     """
+    reads_curve = study.logged or any(rule.needs_curve for rule in study.rules)
+    terms = Terms("study", allowed_names(study.unequal), study.measures_time, reads_curve)
     if study.budget == TOKENS:
-        return study.terms
-    names = [*study.allowed, "tokens", "flops_per_token", *keys_that_follow_steps(study)]
-    return study.terms._replace(allowed=names)
-
-
-def keys_that_follow_steps(study: Study) -> list[str]:
-    """Return the config keys whose values are a share of the steps in every arm."""
+        return terms
     following = []
     for words in study.arms.values():
-        config = config_of_arm((*study.base, *words), study.sets_rates)
-        values = flatten(OmegaConf.to_container(config, resolve=False, enum_to_str=True))  # type: ignore[arg-type]
-        following.append({name for name, value in values.items() if "${of_steps:" in str(value)})
-    return sorted(set.intersection(*following))
+        formulas = interpolations((*study.base, *words), study.sets_rates)
+        following.append({name for name, text in formulas.items() if "${of_steps:" in text})
+    names = sorted(set.intersection(*following))
+    return terms._replace(allowed=[*terms.allowed, "tokens", "flops_per_token", *names])
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:
@@ -178,23 +166,38 @@ def planned_by_name(study: Study) -> dict[str, Planned]:
     }
 
 
+def first_runs(study: Study, seed: int | None = None) -> list[Planned]:
+    """Return, for each arm, the first run of a seed that the study's rules compare.
+
+    The default is the first seed.
+    """
+    lr = study.lr.grid[0] if study.lr else None
+    seed = study.seeds[0] if seed is None else seed
+    return [deciding_runs(study, arm, seed, lr)[0] for arm in study.arms]
+
+
 def config_of_planned(planned: Planned) -> TrainConfig:
     """Return the complete config of a planned run; raises ConfigError if the config is invalid."""
-    own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
-    words = (*(word for word in planned.words if word not in own), "run.report=false")
+    words = (*planned.arm_words, "run.report=false")
+    with errors_of_arm(planned.arm):
+        formulas = interpolations(words, planned.lr is not None)
+        seeded = {name for name, text in formulas.items() if "seed" in text}
+        # One solved config serves all seeds, unless a further key follows the seed.
+        seed = planned.seed if seeded - {"model.init_seed"} else 0
+        cfg = solved_config(words, planned.lr, seed)
+    init_seed = planned.seed if "model.init_seed" in seeded else cfg.model.init_seed
+    return replace(cfg, seed=planned.seed, model=replace(cfg.model, init_seed=init_seed))
+
+
+@contextmanager
+def errors_of_arm(arm: str) -> Iterator[None]:
+    """Name the arm in a ConfigError."""
     try:
-        if not only_init_seed_uses_seed(words, planned.lr is not None):
-            return solved_config(words, planned.lr, planned.seed)
-        cfg = solved_config(words, planned.lr, 0)
-        follows = config_of_arm(words, planned.lr is not None)
-        init_seed = cfg.model.init_seed
-        if OmegaConf.is_interpolation(follows.model, "init_seed"):
-            init_seed = planned.seed
-        return replace(cfg, seed=planned.seed, model=replace(cfg.model, init_seed=init_seed))
-    except ContextError:
+        yield
+    except ContextError:  # `configs_of` combines these errors of all arms
         raise
     except ConfigError as error:
-        raise ConfigError(f"arm {planned.arm}: {error}") from error
+        raise ConfigError(f"arm {arm}: {error}") from error
 
 
 @lru_cache(4096)
@@ -212,16 +215,11 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
 
 
 @cache
-def only_init_seed_uses_seed(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
-    """Return whether `model.init_seed` is the only config key that can depend on the key `seed`.
-
-    If so, the configs of two seeds differ at most in `seed` and `model.init_seed`.
-    """
-    plain = OmegaConf.to_container(
-        config_of_arm(overrides, study_sets_lr), resolve=False, enum_to_str=True
-    )
-    values = flatten(plain).items()  # type: ignore[arg-type]
-    return not any("seed" in str(v) and "${" in str(v) for k, v in values if k != "model.init_seed")
+def interpolations(overrides: tuple[str, ...], study_sets_lr: bool) -> dict[str, str]:
+    """Return the config keys of an arm that follow other keys, such as {"a.b": "${seed}"}."""
+    config = config_of_arm(overrides, study_sets_lr)
+    values = flatten(OmegaConf.to_container(config, resolve=False, enum_to_str=True))  # type: ignore[arg-type]
+    return {name: str(value) for name, value in values.items() if "${" in str(value)}
 
 
 @cache
@@ -232,25 +230,10 @@ def config_of_arm(overrides: tuple[str, ...], study_sets_lr: bool) -> DictConfig
     documents.
     """
     config = compose_with_origin([*overrides, "seed=0", *["optim.lr=1.0"] * study_sets_lr])
-    if measures_whole_split(config, overrides):
+    is_default = OmegaConf.is_interpolation(config.eval, "tokens")
+    if is_default and not any(word.startswith("eval.tokens=") for word in overrides):
         config.eval.tokens = None
     return config
-
-
-def measures_whole_split(config: DictConfig, overrides: tuple[str, ...]) -> bool:
-    """Return whether neither a YAML file nor an override of the study sets eval.tokens."""
-    by_default = OmegaConf.is_interpolation(config.eval, "tokens")
-    return by_default and not any(word.startswith("eval.tokens=") for word in overrides)
-
-
-def read_mark(path: Path) -> str | None:
-    """Return `run.study` from the saved config of a run: the study's hash, the stage and the arm.
-
-    Return None if the run has not started. Raises CheckpointError if the config is damaged.
-    """
-    if not (path / "config.yaml").is_file():
-        return None
-    return load_run_config(path).run.study or ""
 
 
 def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
@@ -260,8 +243,9 @@ def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     records this hash in `run.study`.
     """
     path = out / planned.name
-    if (mark := read_mark(path)) is None:
-        mark = f"{digest}/{planned.stage}/{planned.arm}"
+    mark = f"{digest}/{planned.stage}/{planned.arm}"
+    if (path / "config.yaml").is_file():
+        mark = load_run_config(path).run.study or ""
     words = [*planned.words, "run.report=false"]
     if config_of_planned(planned).eval.tokens is None:
         words.insert(0, "eval.tokens=null")
@@ -272,14 +256,6 @@ def is_ended(path: Path) -> bool:
     return read_summary(path) is not None or diverged(path)
 
 
-def ended_loss(path: Path) -> float | None:
-    """Return a run's final held-out loss; infinity if it diverged, None if it has not ended."""
-    if (summary := read_summary(path)) is None:
-        return math.inf if diverged(path) else None
-    loss = finite(summary.get("heldout_loss"))
-    return math.inf if loss is None else loss
-
-
 def strayed(
     run_path: Path, saved: TrainConfig, planned: TrainConfig, counts: Counts = is_fixed
 ) -> str:
@@ -288,16 +264,12 @@ def strayed(
     Only differences that count are described. If there are no differences, return a note if the
     config changed during the run, and "" if it did not.
     """
-    found = changes_to(saved, planned, counts)
-    changes = {key: values for key, values in found.items() if key != "run.study"}
+    changes = changes_to(saved, planned, counts)
+    changes.pop("run.study", None)
     if starting_point(saved, run_path) != starting_point(planned):
         changes["resume"] = (saved.resume, planned.resume)
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
-    return change_during_run(run_path)
-
-
-def change_during_run(run_path: Path) -> str:
     return "its config changed during the run" if (run_path / "changes.jsonl").exists() else ""
 
 
@@ -305,73 +277,90 @@ def change_during_run(run_path: Path) -> str:
 class ChosenRate:
     """The learning rate of an arm, chosen by the losses of a grid of runs.
 
-    `losses` maps each rate, in increasing order, to its mean loss over seeds. The mean is infinite
-    if a seed diverged, and None if a seed has not ended. `wanted` lists the runs of the grid that
-    have not ended. `lr` is None if `wanted` is not empty or if every rate diverged. `problem` says
-    why `lr` cannot be trusted.
+    `runs` are the runs of the grid. `losses` maps each rate, in increasing order, to its mean loss
+    over seeds. The mean is infinite if a seed diverged, and NaN if a seed has not ended. `wanted`
+    lists the runs of the grid that have not ended. `lr` is None if `wanted` is not empty or if
+    every rate diverged. `problem` says why `lr` cannot be trusted.
     """
 
     arm: str
-    losses: dict[float, float | None]
+    runs: list[Planned]
+    losses: dict[float, float]
     wanted: list[Planned]
     lr: float | None = None
     problem: str = ""
 
 
-def rate_losses(out: Path) -> dict[str, float]:
-    """Map the names of ended runs in the learning rate grid to their final losses.
+def rate_runs(out: Path) -> dict[str, RateRun]:
+    """Return the ended runs in the learning rate grid, by name."""
+    runs = {}
+    for file in sorted((out / RATES).glob("*/config.yaml")):
+        if is_ended(file.parent):
+            summary = read_summary(file.parent) or {}
+            name = f"{RATES}/{file.parent.name}"
+            runs[name] = RateRun(name, summary.get("heldout_loss"))
+    return runs
 
-    The loss of a diverged run is infinite.
+
+def choose_rates(study: Study, ended: Mapping[str, RateRun]) -> list[ChosenRate]:
+    """Choose the learning rate of each arm by the ended runs of the grid, by name.
+
+    The result is empty for a study without a grid.
     """
-    paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
-    losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
-    return {name: loss for name, loss in losses.items() if loss is not None}
+    choices = []
+    for arm in study.arms if study.lr else ():
+        choice = choose_from(study, arm, ended)
+        for planned in choice.runs:
+            if planned.name in ended and ended[planned.name].strayed:
+                problem = f"{planned.name} is not the run of the study"
+                choice = replace(choice, problem=f"{problem}: {ended[planned.name].strayed}")
+        choices.append(choice)
+    return choices
 
 
-def choose_all(study: Study, out: Path) -> list[ChosenRate]:
-    if study.lr is None:
-        return []
-    ended = rate_losses(out)
-    return [choose_from(study, arm, ended) for arm in study.arms]
-
-
-def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
+def choose_from(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenRate:
     """Choose for an arm the learning rate with the lowest mean loss over seeds.
 
     If the best rate is the smallest or largest of the grid, add one more rate at this end of the
     grid, at most `lr.extend` times. While runs of the grid have not ended, `lr` of the result is
-    None and `wanted` lists these runs. `losses_by_name` contains the final losses of the runs that
-    have ended; the loss of a diverged run is infinite.
+    None and `wanted` lists these runs.
     """
     rates = study.lr
     assert rates
-    grid, added = list(rates.grid), [0, 0]
+    grid = list(rates.grid)
+    added = {"smallest": 0, "largest": 0}
     while True:
-        losses: dict[float, float | None] = {}
-        wanted: list[Planned] = []
+        runs: list[Planned] = []
+        losses: dict[float, float] = {}
         for lr in grid:
-            runs = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
-            ended = [losses_by_name.get(run.name) for run in runs]
-            known = [loss for loss in ended if loss is not None]
-            wanted += [run for run, loss in zip(runs, ended, strict=True) if loss is None]
-            losses[lr] = sum(known) / len(known) if len(known) == len(runs) else None
-        means = {lr: loss for lr, loss in losses.items() if loss is not None}
+            runs_of_rate = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
+            runs += runs_of_rate
+            losses[lr] = sum(ended_loss(run, ended) for run in runs_of_rate) / len(runs_of_rate)
+        wanted = [run for run in runs if run.name not in ended]
+        choice = ChosenRate(arm, runs, losses, wanted)
         if wanted:
-            return ChosenRate(arm, losses, wanted)
-        best = min(grid, key=means.__getitem__)
-        if not math.isfinite(means[best]):
-            return ChosenRate(arm, losses, [], None, "every learning rate diverged")
-        end = (grid[-1] == best) - (grid[0] == best)
-        if not end:
-            return ChosenRate(arm, losses, [], best)
-        side = int(end > 0)
-        if added[side] == rates.extend:
-            where = "largest" if side else "smallest"
-            return ChosenRate(arm, losses, [], best, f"the best is the {where} of the grid")
-        added[side] += 1
-        first, second = rates.grid[-2:] if side else rates.grid[1::-1]
-        lr = float(f"{best * second / first:.6g}")
-        grid = [*grid, lr] if side else [lr, *grid]
+            return choice
+        best = min(grid, key=losses.__getitem__)
+        if not math.isfinite(losses[best]):
+            return replace(choice, problem="every learning rate diverged")
+        choice = replace(choice, lr=best)
+        if best not in (grid[0], grid[-1]):
+            return choice
+        end = "smallest" if best == grid[0] else "largest"
+        if added[end] == rates.extend:
+            return replace(choice, problem=f"the best is the {end} of the grid")
+        added[end] += 1
+        # The grid grows by the ratio of the two rates at this end of the study's grid.
+        first, second = rates.grid[1::-1] if end == "smallest" else rates.grid[-2:]
+        grid = sorted([*grid, float(f"{best * second / first:.6g}")])
+
+
+def ended_loss(run: Planned, ended: Mapping[str, RateRun]) -> float:
+    """Return a final held-out loss; infinity if the run diverged, NaN if it has not ended."""
+    if run.name not in ended:
+        return math.nan
+    loss = ended[run.name].loss
+    return math.inf if loss is None else loss
 
 
 def next_runs(study: Study, out: Path) -> list[Planned]:
@@ -380,21 +369,14 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
     The first stage is the grid of learning rates, if the study has a grid. The second stage
     contains the runs that the study's rules compare.
     """
-    choices = choose_all(study, out)
+    choices = choose_rates(study, rate_runs(out))
     if wanted := [run for choice in choices for run in choice.wanted]:
         return wanted
-    rates = {choice.arm: choice.lr for choice in choices}
+    rates = {choice.arm: choice.lr for choice in choices if choice.lr is not None}
     runs = [
         run
         for seed in study.seeds
-        for arm in study.arms
-        if study.lr is None or rates[arm] is not None
+        for arm in (rates if study.lr else study.arms)
         for run in deciding_runs(study, arm, seed, rates.get(arm))
     ]
     return [run for run in runs if not is_ended(out / run.name)]
-
-
-def first_runs(study: Study) -> list[Planned]:
-    """Return, for each arm, the first run that the study's rules compare."""
-    lr = study.lr.grid[0] if study.lr else None
-    return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]

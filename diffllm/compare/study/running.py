@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.comparable import Comparand, differences
+from diffllm.compare.study.costs import check_profile_settings, spending_problems
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import (
     RATES,
     Planned,
-    choose_all,
+    choose_rates,
     config_of_planned,
-    deciding_runs,
+    errors_of_arm,
     first_runs,
     next_runs,
+    rate_runs,
     start_words,
     strayed,
     terms_of,
 )
-from diffllm.compare.study.spending import check_profile_settings, planned_problems
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends, unequal_pairs
 from diffllm.compare.study.unequal import settings_of, undeclared
@@ -38,7 +39,6 @@ from diffllm.compare.sweep.command import (
 from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.config import TrainConfig
 from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
@@ -109,7 +109,7 @@ def run_study(
     }
     if unfinished or stopped:
         return stopped_status(stopped) if stopped else 1, content
-    diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
+    diverged = [choice for choice in choose_rates(study, rate_runs(out)) if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
@@ -164,58 +164,49 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     configs = {planned.arm: cfg for planned, cfg in zip(first, loaded, strict=True)}
     check_trends(study, configs)
     for arm, cfg in configs.items():
-        try:
+        with errors_of_arm(arm):
             cfg.check_world(world_size)
             check_wandb(cfg.wandb)
-        except ConfigError as error:
-            raise ConfigError(f"arm {arm}: {error}") from error
     check_profile_settings(study, configs)
-    planned_runs = planned_comparands(study, configs)
-    problems = undeclared(differences(planned_runs, terms_of(study)))
-    problems += planned_problems(study)
-    for rule in study.rules:
-        if rule.over == PARAMETERS:
-            problems += unequal_pairs(rule, planned_runs)
-    if problems:
-        said = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
+    remaining = next_runs(study, out)
+    if problems := planned_problems(study):
+        text = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
         if not begun:
-            raise ConfigError(said)
-        if next_runs(study, out):
-            to_stderr(f"warning: {said}")
+            raise ConfigError(text)
+        if remaining:
+            to_stderr(f"warning: {text}")
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
             raise ConfigError(
                 f"the run {path} was started with {what_differs(changes)}; choose another out=DIR"
             )
-    remaining = next_runs(study, out)
     for arm in dict.fromkeys(planned.arm for planned in remaining):
-        try:
+        with errors_of_arm(arm):
             check_memory(configs[arm], world_size, ranks_here)
-        except ConfigError as error:
-            raise ConfigError(f"arm {arm}: {error}") from error
     for planned in remaining:
         path = out / planned.name
-        run = load_run_config(path) if (path / "config.yaml").is_file() else None
-        if run and (problem := strayed(path, run, config_of_planned(planned))):
-            raise ConfigError(f"{path} differs from the study ({problem}); choose another out=DIR")
+        if (path / "config.yaml").is_file():
+            problem = strayed(path, load_run_config(path), config_of_planned(planned))
+            if problem:
+                raise ConfigError(
+                    f"{path} differs from the study ({problem}); choose another out=DIR"
+                )
 
 
-def planned_comparands(study: Study, configs: dict[str, TrainConfig]) -> list[Comparand]:
-    """Return the compared values of the first and the last seed of each arm, before any run.
+def planned_problems(study: Study) -> list[str]:
+    """Return the reasons why the planned runs cannot be compared.
 
-    Two seeds are necessary, because a constant model.init_seed can equal one seed.
-
-    Args:
-        configs: config of the first seed, by arm.
+    The first and the last seed are necessary, because a constant model.init_seed can equal one.
     """
-    last = study.seeds[-1]
-    lr = study.lr.grid[0] if study.lr else None
     comparands = []
-    for arm, cfg in configs.items():
+    for planned in (*first_runs(study), *first_runs(study, study.seeds[-1])):
+        cfg = config_of_planned(planned)
         sizes = totals(cfg.model, cfg.visible_keys)
         facts = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
-        last_cfg = config_of_planned(deciding_runs(study, arm, last, lr)[0])
-        for seed, seed_cfg in ((study.seeds[0], cfg), (last, last_cfg)):
-            values = {**settings_of(seed_cfg, study.sets_rates), **facts}
-            comparands.append(Comparand(arm, seed, values))
-    return comparands
+        values = {**settings_of(cfg, study.sets_rates), **facts}
+        comparands.append(Comparand(planned.arm, planned.seed, values))
+    problems = undeclared(differences(comparands, terms_of(study))) + spending_problems(study)
+    for rule in study.rules:
+        if rule.over == PARAMETERS:
+            problems += unequal_pairs(rule, comparands)
+    return problems

@@ -1,15 +1,14 @@
 """The key `budget` of a study file: the cost of training that is equal in all arms."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.compare.timing_profile import TimingProfile, read_profile
-from diffllm.config.compose import LENGTHS
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable, user_path
 
-TOKENS, FLOPS = BUDGETS = ("tokens", "flops")
+FLOPS = "flops"
 
 
 @dataclass(frozen=True)
@@ -21,38 +20,6 @@ class SecondsBudget:
 
     seconds: float = field(metadata={"above": 0})
     profile: str
-
-
-Budget = str | SecondsBudget
-
-
-def check_budget(
-    budget: Budget, base: Sequence[str], arms: Mapping[str, Sequence[str]], baseline: str
-) -> None:
-    """Raise ConfigError for an unknown budget, and for lengths that the budget would replace.
-
-    Args:
-        base: overrides of all arms.
-        arms: overrides by arm.
-        baseline: arm whose length determines a budget in FLOPs.
-    """
-    if budget == TOKENS:
-        return
-    name = "budget.seconds" if isinstance(budget, SecondsBudget) else f"budget={budget}"
-    if not isinstance(budget, SecondsBudget) and budget not in BUDGETS:
-        raise ConfigError(
-            f"{name} is not one of {', '.join(BUDGETS)}, or a mapping such as "
-            "{seconds: 600, profile: timing.json}"
-        )
-    words_by_place = {f"arms.{arm}": words for arm, words in arms.items()}
-    words_by_place["base"] = base
-    if budget == FLOPS:
-        del words_by_place["base"]
-        del words_by_place[f"arms.{baseline}"]
-    for place, words in words_by_place.items():
-        for word in words:
-            if word.partition("=")[0].lstrip("+~") in LENGTHS:
-                raise ConfigError(f"{place}: remove {word}, because {name} sets the steps")
 
 
 def budget_profile(

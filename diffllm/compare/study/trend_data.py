@@ -2,11 +2,9 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from diffllm.compare.arms.comparable import Comparand, Terms, differences
 from diffllm.compare.arms.run import Run
@@ -27,17 +25,12 @@ class PositionLosses(NamedTuple):
     Positions in the document are grouped into n octaves, which begin at positions 1, 2, 4, ...
     """
 
-    positions: np.ndarray
-    """First position of each octave, shape (n,). Position 0 is omitted: it has no logarithm."""
-    losses: np.ndarray
-    """Mean loss of each octave in nats per token, shape (n,); NaN if the loss is not finite."""
-    settings: str
+    positions: list[float]
+    """First position of each octave. Position 0 is omitted: it has no logarithm."""
+    position_losses: list[float | None]
+    """Mean loss of each octave in nats per token; None if the loss is not finite."""
+    position_settings: str
     """JSON that identifies the documents, corpus and tokenizer. It must be equal for all runs."""
-
-    def at(self, octave: int) -> float | None:
-        """Return the loss of the octave that begins at position `octave`; None if not measured."""
-        found = self.losses[self.positions == octave]
-        return float(found[0]) if len(found) else None
 
 
 def position_losses(run: Run) -> PositionLosses:
@@ -60,18 +53,17 @@ def position_losses(run: Run) -> PositionLosses:
         for score in found["scores"]
         if (start := finite((score.get("level") or {}).get(POSITION)))
     }
-    positions = np.array(sorted(octaves), dtype=np.float64)
-    losses = np.array([octaves[at] for at in positions], dtype=np.float64)
+    positions = sorted(octaves)
+    losses = [octaves[position] for position in positions]
     return PositionLosses(positions, losses, json.dumps(question_asked(found)))
 
 
-def unequal_positions(losses: Iterable[PositionLosses | None]) -> list[str]:
-    """Return why losses by position cannot be compared.
+def unequal_positions(settings: Collection[str]) -> list[str]:
+    """Return why losses by position cannot be compared; `settings` are those of the runs.
 
     The documents and their length must follow from the study: settings of the evaluation command
     could be chosen after the runs.
     """
-    settings = {each.settings for each in losses if each}
     problems = []
     for text in sorted(settings):
         chosen = json.loads(text)

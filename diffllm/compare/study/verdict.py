@@ -12,12 +12,12 @@ from diffllm.compare.arms.comparable import (
     differences,
 )
 from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import ChosenRate, terms_of
 from diffllm.compare.study.removed_rules import margin_note
-from diffllm.compare.study.spending import spending_numbers, spending_problems
 from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
 from diffllm.compare.study.unequal import undeclared
 from diffllm.config.plugins import several_versions
@@ -125,7 +125,7 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    problems += unequal_positions(run.positions for run in runs)
+    problems += unequal_positions({run.position_settings for run in runs if run.positions})
     for rule in study.rules:
         if rule.over == PARAMETERS:
             problems += unequal_pairs(rule, comparands(arms), study.measures_time)

@@ -27,11 +27,11 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
 from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
+from diffllm.compare.study.costs import budget_sentences, spending_table
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN, Tested
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.spending import budget_sentences, spending_table
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
@@ -305,7 +305,7 @@ def choice_line(choice: ChosenRate) -> str:
     problem = f", {choice.problem}" if choice.problem else ""
     losses = []
     for lr, loss in choice.losses.items():
-        losses.append(f"{lr:g}: {'not run' if loss is None else f'{loss:.4f}'}")
+        losses.append(f"{lr:g}: {'not run' if math.isnan(loss) else f'{loss:.4f}'}")
     return f"Learning rate of {choice.arm}: {rate}{problem}; held-out loss {', '.join(losses)}"
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,8 @@ from diffllm.compare.arms.run import (
 from diffllm.compare.report.curves import over_seeds
 from diffllm.compare.report.figures import draw_curves
 from diffllm.compare.report.styles import RowStyle
-from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
+from diffllm.compare.study.arms import RateRun
+from diffllm.compare.study.planned_runs import deciding_runs, rate_runs
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
@@ -49,11 +49,12 @@ def test_out_of_range_number_in_run_file_is_read_as_none(tmp_path: Path, value: 
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
-    (tmp_path / "summary.json").write_text(
-        f'{{"steps": 1, "heldout_loss": {value}}}', encoding="utf-8"
-    )
-    assert read_record(tmp_path / "summary.json") == {"steps": 1, "heldout_loss": None}
-    assert ended_loss(tmp_path) == math.inf
+    run = tmp_path / "rates" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "summary.json").write_text(f'{{"steps": 1, "heldout_loss": {value}}}', encoding="utf-8")
+    assert read_record(run / "summary.json") == {"steps": 1, "heldout_loss": None}
+    assert rate_runs(tmp_path) == {"rates/a": RateRun("rates/a", None)}
 
 
 @pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])

@@ -135,15 +135,17 @@ def change(*keys, value):
         (change("runs", value=[]), "runs is empty"),
         (change("runs", 0, "loss", value=None), "of a diverged run must be null"),
         (change("runs", 0, "loss", value="low"), "runs[0].loss='low' must be a number"),
-        (change("runs", 0, "loss", value=1e200), "half-seed0=1e+200 is out of range"),
-        (change("runs", 0, "facts", value=5), "half-seed0.facts=5 is out of range of facts"),
+        (change("runs", 0, "loss", value=1e200), "runs[0].loss=1e+200 must be at most 1e+40"),
+        (change("runs", 0, "facts", value=5), "runs[0].facts=5 is out of range of facts"),
         (change("runs", 0, "nats", value=[1.0]), "half-seed0: nats and texts are of unequal"),
         (
             change("runs", 0, "values", value=[]),
             "half-seed0: tokens and values do not form a curve",
         ),
-        (change("facts", 0, "parameters", value=0), "facts[0].parameters=0.0 is out of range"),
-        (change("texts", 0, "tokens", 0, value=0), "texts[0] has documents without tokens"),
+        (change("runs", 0, "nats", 3, value=1e50), "runs[0].nats[3]=1e+50 must be at most 1e+40"),
+        (change("runs", 0, "tokens", 0, value=-1), "runs[0].tokens[0]=-1 must not be negative"),
+        (change("facts", 0, "parameters", value=0), "facts[0].parameters=0.0 must be positive"),
+        (change("texts", 0, "tokens", 0, value=0), "texts[0].tokens[0]=0 must be at least 1"),
     ],
 )
 def test_verdict_command_prints_one_error_line_for_invalid_values_json(

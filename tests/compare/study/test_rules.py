@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from runs.written import study_file
 
-from diffllm.compare.arms.run import Series
-from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.arms import StudyArm, StudyRun, Texts
 from diffllm.compare.study.decision import apply_rules
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.statistics.gap_tests import holm
@@ -23,9 +22,11 @@ WITH_MARGIN = LOWER.replace("}", ", margin: 0.02}")
 ACCURACY = {"metric": "tasks/mqar"}
 
 
-def forged_run(seed, value, **more):
+def forged_run(seed, value, documents=None, **more):
     number = None if math.isnan(value) else value
-    return StudyRun(f"run-seed{seed}", seed, 1e-3, number, number, 1000, 4096, **more)
+    if documents:
+        more |= {"texts": Texts.of(documents), "nats": documents.nats.tolist()}
+    return StudyRun(f"run-seed{seed}", "v2", seed, 1e-3, number, number, 1000, 4096, **more)
 
 
 def forged(name, values, curves=None, documents=None, chance=None):
@@ -34,8 +35,9 @@ def forged(name, values, curves=None, documents=None, chance=None):
         forged_run(
             seed,
             value,
-            curve=Series(*map(np.array, curves[seed])) if curves else Series(*np.zeros((2, 0))),
-            documents=documents[seed] if documents else None,
+            documents[seed] if documents else None,
+            tokens=curves[seed][0].tolist() if curves else [],
+            values=curves[seed][1].tolist() if curves else [],
             chance=chance,
         )
         for seed, value in enumerate(values)
@@ -314,7 +316,7 @@ def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds)
         arms = with_documents(-0.05, sd, seeds=seeds)
         if scale == "log":
             for arm in arms:
-                arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
+                arm.values.update({seed: math.log(x) for seed, x in arm.values.items()})
         (found,) = decided(tmp_path, LOWER, arms, scale=scale)
         of_seeds = found.outcome.paired.error
         assert found.gap.error == pytest.approx(math.hypot(of_seeds, found.gap.document_error))
@@ -341,7 +343,7 @@ def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
 
 def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
-    half.runs[8] = replace(half.runs[8], documents=None)
+    half.runs[8] = replace(half.runs[8], texts=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
     assert (found.verdict, found.gap.document_error) == ("shown", None)
     assert "because these runs have no losses of documents: run-seed8" in found.reason
@@ -374,7 +376,7 @@ def test_verdict_is_not_decidable_if_both_arms_are_at_chance_or_ceiling(
         for seed, (name, mean) in enumerate([("v2", v2), ("half", half)])
     ]
     if verdict == "not decidable":
-        arms[0].values = {seed: x - 0.002 for seed, x in arms[0].known.items()}
+        arms[0].values.update({seed: x - 0.002 for seed, x in arms[0].known.items()})
     (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
     assert found.verdict == verdict, found.reason
     if verdict == "not decidable":
@@ -405,7 +407,7 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite
         value = None if arm.name == lost else 3.0
-        arm.runs += [replace(run, value=value, loss=value) for run in arm.runs]
+        arm.runs.extend([replace(run, value=value, loss=value) for run in arm.runs])
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
     (found,) = decided(tmp_path, rule, arms, **sweep)
     worse = {LOWER: "half", HIGHER: "v2", ALIKE: None}[rule]
@@ -445,7 +447,7 @@ def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
     arms = two(half - 0.3 + noise(5, 0.001, seed=1), half)
     for arm, losses in zip(arms, ((6.5, 6.6), (4.2, 6.0)), strict=True):
         first, second = ([replace(run, loss=x, lr=x) for run in arm.runs] for x in losses)
-        arm.runs = [*first, *second]
+        arm.runs[:] = [*first, *second]
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
     (found,) = decided(tmp_path, LOWER, arms, **sweep)
     assert found.verdict == "shown"

@@ -17,11 +17,13 @@ from diffllm.compare.study.costs import costs
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import (
-    choose_all,
+    choose_rates,
     next_runs,
+    rate_runs,
 )
+from diffllm.compare.study.raw_values import read_values, values_text
 from diffllm.compare.study.running import check_study_runs, run_study
-from diffllm.compare.study.verdict import judge
+from diffllm.compare.study.verdict import judge, judge_evidence
 from diffllm.compare.study.verdict_page import gaps_of_pairs, verdict_page
 from diffllm.config import load_config, saved
 from diffllm.config.matching import totals
@@ -295,7 +297,7 @@ def test_study_tunes_learning_rate_with_separate_seeds(tmp_path):
 
 
 def chosen(study, arm, out):
-    return next(choice for choice in choose_all(study, out) if choice.arm == arm)
+    return next(choice for choice in choose_rates(study, rate_runs(out)) if choice.arm == arm)
 
 
 def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_path):
@@ -309,6 +311,36 @@ def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_
     assert (found.lr, found.problem) == (0.008, "the best is the largest of the grid")
     write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     assert chosen(study, "standard", out).problem == "every learning rate diverged"
+
+
+@pytest.mark.parametrize("change", ["config", "corpus"])
+def test_verdict_is_not_comparable_if_run_of_grid_differs_from_study(tmp_path, change):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    for arm in study.arms:
+        write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
+    for run in next_runs(study, out):
+        write_ended(study, run, out, (4.4 if run.arm == "half" else 4.3) + 0.01 * run.seed**2)
+    assert judge(study, out).verdict != "not comparable"
+    strayed = out / "rates" / "v2-lr0.002-seed100"
+    if change == "config":
+        text = (strayed / "config.yaml").read_text(encoding="utf-8")
+        assert "clip_norm: 1.0" in text
+        text = text.replace("clip_norm: 1.0", "clip_norm: 2.0")
+        (strayed / "config.yaml").write_text(text, encoding="utf-8")
+        said = "optim.clip_norm is 2.0, not 1.0"
+    else:
+        facts = json.loads((strayed / "run.json").read_text(encoding="utf-8"))
+        facts["corpus"] = "d1" * 32
+        (strayed / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+        said = "corpus is d1d1d1d1"
+    found = judge(study, out)
+    assert found.verdict == "not comparable", found.reasons
+    (reason,) = [text for text in found.reasons if text.startswith("learning rate of v2: ")]
+    assert "rates/v2-lr0.002-seed100 is not the run of the study" in reason
+    assert said in reason
+    file = tmp_path / "values.json"
+    file.write_text(values_text(study, found.evidence), encoding="utf-8")
+    assert judge_evidence(study, read_values(study, file)).reasons == found.reasons
 
 
 def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(

@@ -47,16 +47,17 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=(), rule=SIZES, di
     arms = {}
     for place, (size, count) in enumerate(zip("sml", parameters, strict=True)):
         for name, gap in ((f"std_{size}", 0.0), (f"v2_{size}", gaps[place])):
-            made = arms[name] = StudyArm(name, None)
+            runs, values = [], {}
             for seed in range(5):
                 value = 5 - place + gap + place * NOISE[seed] * bool(gap)
                 if (name, seed) in diverged:
                     value = None
-                run = StudyRun(f"{name}-{seed}", seed, 1e-3, value, value, 1000, 2048)
+                run = StudyRun(f"{name}-{seed}", name, seed, 1e-3, value, value, 1000, 2048)
                 run = replace(run, facts=RunFacts(parameters=count))
                 if (name, seed) not in missing:
-                    made.runs.append(run)
-                    made.values[seed] = value
+                    runs.append(run)
+                    values[seed] = value
+            arms[name] = StudyArm(name, None, runs, values)
     return apply_rules(study, arms)[0]
 
 
@@ -112,13 +113,25 @@ def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path,
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("over: tokens, ", "", "rule.over=None is not one of tokens, position, parameters"),
-        ("over: tokens", "over: time", "rule.over=time is not one of"),
-        ("kind: trend", "kind: difference", "rule.over=tokens is allowed only with kind=tr"),
+        (
+            "over: tokens, ",
+            "",
+            "must set below with over, or above with over, but sets",
+        ),
+        (
+            "over: tokens",
+            "over: time",
+            "rule.over=time must be one of tokens",
+        ),
+        (
+            "kind: trend",
+            "kind: difference",
+            "kind=difference must set below, or",
+        ),
         (
             "below: 0.0",
             "margin: 0.1",
-            "rule: kind=trend must set below, or above, but",
+            "rule: kind=trend must set below with over, or above with over, but",
         ),
         ("over: tokens", "over: parameters", "over=parameters needs at least 3 model sizes, but"),
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
