@@ -23,7 +23,7 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 NO_LONGER_JUDGED = "no longer judged"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tested(RuleTest):
     """A rule with its tests and its verdict."""
 

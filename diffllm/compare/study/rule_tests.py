@@ -5,7 +5,7 @@ claim.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,29 +46,29 @@ class Side:
 NEVER = Side(1.0, 1.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuleTest:
     """The measured gap of a rule and its tests, before Holm's correction."""
 
     rule: Rule
     outcome: ArmGap
-    gap: Gap | None
+    gap: Gap | None = None
     """Gap of the metric with all known errors, or of its slope; None for log-rank rules."""
-    largest_gap: float
+    largest_gap: float = math.inf
     """Largest possible difference between two values of the metric or slope."""
-    times: tuple[Times, Times] | None
+    times: tuple[Times, Times] | None = None
     """None except for log-rank rules."""
     showing: Side
     refuting: Side
-    smallest: float
+    smallest: float = 1.0
     """Smallest one-sided p that a permutation test can have with these seeds."""
-    undocumented: list[str]
+    undocumented: Sequence[str] = ()
     """Names of runs without losses of documents, if other runs have them."""
-    chance: str
+    chance: str = ""
     """Why accuracies near chance or near 1 cannot decide the rule, or "" if they can."""
-    best_losses: str
+    best_losses: str = ""
     """Losses of both arms at their best learning rates, in a study with `lr_sweep`."""
-    same_size: str
+    same_size: str = ""
     """Whether both arms have equally many parameters, if the metric is the held-out loss."""
 
     @property
@@ -88,7 +88,7 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     own, base = arms[rule.arm], arms[rule.against]
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
-        return RuleTest(rule, outcome, None, math.inf, None, NEVER, NEVER, 1.0, [], "", "", "")
+        return RuleTest(rule=rule, outcome=outcome, showing=NEVER, refuting=NEVER)
     gap = None if rule.kind == "log_rank" else outcome.full
     times, sides, smallest = None, (Side(), Side()), 1.0
     if rule.kind == "log_rank":
@@ -111,24 +111,24 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
         shares = Share(own.diverged, len(own.runs)), Share(base.diverged, len(base.runs))
         outcome = replace(outcome, own=shares[0], base=shares[1])
         sides = sides_of_sensitivity(rule, sides, *shares)
-    undocumented = []
-    for run in (*own.runs, *base.runs):
-        if run.seed in outcome.undocumented and run.documents is None:
-            undocumented.append(run.name)
+    seeds = outcome.undocumented
+    runs = [run for run in (*own.runs, *base.runs) if run.seed in seeds]
+    undocumented = [run.name for run in runs if run.documents is None]
     low, high = study.limits
     largest_gap = math.inf if rule.kind == "trend" else high - low
     return RuleTest(
-        rule,
-        outcome,
-        gap,
-        largest_gap,
-        times,
-        *sides,
-        smallest,
-        undocumented,
-        chance,
-        losses,
-        same_size,
+        rule=rule,
+        outcome=outcome,
+        gap=gap,
+        largest_gap=largest_gap,
+        times=times,
+        showing=sides[0],
+        refuting=sides[1],
+        smallest=smallest,
+        undocumented=undocumented,
+        chance=chance,
+        best_losses=losses,
+        same_size=same_size,
     )
 
 
