@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -116,8 +116,23 @@ class SkipStep(Enum):
 
 
 @dataclass
+class BudgetConfig:
+    """Cost of a run that determines its length, so that runs of all variants cost the same."""
+
+    flops: float | None = key(
+        None,
+        above=0,
+        effect="numbers",
+        fact="steps",
+        resumable=True,
+        help="Training FLOPs of the run; determines steps, rounded to the nearest number. Forward "
+        "and backward; attention counts visible keys only.",
+    )
+
+
+@dataclass
 class ProtectionConfig:
-    """Settings that protect the parameters from non-finite or unusually large updates."""
+    """Budget of the training, and protection from non-finite or unusually large updates."""
 
     skip_step: SkipStep = key(
         SkipStep.nonfinite,
@@ -132,6 +147,7 @@ class ProtectionConfig:
         resumable=True,
         help="Consecutive skipped updates after which a run saves and ends as diverged.",
     )
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:

@@ -216,7 +216,7 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
 
 def power_command(argv: list[str]) -> None:
     args = vars(parse(PowerArguments, argv, POWER))
-    from diffllm.compare.study.pilot import Goal, power_numbers
+    from diffllm.compare.report.pilot import Goal, power_numbers
 
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
@@ -255,7 +255,7 @@ def pilot_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def print_needs(found: dict[str, Any]) -> None:
-    from diffllm.compare.study.pilot import SHOWN
+    from diffllm.compare.report.pilot import SHOWN
 
     comparisons = found["comparisons"]
     family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
@@ -283,7 +283,7 @@ def print_risks(found: dict[str, Any]) -> None:
 
     `found` is the result of `power_numbers` for the given pilot.
     """
-    from diffllm.compare.study.pilot import HALF
+    from diffllm.compare.report.pilot import HALF
 
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     need = found["need"]

@@ -266,7 +266,12 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
     gap.
     """
     rows = [row for row in comparison.rows if row.gap]
-    gaps = {row.label: gaps for row in rows if (gaps := sample_gaps(row))}
+    gaps = {}
+    for row in rows:
+        assert row.baseline
+        gaps_of_row = sample_gaps(row, row.baseline)
+        if gaps_of_row:
+            gaps[row.label] = gaps_of_row
     if not gaps:
         return None
     lines: dict[int, dict[str, float]] = {}

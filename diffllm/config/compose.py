@@ -237,51 +237,76 @@ Runs of 200,000 tokens or more evaluate at least 50,000.
 def auto_tokens(root: DictConfig) -> float:
     """Return the number of held-out tokens of the last loss, from the length of the run."""
     # Not the steps, if max_tokens determines them: their number is rounded down.
-    tokens = root.max_tokens or root.steps * root.global_batch_size * root.seq_len
-    return float(min(MOST_HELDOUT, HELDOUT_SHARE * tokens))
+    return heldout_tokens(root.max_tokens or root.steps * root.global_batch_size * root.seq_len)
+
+
+def heldout_tokens(training_tokens: float) -> float:
+    return float(min(MOST_HELDOUT, HELDOUT_SHARE * training_tokens))
 
 
 OmegaConf.register_new_resolver("auto_tokens", lambda _root_: auto_tokens(_root_), replace=True)
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Make an override of steps, max_tokens or epochs replace the run length from YAML files.
+    """Make an override of a key in LENGTHS replace the run length from YAML files.
 
-    If one of the three keys has an override, set max_tokens and epochs in `cfg` to None, except
-    for the key with the override. Raises ConfigError if more than one of the three keys has an
-    override, or if `cfg` still contains both max_tokens and epochs.
+    If one of these keys has an override, set the others, except `steps`, in `cfg` to None. Raises
+    ConfigError if more than one of these keys has an override, or if `cfg` still contains more
+    than one.
     """
-    given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
-    if given:
+    replaced = [override.get_key_element() for override in overrides]
+    overridden = []
+    for name in LENGTHS:
+        # An override of the section `train` need not set train.budget.flops.
+        in_section = is_within(name, replaced) and OmegaConf.select(cfg, name) is not None
+        if name in replaced or in_section:
+            overridden.append(name)
+    if overridden:
         for name in LENGTHS[1:]:
-            if name not in given:
-                cfg[name] = None
-    kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
-    if len(given) > 1 or len(kept) > 1:
+            if name not in overridden:
+                OmegaConf.update(cfg, name, None)
+    remaining = lengths_in(cfg)
+    if len(overridden) > 1 or len(remaining) > 1:
         raise ConfigError(
-            f"{', '.join(sorted(given or kept))}: only one of these keys can be set; "
+            f"{', '.join(sorted(overridden or remaining))}: only one of these keys can be set; "
             "remove the other keys"
         )
 
 
-def steps_to_train(cfg: TrainConfig) -> int:
-    """Compute the number of optimizer steps from max_tokens, or from epochs without max_tokens.
+def lengths_in(cfg: DictConfig) -> list[str]:
+    """Return the keys of a composed config that determine the steps."""
+    return [name for name in LENGTHS[1:] if OmegaConf.select(cfg, name) is not None]
+
+
+def steps_to_train(cfg: TrainConfig, flops_per_token: float | None = None) -> int:
+    """Compute the number of optimizer steps from max_tokens, epochs or train.budget.flops.
 
     For epochs, first prepare the corpus, because its number of sequences is needed. Raises
     ConfigError if the result is less than one step.
+
+    Args:
+        flops_per_token: training FLOPs per token, for train.budget.flops.
     """
+    tokens_per_step = cfg.global_batch_size * cfg.seq_len
     if cfg.max_tokens is not None:
-        key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)
-    else:
+        name, value = "max_tokens", cfg.max_tokens
+        steps = value / tokens_per_step
+    elif cfg.epochs is not None:
         from diffllm.data.preparation.prepare import prepare  # takes seconds
         from diffllm.data.sequences import sequences_of_epoch
 
-        assert cfg.epochs is not None
+        name, value = "epochs", cfg.epochs
         sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)
-        key, steps = "epochs", cfg.epochs * sequences / cfg.global_batch_size
+        steps = value * sequences / cfg.global_batch_size
+    else:
+        assert cfg.train.budget.flops is not None
+        assert flops_per_token is not None
+        name, value = "train.budget.flops", cfg.train.budget.flops
+        steps = value / (tokens_per_step * flops_per_token)
     if steps < 1:
         raise ConfigError(
-            f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size="
-            f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens; increase {key}"
+            f"{name}={value:g} is less than one step of global_batch_size="
+            f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens; increase {name}"
         )
-    return int(steps)
+    # The costs of two variants are closest with the nearest number of steps.
+    return int(steps) if flops_per_token is None else round(steps)

@@ -1,19 +1,23 @@
 """Load the typed config of a command line; compute the training steps and feed-forward width."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from diffllm.config.compose import (
+    heldout_tokens,
+    lengths_in,
     steps_to_train,
     typed_config,
     variant_config,
     variants,
 )
-from diffllm.config.matching import match, widened
+from diffllm.config.matching import Matched, match, totals, widened
 from diffllm.config.origin import compose_with_origin
-from diffllm.config.overrides import check_choice
+from diffllm.config.overrides import AUTO, check_choice
 from diffllm.config.plugins import load_plugins, plugins_in
 from diffllm.config.schema import MOST_STEPS, ContextError, TrainConfig
 from diffllm.config.values import check_paths
@@ -71,46 +75,76 @@ def without_imports(words: list[str]) -> TrainConfig:
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     """Convert a composed config to validated dataclasses; compute steps and feed-forward width.
 
-    Compute the training steps if max_tokens or epochs is set, and the width if
+    Compute the training steps if max_tokens, epochs or train.budget.flops is set, and the width if
     model.match_params_to or model.match_flops_to is set. Raises ConfigError if a value is invalid,
     if no width matches the target, or if a YAML file sets `plugins`: only the overrides `words`
     may set this key.
     """
-    follows = composed.max_tokens is not None or composed.epochs is not None
-    if follows:
+    has_length = bool(lengths_in(composed))
+    if has_length:
         composed.steps = MOST_STEPS
     cfg = typed_config(composed)  # report errors before preparing a corpus
     check_paths(cfg)
-    if follows:
-        composed.steps = steps_to_train(cfg)
+    # FLOPs per token, which determine the steps of a budget, depend on the width.
+    matched = matched_width(cfg)
+    if has_length:
+        set_steps(composed, cfg, matched)
         cfg = typed_config(composed)
     if cfg.plugins != plugins_in(words):
         raise ConfigError(
             f"plugins=[{','.join(cfg.plugins)}] is set in a YAML file; remove the key from the "
             "file, and set plugins=[...] on the command line"
         )
-    for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
-        if target is not None:
-            check_choice(f"model.match_{by}_to={target}", target, variants())
-            if by == "flops":
-                check_keys_of_match(cfg)
-            keys = cfg.visible_keys
-            cfg.resolved.matched = match(cfg.model, target, variant_config(target), by, keys)
-            cfg.model = widened(cfg.model, cfg.resolved.matched.ffn_dim)
+    if matched:
+        cfg.resolved.matched = matched
+        cfg.model = widened(cfg.model, matched.ffn_dim)
     return cfg
 
 
-def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if the config does not determine the FLOPs for model.match_flops_to.
+def matched_width(cfg: TrainConfig) -> Matched | None:
+    """Solve the width for model.match_params_to or model.match_flops_to; None without both."""
+    for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
+        if target is not None:
+            setting = f"model.match_{by}_to={target}"
+            check_choice(setting, target, variants())
+            if by == "flops":
+                check_keys_of_flops(cfg, setting)
+            return match(cfg.model, target, variant_config(target), by, cfg.visible_keys)
+    return None
+
+
+def set_steps(composed: DictConfig, cfg: TrainConfig, matched: Matched | None) -> None:
+    """Set the steps in `composed` by max_tokens, epochs or train.budget.flops.
+
+    `cfg` is the typed config of `composed`, and `matched` its matched width. With a budget, also
+    set eval.tokens if the value is auto.
+    """
+    budget = cfg.train.budget.flops
+    if budget is None:
+        composed.steps = steps_to_train(cfg)
+        return
+    check_keys_of_flops(cfg, f"train.budget.flops={budget:g}")
+    model = widened(cfg.model, matched.ffn_dim) if matched else cfg.model
+    composed.steps = steps_to_train(cfg, totals(model, cfg.visible_keys)["flops"])
+    values: Any = OmegaConf.to_container(composed.eval, resolve=False)
+    if values["tokens"] == AUTO["eval.tokens"]:
+        # Variants of one budget have different lengths, but must be measured on equal text.
+        standard = replace(cfg.model, attention=variant_config("standard"))
+        flops_per_token = totals(standard, cfg.visible_keys)["flops"]
+        composed.eval.tokens = heldout_tokens(budget / flops_per_token)
+
+
+def check_keys_of_flops(cfg: TrainConfig, setting: str) -> None:
+    """Raise ConfigError if the config does not determine the FLOPs per token for a setting.
 
     The FLOPs depend on the mean number of tokens that a query sees. With document masks, the
     config determines this number only if data.visible_keys or data.document_lengths is set.
     """
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
-            f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "the mean number of tokens that a query sees; set data.document_lengths or "
-            "data.visible_keys. A value for data.visible_keys is in summary.json of a run on this "
+            f"{setting} with data.mask_documents=true needs the mean number of tokens that a query "
+            "sees; set data.document_lengths or data.visible_keys. A value for data.visible_keys "
+            "is in summary.json of a run on this "
             f"corpus. With data.visible_keys={(cfg.seq_len + 1) / 2}, FLOPs are counted without "
             "document masks"
         )

@@ -83,7 +83,7 @@ class TrainConfig:
         least=1,
         most=MOST_STEPS,
         effect="numbers",
-        help="Optimizer steps, unless max_tokens or epochs is set.",
+        help="Optimizer steps, unless max_tokens, epochs or train.budget.flops is set.",
     )
     max_tokens: float | None = key(
         None,

@@ -1,65 +1,16 @@
-"""Bootstrap confidence intervals of a loss gap or of one model's loss on held-out documents.
-
-A gap between two variants varies with the documents and with the seeds, so each bootstrap draw
-resamples both.
-"""
+"""Bootstrap confidence intervals of one model's results, by resampling documents or examples."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from diffllm.statistics.estimates import CONFIDENCE, Estimate
+from diffllm.statistics.estimates import CONFIDENCE
 
 DRAWS = 2000
-LEAST_SEEDS = 8
-"""Fewest seeds for which an interval is shown. With this number, the coverage of the interval is
-above 90% even if only seeds vary. docs/statistics.md has the table."""
 LEAST_DOCUMENTS = 20
 LEAST_OF_ONE = 8
 CELLS = 4_000_000
 Interval = tuple[float, float] | None
-
-
-def withheld(seeds: int, documents: int) -> str:
-    """Return the reason to hide a bootstrap confidence interval, or "" if it can be shown.
-
-    The interval is hidden with fewer than LEAST_SEEDS seeds or LEAST_DOCUMENTS documents.
-    """
-    if seeds < LEAST_SEEDS:
-        return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
-    if documents < LEAST_DOCUMENTS:
-        return f"withheld: needs {LEAST_DOCUMENTS} documents, has {documents}"
-    return ""
-
-
-def bootstrap(
-    own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
-) -> Estimate:
-    """Return the loss gap (own minus base, mean over seeds) in nats per token, with a 95% interval.
-
-    A draw takes D - 1 of D documents and S - 1 of S seeds, with replacement. The variance between
-    draws then estimates the variance of the mean gap without bias (Rao and Wu, 1988). All runs in
-    a draw use the same documents.
-
-    Args:
-        own, base: (seeds, documents), sum of the token losses of each document in nats. Row i of
-            both arrays belongs to the same seed.
-        tokens: (documents,), number of tokens of each document.
-    """
-    gaps = np.asarray(own, np.float64) - base
-    weights = np.asarray(tokens, np.float64)
-    rng = np.random.default_rng(0)
-    drawn = []
-    for texts in drawn_documents(rng, len(weights), draws):
-        seeds = seed_weights(rng, len(gaps), len(texts))
-        gap_of_seed = (texts @ gaps.T) / (texts @ weights)[:, None]
-        drawn.append((gap_of_seed * seeds).sum(axis=1))
-    low, high = low_and_high(np.concatenate(drawn), (1 - CONFIDENCE) / 2).tolist()
-    return Estimate(float((gaps.sum(axis=1) / weights.sum()).mean()), low, high, len(gaps))
-
-
-def seed_weights(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
-    return rng.multinomial(seeds - 1, np.full(seeds, 1 / seeds), size=draws) / (seeds - 1)
 
 
 def of_documents(

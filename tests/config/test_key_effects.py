@@ -63,7 +63,10 @@ OF_NO_EFFECT = (
     "data.visible_keys", "data.document_lengths", "plugins",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer", "data.eos_token")
+FREE = (
+    *OF_NO_EFFECT, "max_tokens", "epochs", "train.budget.flops", "data.paths", "data.tokenizer",
+    "data.eos_token",
+)  # fmt: skip
 NO_WAY_ON = tuple(
     name
     for name in OF_NO_EFFECT
@@ -307,7 +310,7 @@ def test_facts_replace_the_keys_of_former_table_and_decisions():
         if declared.fact and not name.startswith("data.sources."):
             by_fact.setdefault(declared.fact, set()).add(name)
     decided = {
-        "steps": {"max_tokens", "epochs"},
+        "steps": {"max_tokens", "epochs", "train.budget.flops"},
         "plugin_code": {"plugins"},
         # data.data_dir decides the text, like data.name; it was compared separately.
         "corpus": {*CORPUS, "data.data_dir"},
@@ -336,7 +339,7 @@ def test_rope_scalings_read_the_keys_of_the_former_table():
 
 
 def test_small_tables_are_equal_to_the_former_tables():
-    assert LENGTHS == ("steps", "max_tokens", "epochs")
+    assert LENGTHS == ("steps", "train.budget.flops", "max_tokens", "epochs")
     assert AUTO == {"eval.tokens": "${auto_tokens:}"}
     kernels = {variant: kernel_settings(config) for variant, config in VARIANTS.items()}
     assert set().union(*kernels.values()) == set(OF_MACHINE)
@@ -407,7 +410,9 @@ STUDY = {
     "Arms must log at the same steps, because spikes and diagnostics are compared.": (
         "log_interval", "diagnostics",
     ),
-    "Skipped updates change the parameters.": ("train",),
+    "Skipped updates change the parameters.": (
+        "train.skip_step", "train.max_consecutive_skips",
+    ),
 }  # fmt: skip
 
 

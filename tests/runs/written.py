@@ -62,7 +62,10 @@ def config_of(words: tuple[str, ...]) -> TrainConfig:
 
 @cache
 def config(overrides: tuple[str, ...]) -> TrainConfig:
-    return config_of((*TINY, *overrides))
+    base = TINY
+    if any(word.startswith("train.budget.flops=") for word in overrides):
+        base = tuple(word for word in TINY if word != "steps=20")
+    return config_of((*base, *overrides))
 
 
 @cache

@@ -9,12 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from diffllm.statistics.bootstrap import (
-    LEAST_DOCUMENTS,
-    LEAST_SEEDS,
-    bootstrap,
-    withheld,
-)
 from diffllm.statistics.divergence import Share, diverged_more
 from diffllm.statistics.document_error import document_error
 from diffllm.statistics.estimates import Estimate, Times, estimate, wilson
@@ -164,40 +158,6 @@ def test_pairs_function_returns_standard_deviation_of_seed_differences():
 
 
 # Documents and seeds
-
-
-def test_bootstrap_interval_is_omitted_for_too_few_seeds_or_documents():
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(10, 100, 40)
-    gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
-    base = rng.normal(4, 1, (LEAST_SEEDS, 40)) * tokens
-    found = bootstrap(base + gaps, base, tokens)
-    assert found.mean == pytest.approx(gaps.sum() / LEAST_SEEDS / tokens.sum())
-    assert found.low < found.mean < found.high
-    assert found == bootstrap(base + gaps, base, tokens)
-    assert "below 90%" in withheld(LEAST_SEEDS - 1, 40)
-    assert "documents" in withheld(LEAST_SEEDS, LEAST_DOCUMENTS - 1)
-    assert withheld(LEAST_SEEDS, LEAST_DOCUMENTS) == ""
-
-
-def test_bootstrap_confidence_interval_includes_variance_between_documents():
-    """If gaps vary between documents, the interval is as wide as predicted by theory."""
-    rng = np.random.default_rng(0)
-    tokens = np.full(200, 50)
-    base = np.full((LEAST_SEEDS, 200), 200.0)
-    seeds, texts = rng.normal(0, 0.001, (LEAST_SEEDS, 1)), rng.normal(0, 0.1, 200)
-    narrow = bootstrap(base + seeds * tokens, base, tokens)
-    wide = bootstrap(base + (seeds + texts) * tokens, base, tokens)
-    half = 1.96 * texts.std(ddof=1) / math.sqrt(200)
-    assert (wide.high - wide.low) / 2 == pytest.approx(half, rel=0.08)
-    assert narrow.high - narrow.low < 0.2 * half
-
-
-def test_bootstrap_weights_documents_by_tokens():
-    tokens = np.array([1] * 30 + [970])
-    gaps = np.array([1.0] * 30 + [0.0])
-    base = np.zeros((LEAST_SEEDS, 31))
-    assert bootstrap(base + gaps * tokens, base, tokens).mean == pytest.approx(0.03)
 
 
 def test_document_error_of_equally_long_documents_is_standard_error_of_mean():

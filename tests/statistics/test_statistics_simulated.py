@@ -13,7 +13,6 @@ from scipy.special import stdtrit
 from tiers import slow_but
 
 import diffllm
-from diffllm.statistics.bootstrap import LEAST_SEEDS, bootstrap
 from diffllm.statistics.gap_tests import equivalence, holm, paired, welch
 from diffllm.statistics.power_analysis import least_seeds, paired_power
 from diffllm.statistics.smallest_p import smallest_p
@@ -138,32 +137,3 @@ def test_equivalence_test_has_at_most_5_percent_false_positives(seeds):
     if seeds == 8:  # without a gap, equivalence must be shown
         inside = [equivalence(welch(*each), 0.04).inside for each in arms(8, 300, gap=0.0)]
         assert rate(inside) > 0.9
-
-
-def covered(seeds, draws, documents=2, document_sd=0.0):
-    """Return the share of bootstrap intervals that contain the true gap."""
-    rng, inside = np.random.default_rng(seeds), 0
-    tokens = np.full(documents, 10)
-    for _ in range(draws):
-        gaps = GAP + rng.normal(0, SD, (seeds, 1)) + rng.normal(0, document_sd, documents)
-        base = np.full((seeds, documents), 40.0)
-        found = bootstrap(base + gaps * tokens, base, tokens, draws=500)
-        inside += found.low <= GAP <= found.high
-    return inside / draws
-
-
-def coverage_of_the_page():
-    """Return {seeds: (only seeds vary, documents vary too)} from docs/statistics.md."""
-    rows = re.findall(
-        r"^\| (\d+) \| (\d+)% \| (\d+)% \| \w+ \|$", PAGE.read_text(encoding="utf-8"), re.M
-    )
-    return {int(seeds): (int(worst) / 100, int(with_) / 100) for seeds, worst, with_ in rows}
-
-
-@pytest.mark.parametrize("seeds", slow_but([3, 8], [3, 5, 8, 12]))
-def test_documented_bootstrap_coverage_equals_simulated_coverage(seeds):
-    stated, with_documents = coverage_of_the_page()[seeds]
-    assert (stated >= 0.9) == (seeds >= LEAST_SEEDS)
-    assert within_chance(covered(seeds, 600), stated, 600)
-    found = covered(seeds, 300, 60, SD * math.sqrt(60 / seeds))
-    assert within_chance(found, with_documents, 300)

@@ -3,6 +3,7 @@
 import pytest
 
 from diffllm import load_config
+from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import sequences_in
@@ -74,6 +75,47 @@ def test_heldout_tokens_other_than_number_null_or_auto_are_refused():
         load_config(["model=tiny", "eval.tokens=most"])
 
 
+BUDGET = ("model=tiny", "seq_len=128", "train.budget.flops=1e12")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["attention=standard"],
+        ["attention=diff_v2"],
+        ["attention=diff_v2", "model.match_params_to=standard"],
+        ["attention=gated", "data.mask_documents=true", "data.visible_keys=20"],
+    ],
+)
+def test_budget_in_flops_determines_steps_that_cost_the_budget(words):
+    cfg = load_config([*BUDGET, *words])
+    flops_per_step = 8 * 128 * totals(cfg.model, cfg.visible_keys)["flops"]
+    assert abs(cfg.steps * flops_per_step - 1e12) <= flops_per_step / 2
+    assert cfg.optim.warmup_steps == -(-cfg.steps // 10)
+
+
+def test_variants_of_one_budget_measure_equal_heldout_tokens():
+    runs = [load_config([*BUDGET, f"attention={name}"]) for name in ("standard", "diff_v2")]
+    assert runs[0].steps > runs[1].steps
+    assert runs[0].eval.tokens == runs[1].eval.tokens
+    trained = runs[0].steps * 8 * 128
+    assert runs[0].eval.tokens == pytest.approx(trained / 4, rel=0.01)
+    assert load_config([*BUDGET, "eval.tokens=5e4"]).eval.tokens == 5e4
+
+
+def test_override_of_length_replaces_budget_of_yaml_file(tmp_path):
+    experiment = tmp_path / "experiment"
+    experiment.mkdir()
+    (experiment / "budgeted.yaml").write_text(
+        "# @package _global_\ntrain: {budget: {flops: 1e12}}\n", encoding="utf-8"
+    )
+    words = ["model=tiny", "seq_len=128", "experiment=budgeted"]
+    assert load_config(words, tmp_path).steps == 216
+    assert load_config([*words, "train.skip_step=off"], tmp_path).steps == 216
+    assert load_config([*words, "steps=7"], tmp_path).steps == 7
+    assert load_config([*words, "train={budget: {flops: 5e11}}"], tmp_path).steps == 108
+
+
 def test_epochs_setting_determines_number_of_steps(corpus):
     cfg = load_config([*corpus, "epochs=2.5"])
     sequences = sequences_in(prepare(cfg.data).split("train"), 32)
@@ -89,6 +131,13 @@ def test_epochs_setting_determines_number_of_steps(corpus):
         (["steps=10", "epochs=1"], "epochs, steps: only one of these keys can be set; remove"),
         (["model=tiny", "max_tokens=100"], "max_tokens=100 is less than one step of global_batch"),
         (["max_tokens=1e30"], "steps="),
+        (["train.budget.flops=1e3"], "train.budget.flops=1000 is less than one step of global_"),
+        (["train.budget.flops=1e12", "steps=5"], "steps, train.budget.flops: only one of these"),
+        (["train.budget.flops=1e38"], "steps="),
+        (
+            ["train.budget.flops=1e15", "data.mask_documents=true"],
+            r"train.budget.flops=1e\+15 with data.mask_documents=true needs the mean number",
+        ),
         (["epochs=-1"], "epochs=-1.0 must be positive"),
         # Checked before the preparation of data, which `epochs` needs.
         (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),

@@ -1,4 +1,155 @@
-"""Budgets: costs of training that are equal in all arms."""
+"""Costs of runs in tokens, FLOPs and seconds, and runs that were planned with equal costs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diffllm.compare.arms.run import Run, flops_facts, keys_seen
+from diffllm.compare.arms.sentences import compact
+from diffllm.metrics.facts import machine_facts
 
 TOLERANCE = 0.03
-"""Largest relative difference between the FLOPs or seconds of arms with equal budgets."""
+"""Largest relative difference between the FLOPs or seconds of runs with equal budgets."""
+LENGTH_KEYS = ("steps", "optim.warmup_steps")
+"""Config keys that follow from a budget."""
+Array = np.ndarray
+
+
+def tokens_spent(run: Run, tokens: Array) -> Array:
+    return tokens
+
+
+def flops_spent(run: Run, tokens: Array) -> Array | None:
+    """Return the training FLOPs after which a run had trained on `tokens` tokens, shape (n,).
+
+    With document masks, attention counts the keys that were visible up to then. Return None if the
+    run does not record its FLOPs per token.
+    """
+    per_token, per_key = flops_facts(run.facts)
+    if per_token is None:
+        return None
+    at, keys = keys_seen(run.metrics)
+    if per_key is None or not len(at):
+        return tokens * per_token
+    # `per_token` counts the mean number of visible keys; the deviation so far is added.
+    over_mean = np.append(0, keys - at * (keys[-1] / at[-1]))
+    return tokens * per_token + per_key * np.interp(tokens, np.append(0, at), over_mean)
+
+
+def seconds_spent(run: Run, tokens: Array) -> Array | None:
+    """Return the training time in seconds after which a run had trained on `tokens` tokens.
+
+    `tokens` and the result have shape (n,). The time of evaluations and checkpoints is excluded.
+    Return None if the run did not log step times.
+    """
+    if "perf/step_ms" not in run.metrics.columns:
+        return None
+    places, step_ms = run.metrics.columns["perf/step_ms"]
+    seconds = np.cumsum(np.diff(run.metrics.steps[places], prepend=0) * step_ms / 1e3)
+    at = run.metrics.tokens[places]
+    return np.interp(tokens, np.append(0, at), np.append(0, seconds), right=np.nan)
+
+
+def total_tokens(run: Run) -> float:
+    return run.planned_tokens
+
+
+def total_flops(run: Run) -> float | None:
+    """Return the FLOPs of all planned training steps; None if the FLOPs per token are unknown."""
+    per_token, _ = flops_facts(run.facts)
+    return None if per_token is None else run.planned_tokens * per_token
+
+
+def total_seconds(run: Run) -> float | None:
+    """Return the seconds of all training steps up to now; None if the run has no step times."""
+    if run.train_seconds is not None:
+        return run.train_seconds
+    seconds = seconds_spent(run, np.array([run.tokens_at(run.last_step)]))
+    return None if seconds is None or not np.isfinite(seconds).all() else float(seconds[0])
+
+
+class Budget(NamedTuple):
+    """A cost in which runs can be equal.
+
+    `spent` returns the costs (n,) after given numbers of tokens (n,), and `total` the cost of a
+    run; None if unknown. `facts` are the entries of run.json that must be equal to compare costs.
+    """
+
+    unit: str
+    meaning: str
+    spent: Callable[[Run, Array], Array | None]
+    total: Callable[[Run], float | None]
+    facts: tuple[str, ...] = ()
+    tolerance: float = TOLERANCE
+
+    def equal_cost(self, runs: Iterable[Run]) -> float | None:
+        """Return the mean cost of runs with equal costs; None if costs differ or are unknown."""
+        costs = []
+        machines = set()
+        for run in runs:
+            cost = self.total(run)
+            if not cost:
+                return None
+            costs.append(cost)
+            machines.add(str([run.facts.get(fact) for fact in self.facts]))
+        if not costs or len(machines) > 1 or max(costs) > min(costs) * (1 + self.tolerance):
+            return None
+        return float(np.mean(costs))
+
+
+BUDGETS = {
+    "tokens": Budget("tokens", "Tokens trained on", tokens_spent, total_tokens, tolerance=0.0),
+    "flops": Budget(
+        "FLOPs", "Training FLOPs, forward and backward; attention counts visible keys only",
+        flops_spent, total_flops,
+    ),
+    "seconds": Budget(
+        "seconds", "Time of training steps, without evaluations and saves",
+        seconds_spent, total_seconds, machine_facts(),
+    ),
+}  # fmt: skip
+
+
+def plan_of(run: Run) -> str | None:
+    """Name the plan that can make the costs of runs equal: the budget of a sweep, or a study."""
+    flops = run.cfg.train.budget.flops
+    if flops is not None:
+        return f"{compact(flops)} FLOPs"
+    digest, _, stage = (run.cfg.run.study or "").partition("/")
+    return f"study {digest[:8]} {stage.partition('/')[0]}" if digest else None
+
+
+def planned_budgets(runs: Sequence[Run]) -> list[str | None]:
+    """Return for each run the plan by which its length differs from that of other runs.
+
+    Runs of one plan have different steps, but equal FLOPs or seconds. None for other runs.
+    """
+    members: dict[str, list[Run]] = {}
+    plans = [plan_of(run) for run in runs]
+    for plan, run in zip(plans, runs, strict=True):
+        if plan is not None:
+            members.setdefault(plan, []).append(run)
+    equal = {plan for plan, runs_of_plan in members.items() if have_equal_budgets(runs_of_plan)}
+    return [plan if plan in equal else None for plan in plans]
+
+
+def have_equal_budgets(runs: Sequence[Run]) -> bool:
+    """Return whether runs of one plan differ in steps, but have equal costs and equal warm-up."""
+    steps = {run.cfg.steps for run in runs}
+    # Warm-up is an equal share of all runs, except for the rounding to whole steps.
+    shares = [run.cfg.optim.warmup_steps / run.cfg.steps for run in runs]
+    if len(steps) == 1 or max(shares) - min(shares) >= 1 / min(steps):
+        return False
+    if runs[0].cfg.train.budget.flops is not None:
+        return True  # The config determines the costs, also of runs that have not started.
+    complete = [run for run in runs if not run.diverged]
+    return any(BUDGETS[name].equal_cost(complete) for name in ("flops", "seconds"))
+
+
+def without_length(values: dict[str, Any], plan: str | None) -> dict[str, Any]:
+    """Replace the keys of a run's length in `values`, by config key, by the plan of a budget."""
+    if plan is None:
+        return values
+    others = {name: value for name, value in values.items() if name not in LENGTH_KEYS}
+    return {**others, "budget": plan}

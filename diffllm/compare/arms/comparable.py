@@ -24,14 +24,14 @@ ATTENTION = "model.attention."
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
 COMPUTED = {
-    **dict.fromkeys(("attention", "resume", "plugins", "tokens", CHANGED), UNDECLARED),
+    **dict.fromkeys(("attention", "resume", "plugins", "tokens", "budget", CHANGED), UNDECLARED),
     "heldout_texts": Declaration(effect="measurement"),
 }
 """Compared values that are neither config keys nor facts of run.json.
 
 These are the attention variant, the starting point, the versions of plugins that several runs use
-in different versions, the planned training tokens, the changes during the run, and the hash of the
-held-out documents.
+in different versions, the planned training tokens, the budget that determines them, the changes
+during the run, and the hash of the held-out documents.
 """
 TOLERANCES = {"parameters": float(TOLERANCE), "flops_per_token": 0.02}
 """Largest relative difference between arms that is ignored, by fact."""

@@ -16,6 +16,8 @@ from diffllm.statistics.divergence import Share, diverged_more
 from diffllm.statistics.document_error import document_error
 from diffllm.statistics.gap_tests import Gap, Seed, common_seeds, paired, seed_correlation, welch
 
+UNDOCUMENTED = "runs have no losses of documents"
+
 
 @dataclass(frozen=True)
 class ArmGap:
@@ -106,13 +108,15 @@ def arm_gap(
     own_sample, base_sample = common_seeds(own_values, base_values)
     seeds = sorted(own_values.keys() & base_values.keys())  # type: ignore[type-var]
     pairs = [((own_documents or {}).get(s), (base_documents or {}).get(s)) for s in seeds]
-    undocumented = tuple(s for s, pair in zip(seeds, pairs, strict=True) if None in pair)
     over_documents, reason = gap_over_documents(gap, pairs, is_log)
+    undocumented: list[Seed] = []
+    if reason == UNDOCUMENTED:
+        undocumented = [s for s, pair in zip(seeds, pairs, strict=True) if None in pair]
     return ArmGap(
         paired=gap,
         over_documents=over_documents,
         no_documents=reason,
-        undocumented=undocumented if reason else (),
+        undocumented=tuple(undocumented),
         differences=tuple((own_sample - base_sample).tolist()),
         welch=welch(own_values, base_values),
         correlation=seed_correlation(own_values, base_values),
@@ -141,8 +145,10 @@ def gap_over_documents(
     documents = [losses for losses in runs if losses is not None]
     if gap is None or not documents:
         return None, ""
+    if gap.error is None:
+        return None, "there is a single seed"
     if len(documents) < len(runs):
-        return None, "runs have no losses of documents"
+        return None, UNDOCUMENTED
     first = documents[0]
     if not all(same_documents(first, losses) for losses in documents):
         return None, "the runs were measured on different documents"
@@ -153,6 +159,4 @@ def gap_over_documents(
     error = document_error(nats[::2], nats[1::2], first.tokens, is_log)
     if error is None:
         return None, "there is a single document"
-    if gap.error is None:
-        return None, "there is a single seed"
     return gap.with_document_error(error), ""

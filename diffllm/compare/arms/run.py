@@ -17,6 +17,7 @@ from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.keys import Declaration, declarations
 from diffllm.core.printing import to_stderr
+from diffllm.metrics.metric import Metric
 from diffllm.metrics.records import (
     diverged,
     finite,
@@ -183,7 +184,7 @@ class Run:
         flops_per_token = finite(self.facts.get("flops_per_token"))
         return tokens * flops_per_token if tokens and flops_per_token else None
 
-    @property
+    @cached_property
     def train_seconds(self) -> float | None:
         """Summed times of the training steps; None if steps.npy has no such times."""
         try:
@@ -283,3 +284,24 @@ def read_metrics(path: Path) -> Metrics:
         read = ((text, read_metrics_line(text)) for text in read_lines(file))
         return Metrics(line for text, line in read if line is not None or text.endswith("\n"))
     return Metrics([])
+
+
+def run_value(run: Run, metric: Metric) -> float | None:
+    """Return a run's value of a metric for report.csv.
+
+    `metric.column.steps` selects the last step or all steps. `metric.column.of` is the reduction
+    over these steps and over layers. Return None if the run has no finite value, and NaN if a layer
+    is not finite: without this layer, the run would seem to have smaller outliers.
+    """
+    column, layers = metric.column, metric.name.endswith("*")
+    assert column
+    said = finite((run.summary or {}).get(metric.name))
+    if column.steps == "last" and said is not None:
+        return said
+    values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
+    if column.steps == "last":
+        values = values[-1:]
+    known = np.isfinite(values)
+    if layers and not known.all():
+        return math.nan
+    return float(getattr(np, column.of)(values[known])) if known.any() else None

@@ -8,6 +8,7 @@ from diffllm.metrics.display import duration
 from diffllm.metrics.records import finite
 from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
 MISSING = "–"
 SMALL = 0.01
@@ -147,3 +148,26 @@ def share_words(share: Share) -> str:
 
 def ends(name: str, found: Any) -> dict[str, Any]:
     return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
+
+
+def exact_note(seeds: int, tests: int, alpha: float, sides: int) -> str:
+    """Return a warning if a sign-flip test of `seeds` pairs cannot have a p below `alpha`.
+
+    The p is after Holm's correction. Return "" if the test can have such a p.
+
+    Args:
+        tests: number of tests in Holm's correction.
+        sides: 1 for a one-sided test, 2 for a two-sided test.
+    """
+    least = smallest_p("paired", seeds, seeds, sides)
+    if least * tests < alpha:
+        return ""
+    family = f" ({min(1, least * tests):.2g} after Holm's correction for {tests} tests)"
+    side = "one-sided" if sides == 1 else "two-sided"
+    enough = seeds_for_p("paired", alpha, tests, sides)
+    return (
+        f"the smallest {side} p of an exact sign-flip test of {seeds} pairs is "
+        f"{least:.2g}{family * (tests > 1)}, not below alpha {alpha:g}: it cannot confirm the t "
+        "test, which assumes normally distributed values"
+        f"{f'; {enough} seeds per arm are enough' if enough else ''}"
+    )

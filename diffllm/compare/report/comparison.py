@@ -1,43 +1,40 @@
 """Compare runs: group runs that differ only in the seed, and measure loss gaps to a baseline."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
-
+from diffllm.compare.arms.arm import Arm, Seeds
 from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.arms.sentences import plural
-from diffllm.compare.report.curves import BUDGETS, equal_gap
+from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
-from diffllm.compare.report.keys import MATCHES, distinguish, overrides
+from diffllm.compare.report.keys import MATCHES, Keys, distinguish, overrides
 from diffllm.compare.report.notes import (
     code_notes,
     fact_notes,
+    length_notes,
     parameter_notes,
     run_notes,
     speed_notes,
 )
-from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
+from diffllm.compare.report.rows import Group, Row, group_arms, make_arms
 from diffllm.compare.report.tables import row_values
-from diffllm.compare.report.trends import row_trend
+from diffllm.compare.report.trends import arm_trend
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.evaluation.heldout import document_losses, same_documents
-from diffllm.metrics.records import LARGEST
-from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld
-from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import holm
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """Content of a report about several runs.
 
     Attributes:
-        rows: sets of runs that differ only in the seed.
+        rows: arms with their gaps and cells.
         baseline: attention variant that others are compared with; None if there is
             only one row, its variant is not `standard`, and no baseline was requested.
         differences: config keys whose values prevent a comparison between groups.
@@ -49,12 +46,12 @@ class Comparison:
     title: str
     rows: list[Row]
     baseline: str | None
-    differences: list[str] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    evaluated: list[Evaluated] = field(default_factory=list)
-    score_notes: list[str] = field(default_factory=list)
-    row_differences: list[Difference] = field(default_factory=list)
+    differences: list[str]
+    groups: list[Group]
+    notes: list[str]
+    evaluated: list[Evaluated]
+    score_notes: list[str]
+    row_differences: list[Difference]
 
 
 def read(
@@ -86,9 +83,9 @@ def read(
     comparison = compare(runs, baseline, found.title, step)
     waiting = [note for sweep in found.sweeps for note in sweep_notes(sweep)]
     skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
-    comparison.notes = skipped + waiting + comparison.notes
-    comparison.score_notes = skipped + comparison.score_notes
-    return comparison, found.home
+    notes = skipped + waiting + comparison.notes
+    score_notes = skipped + comparison.score_notes
+    return replace(comparison, notes=notes, score_notes=score_notes), found.home
 
 
 def compare(
@@ -104,44 +101,84 @@ def compare(
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
-    notes: list[str] = []
-    groups = make_groups(make_rows(runs, keys, notes), runs, keys)
-    rows = [row for group in groups for row in group.rows]
-    chosen = choose_baseline(baseline, rows)
-    kept = [run for row in rows for run in row.runs]
-    notes += [note for run in kept for note in run_notes(run)]
-    bases = [(row, baseline_row(row, rows, chosen)) for row in rows]
-    pairs = [(row, base) for row, base in bases if base is not None and base is not row]
-    for row, base in pairs:
-        measure_gap(row, base, notes)
-    tested = [(row, p) for row in rows if row.outcome and (p := row.outcome.p) is not None]
-    for (row, _), p in zip(tested, holm([p for _, p in tested]), strict=True):
-        row.p_holm = p  # All gaps are one family of tests.
-    alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
-    no_gap = f"No gap for {', '.join(alone)}: no run of {chosen} agrees in all other keys."
-    of_scores = [no_gap] if alone and len(rows) > 1 else []
-    notes += of_scores + fact_notes(kept) + parameter_notes(pairs)
-    notes += speed_notes(kept) + code_notes(rows)
-    evaluated, about = evaluations(rows, step)
-    for i, row in enumerate(rows):
-        gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
-        row.equal = {name: gap for name, gap in gaps.items() if gap}
-        row.incomparable = keys.incomparable
-        row.values = row_values(row) | columns(evaluated, i)
+    arms, skipped = make_arms(runs, keys)
+    groups = group_arms(arms, runs, keys)
+    arms = [arm for group in groups for arm in group.arms]
+    chosen = choose_baseline(baseline, arms)
+    bases = {}
+    without_base = []
+    for arm in arms:
+        baseline_of_arm = baseline_arm(arm, arms, chosen)
+        if baseline_of_arm is None and not arm.runs[0].changes:
+            without_base.append(arm.label)
+        elif baseline_of_arm is not None and baseline_of_arm is not arm:
+            bases[arm] = baseline_of_arm
+    score_notes = []
+    if without_base and len(arms) > 1:
+        labels = ", ".join(without_base)
+        score_notes.append(f"No gap for {labels}: no run of {chosen} agrees in all other keys.")
+    evaluated, about_scores = evaluations(arms, bases, step)
+    rows = make_rows(arms, bases, evaluated, keys)
+    row_of = dict(zip(arms, rows, strict=True))
     return Comparison(
-        title,
-        rows,
-        chosen,
-        keys.incomparable,
-        groups,
-        notes + about,
-        evaluated,
-        of_scores + about,
-        row_differences(rows),
+        title=title,
+        rows=rows,
+        baseline=chosen,
+        differences=keys.incomparable,
+        groups=[Group(g.letter, [row_of[arm] for arm in g.arms], g.values) for g in groups],
+        notes=skipped + notes_of(arms, bases, score_notes) + about_scores,
+        evaluated=evaluated,
+        score_notes=score_notes + about_scores,
+        row_differences=row_differences(rows),
     )
 
 
-def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
+def make_rows(
+    arms: Sequence[Arm], bases: Mapping[Arm, Arm], evaluated: Sequence[Evaluated], keys: Keys
+) -> list[Row]:
+    """Measure the gap of each arm to its baseline in `bases`, and fill the cells of report.csv."""
+    gaps = {}
+    for arm, base in bases.items():
+        gaps[arm] = arm_gap(arm.losses, base.losses, arm.documents, base.documents)
+    # All gaps of a report are one family of tests.
+    p_values = {arm: gap.p for arm, gap in gaps.items() if gap.p is not None}
+    p_holm = dict(zip(p_values, holm([*p_values.values()]), strict=True))
+    baselines = {bases[arm] for arm, gap in gaps.items() if gap.paired is not None}
+    rows = []
+    for i, arm in enumerate(arms):
+        against = bases.get(arm)
+        gap = gaps.get(arm)
+        trend = None
+        equal = {}
+        if against is not None and gap is not None and gap.paired is not None:
+            trend = arm_trend(arm, against)
+            equal = equal_gaps(arm, against, gap.paired.estimate)
+        row = Row(
+            **{field.name: getattr(arm, field.name) for field in fields(arm)},
+            is_baseline=arm in baselines,
+            against=against,
+            outcome=gap,
+            p_holm=p_holm.get(arm),
+            trend=trend,
+            equal=equal,
+        )
+        cells = row_values(row, keys.incomparable) | columns(evaluated, i)
+        rows.append(replace(row, values=cells))
+    return rows
+
+
+def notes_of(
+    arms: Sequence[Arm], bases: Mapping[Arm, Arm], score_notes: Sequence[str]
+) -> list[str]:
+    runs = [run for arm in arms for run in arm.runs]
+    pairs = [*bases.items()]
+    notes = [note for run in runs for note in run_notes(run)]
+    notes += [note for pair in pairs for note in seed_notes(*pair)]
+    notes += [*score_notes, *fact_notes(runs), *parameter_notes(pairs), *length_notes(pairs)]
+    return [*notes, *speed_notes(runs), *code_notes(arms)]
+
+
+def choose_baseline(wanted: str | None, rows: Sequence[Arm]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
     if wanted is not None and wanted not in variants:
         raise ConfigError(
@@ -152,7 +189,7 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
     return wanted or ("standard" if "standard" in variants else default)
 
 
-def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
+def baseline_arm(row: Arm, rows: Sequence[Arm], baseline: str | None) -> Arm | None:
     """Return the row of `rows` that `row` is compared with, or None if there is no such row.
 
     The returned row has the attention variant `baseline` and a comparable model size. Its other
@@ -174,7 +211,7 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     return found[0] if found else None
 
 
-def sizes_comparable(row: Row, other: Row, match: str) -> bool:
+def sizes_comparable(row: Arm, other: Arm, match: str) -> bool:
     """Return whether two report rows are comparable in model size, judged by config key `match`.
 
     `match` is "model.match_params_to" or "model.match_flops_to". The value of this key is a
@@ -186,43 +223,19 @@ def sizes_comparable(row: Row, other: Row, match: str) -> bool:
     return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
 
 
-def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
-    row.against, row.outcome = base, (found := arm_gap(row.losses, base.losses))
-    if found.paired is not None:
-        row.gap, row.baseline, base.is_baseline = found.paired.estimate, base, True
-        row.documents, row.no_documents = over_documents(row, base)
-        row.trend = row_trend(row, base)
-    own, theirs = row.measured.keys(), base.measured.keys()
-    if own and theirs and own != theirs:
-        common, others = (
-            ", ".join(str(seed) if seed == init else f"{seed} (init_seed {init})"
-                      for seed, init in sorted(seeds))
-            for seeds in (own & theirs, own ^ theirs)
-        )  # fmt: skip
-        what = f"uses only seed {common}" if common else "is unknown"
-        why = f"only one row has seed {others}"
-        notes.append(f"The gap of {row.label} to {base.label} {what}: {why}.")
+def seed_notes(arm: Arm, base: Arm) -> list[str]:
+    """Return a note about measured seeds that only one of two arms has."""
+    seeds, base_seeds = arm.measured.keys(), base.measured.keys()
+    if not seeds or not base_seeds or seeds == base_seeds:
+        return []
+    common = seeds & base_seeds
+    extent = f"uses only seed {seeds_text(common)}" if common else "is unknown"
+    reason = f"only one row has seed {seeds_text(seeds ^ base_seeds)}"
+    return [f"The gap of {arm.label} to {base.label} {extent}: {reason}."]
 
 
-def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """Estimate the loss gap of `row` to `base` with a bootstrap over documents and seeds.
-
-    Return (gap with interval, ""). If no interval can be computed, return (None, the reason).
-    """
-    own, others = row.measured, base.measured
-    seeds = sorted(own.keys() & others.keys())
-    if why := withheld(len(seeds), LEAST_DOCUMENTS):
-        return None, why
-    try:
-        found = [document_losses(side[seed].path) for side in (others, own) for seed in seeds]
-    except CheckpointError as error:
-        return None, f"withheld: {error}"
-    first = found[0]
-    if not all(same_documents(first, each) for each in found):
-        return None, "withheld: the runs were measured on different documents"
-    nats = np.stack([each.nats for each in found])
-    if not (np.abs(nats) <= LARGEST).all():
-        return None, "withheld: a document's loss is not finite"
-    if why := withheld(len(seeds), nats.shape[1]):
-        return None, why
-    return bootstrap(nats[len(seeds) :], nats[: len(seeds)], first.tokens), ""
+def seeds_text(seeds: Iterable[Seeds]) -> str:
+    texts = []
+    for seed, init_seed in sorted(seeds):
+        texts.append(str(seed) if seed == init_seed else f"{seed} (init_seed {init_seed})")
+    return ", ".join(texts)

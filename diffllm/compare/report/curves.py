@@ -1,21 +1,17 @@
-"""Curves of runs, combined over seeds, and loss gaps at equal cost."""
+"""Curves of runs, combined over seeds, and loss gaps at equal costs."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.arms.run import (
-    Run,
-    Series,
-    flops_facts,
-    keys_seen,
-)
+from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.budget import BUDGETS, Budget
+from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.report.rows import EqualGap, Row
-from diffllm.metrics.facts import machine_facts
-from diffllm.statistics.estimates import CONFIDENCE, Estimate, estimate
+from diffllm.statistics.estimates import CONFIDENCE, Estimate
 from diffllm.statistics.gap_tests import paired
 from diffllm.statistics.seed_variance import pooled_variance
 
@@ -102,7 +98,7 @@ def smoothed(series: Series, points: int) -> Series:
     return Series(series.tokens, np.where(known, total / count.clip(1), np.nan))
 
 
-def at_end(row: Row, quantity: str) -> Band | None:
+def at_end(row: Arm, quantity: str) -> Band | None:
     """Return the mean and range over seeds of a metric that is logged per layer; x is the layer.
 
     Use the finished runs of the row, or all of its runs if no run is finished. The values are from
@@ -139,9 +135,10 @@ def gap_band(row: Row) -> Band | None:
     """Return the held-out sample loss of a row minus the loss of its baseline row.
 
     The x values are training tokens. Runs of the two rows are paired by seed. Return None if the
-    row has no baseline, or if the two rows have no common seed.
+    row has no baseline, if the two rows have no common seed, or if they train on different numbers
+    of tokens.
     """
-    if row.baseline is None:
+    if row.baseline is None or not have_equal_tokens(row, row.baseline):
         return None
     of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
     gaps = []
@@ -152,20 +149,31 @@ def gap_band(row: Row) -> Band | None:
     return over_seeds(gaps)
 
 
-def pairs_of_gap(row: Row) -> list[tuple[Run, Run]]:
-    """Return the runs from which `row.gap` is computed, with the baseline run of the same seed."""
-    bases = row.baseline.measured if row.baseline else {}
-    return [(run, bases[seeds]) for seeds, run in row.measured.items() if seeds in bases]
+def have_equal_tokens(arm: Arm, base: Arm) -> bool:
+    """Return whether arms train on equally many tokens.
 
-
-def sample_gaps(row: Row) -> dict[int, Estimate]:
-    """Return the gap of a row in held-out sample loss, by number of training tokens.
-
-    The gap and its interval are computed like `row.gap`, from the same runs. A number of tokens is
-    omitted if a run has no finite loss there.
+    Otherwise, the learning rates of the arms differ after equal tokens.
     """
+    return BUDGETS["tokens"].equal_cost([*arm.runs, *base.runs]) is not None
+
+
+def pairs_of_gap(arm: Arm, base: Arm) -> list[tuple[Run, Run]]:
+    """Return the runs from which the gap of two arms is computed, paired by seed."""
+    bases = base.measured
+    return [(run, bases[seeds]) for seeds, run in arm.measured.items() if seeds in bases]
+
+
+def sample_gaps(arm: Arm, base: Arm) -> dict[int, Estimate]:
+    """Return the gap of two arms in held-out sample loss, by number of training tokens.
+
+    The gap and its interval are computed like the gap of the final losses, from the same runs. A
+    number of tokens is omitted if a run has no finite loss there. Return {} if the arms train on
+    different numbers of tokens.
+    """
+    if not have_equal_tokens(arm, base):
+        return {}
     losses: dict[int, tuple[Losses, Losses]] = {}
-    pairs = pairs_of_gap(row)
+    pairs = pairs_of_gap(arm, base)
     for pair in pairs:
         for side, run in enumerate(pair):
             for tokens, loss in zip(*map(np.ndarray.tolist, run.series(LOSS)), strict=True):
@@ -180,11 +188,10 @@ def sample_gaps(row: Row) -> dict[int, Estimate]:
 
 
 def rows_of_gaps(rows: list[Row]) -> list[Row]:
-    bases = [row.baseline for row in rows if row.gap]
-    return [row for row in rows if row.gap or any(row is base for base in bases)]
+    return [row for row in rows if row.gap or row.is_baseline]
 
 
-def seed_noise(rows: list[Row]) -> Series | None:
+def seed_noise(rows: Sequence[Arm]) -> Series | None:
     """Return half the width of the noise floor of loss gaps, as a curve over training tokens.
 
     The noise floor is an interval around 0. It contains 95% of the gaps between two variants whose
@@ -207,118 +214,45 @@ def seed_noise(rows: list[Row]) -> Series | None:
     return Series(x[known], half[known]) if known.any() else None
 
 
-class Budget(NamedTuple):
-    unit: str
-    meaning: str
-    spent: Callable[[Run, Array], Array | None]
-    """Returns the amounts spent (n,) after given numbers of tokens (n,); None if unknown."""
-    facts: tuple[str, ...] = ()
-    """Facts of run.json that must be equal to compare amounts."""
+def equal_gaps(arm: Arm, base: Arm, gap: Estimate) -> dict[str, EqualGap]:
+    """Return the loss gap of two arms at equal tokens, FLOPs and seconds, by name.
 
-
-def seconds_spent(run: Run, tokens: Array) -> Array | None:
-    """Return the training time in seconds after which a run had trained on `tokens` tokens.
-
-    `tokens` and the result have shape (n,). The time of evaluations and checkpoints is excluded.
-    Return None if the run did not log step times.
+    The gap at equal tokens is that of the held-out sample loss at the last common evaluation. The
+    runs of a gap have completed their schedules, so at equal FLOPs or seconds, the gap is `gap`,
+    that of the final losses. A budget is omitted if the costs of all these runs are not equal.
     """
-    if "perf/step_ms" not in run.metrics.columns:
-        return None
-    places, step_ms = run.metrics.columns["perf/step_ms"]
-    seconds = np.cumsum(np.diff(run.metrics.steps[places], prepend=0) * step_ms / 1e3)
-    at = run.metrics.tokens[places]
-    return np.interp(tokens, np.append(0, at), np.append(0, seconds), right=np.nan)
+    gaps = {}
+    samples = sample_gaps(arm, base)
+    if samples:
+        tokens = max(samples)
+        gaps["tokens"] = EqualGap(samples[tokens], tokens)
+    runs = [run for pair in pairs_of_gap(arm, base) for run in pair]
+    for name in ("flops", "seconds"):
+        cost = BUDGETS[name].equal_cost(runs)
+        if cost is not None:
+            gaps[name] = EqualGap(gap, cost)
+    return gaps
 
 
-def flops_spent(run: Run, tokens: Array) -> Array | None:
-    per_token, per_key = flops_facts(run.facts)
-    if per_token is None:
-        return None
-    at, keys = keys_seen(run.metrics)
-    if per_key is None or not len(at):
-        return tokens * per_token
-    # `per_token` counts the mean number of visible keys; the deviation so far is added.
-    over_mean = np.append(0, keys - at * (keys[-1] / at[-1]))
-    return tokens * per_token + per_key * np.interp(tokens, np.append(0, at), over_mean)
+def over_cost(band: Band, runs: Sequence[Run], budget: Budget) -> Band | None:
+    """Return a band over tokens as a band over the mean cost of the runs of a row.
 
-
-BUDGETS = {
-    "tokens": Budget("tokens", "Tokens trained on", lambda run, tokens: tokens),
-    "flops": Budget(
-        "FLOPs", "Training FLOPs, forward and backward; attention counts visible keys only",
-        flops_spent,
-    ),
-    "seconds": Budget(
-        "seconds", "Time of training steps, without evaluations and saves", seconds_spent,
-        machine_facts(),
-    ),
-}  # fmt: skip
-
-
-def spent_curve(run: Run, budget: Budget) -> Series | None:
-    tokens, losses = run.series(LOSS)
-    known = np.isfinite(losses)
-    spent = budget.spent(run, tokens[known])
-    return None if spent is None else increasing(spent, losses[known])
-
-
-def increasing(costs: Array, values: Array) -> Series | None:
-    """Return the curve of the finite `values` (n,) over `costs` (n,), such as training FLOPs.
-
-    First remove the values that are not finite, and their costs. Return None if no value is left,
-    or if a remaining cost is not finite, not positive, or smaller than the previous cost.
+    Return None if a run does not record the cost.
     """
-    known = np.isfinite(values)
-    costs, values = costs[known], values[known]
-    if not len(costs) or not np.isfinite(costs).all():
+    costs = [budget.spent(run, band.x) for run in runs]
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
         return None
-    return Series(costs, values) if costs[0] > 0 and (np.diff(costs) >= 0).all() else None
-
-
-def last_common(curves: Iterable[Series]) -> float | None:
-    """Return the largest x in the x ranges of all curves, or None if they have no common x."""
-    curves = [*curves]
-    at = float(min((curve.tokens[-1] for curve in curves), default=0))
-    return at if curves and at >= max(curve.tokens[0] for curve in curves) else None
-
-
-def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """Return the loss gap of a row to its baseline at equal tokens, equal FLOPs or equal seconds.
-
-    `budget` selects one of these three costs of training. The losses of all runs are compared at
-    the largest cost for which all runs have a loss. Return None if no such cost exists, if the row
-    has no gap, or if the cost of a run is unknown. Also return None if the cost is in seconds and
-    the runs used different machines.
-    """
-    if row.gap is None or row.baseline is None:
-        return None
-    both = [*row.runs, *row.baseline.runs]
-    if len({str([run.facts.get(fact) for fact in budget.facts]) for run in both}) > 1:
-        return None
-    curves = [(spent_curve(a, budget), spent_curve(b, budget)) for a, b in pairs_of_gap(row)]
-    known = [(a, b) for a, b in curves if a is not None and b is not None]
-    if not known or len(known) < len(curves):
-        return None
-    if (at := last_common(curve for pair in known for curve in pair)) is None:
-        return None
-    readings = [(read_curve(a, at), read_curve(b, at)) for a, b in known]
-    gaps = [own - base for (own, _), (base, _) in readings]
-    errors = [float(np.hypot(own, base)) for (_, own), (_, base) in readings]
-    return EqualGap(estimate(gaps), at, float(np.mean(errors)))
-
-
-def read_curve(curve: Series, at: float) -> tuple[float, float]:
-    """Interpolate a loss curve at x = `at`, linearly in log x; return the loss and its error.
-
-    The error is 0 if `at` is a point of the curve. Otherwise, estimate the error at the two points
-    next to `at`: remove one point, interpolate its loss, and compare with its measured loss. The
-    error is the larger difference. The first and last points of the curve cannot be removed; if
-    both points next to `at` are such points, the error is infinite.
-    """
-    x, y = np.log(curve.tokens), curve.values
-    place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))
-    if place < len(x) and np.isclose(x[place], np.log(at), rtol=1e-9, atol=0):
-        return float(y[place]), 0.0
-    inner = [i for i in (place - 1, place) if 0 < i < len(x) - 1]
-    off = [abs(y[i] - np.interp(x[i], x[[i - 1, i + 1]], y[[i - 1, i + 1]])) for i in inner]
-    return float(np.interp(np.log(at), x, y)), float(max(off, default=np.inf))
+    # A run that ended early has no cost at later evaluations.
+    measured = np.isfinite(known).any(axis=0)
+    mean = np.nanmean(np.stack(known)[:, measured], axis=0)
+    stops = [(float(np.interp(x, band.x[measured], mean)), y) for x, y in band.stops]
+    return replace(
+        band,
+        x=mean,
+        mean=band.mean[measured],
+        low=band.low[measured],
+        high=band.high[measured],
+        singles=[single[measured] for single in band.singles],
+        stops=stops,
+    )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from diffllm.compare.arms.budget import LENGTH_KEYS, planned_budgets
 from diffllm.compare.arms.comparable import REPORT, Comparand, Difference, Role, differences
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.report.keys import all_declarations, values_of
@@ -26,12 +27,16 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     runs = [run for row in rows for run in row.runs]
     declared = all_declarations(runs)
     columns = {name for row in rows for name in row.values}
+    budgets = dict(zip(runs, planned_budgets(runs), strict=True))
     comparands = []
     for row in rows:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
             for name in columns:
                 values.pop(name, None)
+            values["budget"] = budgets[run]
             comparands.append(Comparand(row.label, run.cfg.seed, values | row.differing))
+    for name in LENGTH_KEYS:
+        declared[name] = replace(declaration_of(name, declared), fact="budget")
     for name in rows[0].differing:
         # These keys distinguish rows, even if a fact is compared in their place.
         declared[name] = replace(declaration_of(name, declared), fact=None)

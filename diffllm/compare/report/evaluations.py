@@ -6,16 +6,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diffllm.compare.arms.arm import Arm, Seeds
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import ends, finite
-from diffllm.compare.report.rows import Row
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
 from diffllm.metrics.metric import possible_values
 from diffllm.statistics.estimates import Estimate, estimate, wilson
 from diffllm.statistics.gap_tests import paired
 
-Seeds = tuple[int, int]
 ALL = "mean of all levels"
 
 
@@ -51,28 +50,36 @@ class Evaluated(NamedTuple):
     """The lowest loss of the held-out sample that all evaluated runs reached."""
 
 
-def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[str]]:
+def evaluations(
+    rows: Sequence[Arm], bases: Mapping[Arm, Arm], step: int
+) -> tuple[list[Evaluated], list[str]]:
     """Return the scores of all evaluations of the runs in a report, and notes about skipped runs.
 
     Args:
+        bases: the baseline of each row that has one.
         step: use the checkpoints at this step; 0 selects the newest checkpoint of each run.
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
     notes = [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
     names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
-    found = [gathered(name, rows, by_run) for name in names]
-    notes += [note for _, note in found if note]
-    return [each for each, _ in found if each], notes
+    evaluated = []
+    for name in names:
+        scores, note = gathered(name, rows, bases, by_run)
+        if scores:
+            evaluated.append(scores)
+        if note:
+            notes.append(note)
+    return evaluated, notes
 
 
 def gathered(
-    name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
+    name: str,
+    rows: Sequence[Arm],
+    bases: Mapping[Arm, Arm],
+    by_run: Mapping[Path, Mapping[int, Lines]],
 ) -> tuple[Evaluated | None, str]:
     """Combine the scores of the evaluation `name` over all runs.
-
-    Skip a run if its number of training tokens or its evaluation settings differ from those of the
-    first evaluated run.
 
     Args:
         by_run: results by run directory, then by checkpoint step, then by evaluation name.
@@ -81,10 +88,43 @@ def gathered(
         The scores, and a note about skipped runs. The scores are None if no run has a score; the
         note is "" if no run is skipped.
     """
-    asked: str | None = None
-    found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
-    unit, others = "", []
-    for row, own in zip(rows, found, strict=True):
+    by_row, unit, skipped = comparable_checkpoints(name, rows, by_run)
+    note = ""
+    if skipped:
+        note = (
+            f"{name}: skipped {shortlist(skipped, 3)}, evaluated after another number of tokens, "
+            "with another tokenizer, at other levels or on other examples."
+        )
+    places = {row: i for i, row in enumerate(rows)}
+    base_places = [places[bases[row]] if row in bases else None for row in rows]
+    newest = []
+    subgroups = []
+    for runs in by_row:
+        newest.append({seeds: run[-1].scores for seeds, run in runs.items()})
+        subgroups.append({seeds: subgroup_scores(run[-1].scores) for seeds, run in runs.items()})
+    lines = score_lines(newest, base_places, unit)
+    if not lines:
+        return None, note
+    parts = score_lines(subgroups, base_places, unit)
+    loss = loss_of_all([run for runs in by_row for run in runs.values()])
+    equal = [] if loss is None else lines_at_loss(loss, by_row, base_places, unit)
+    return Evaluated(name, unit, lines, parts, equal, loss), note
+
+
+def comparable_checkpoints(
+    name: str, rows: Sequence[Arm], by_run: Mapping[Path, Mapping[int, Lines]]
+) -> tuple[list[dict[Seeds, list[Checkpoint]]], str, list[str]]:
+    """Return the checkpoints with the evaluation `name` by row and seed, and the unit.
+
+    Also return the directories of skipped runs: those whose number of training tokens or settings
+    of the evaluation differ from those of the first evaluated run.
+    """
+    first_question: str | None = None
+    unit = ""
+    by_row = []
+    skipped = []
+    for row in rows:
+        runs: dict[Seeds, list[Checkpoint]] = {}
         for run in row.runs:
             steps = by_run[run.path]
             step = max(steps, default=0)
@@ -92,31 +132,29 @@ def gathered(
                 continue
             newest = steps[step][name]
             question = json.dumps([run.tokens_at(step), question_asked(newest)])
-            asked, unit = asked or question, unit or newest["unit"]
-            if question == asked:
-                own[run.seeds] = checkpoints(run, name, steps)
+            if first_question is None:
+                first_question, unit = question, newest["unit"]
+            if question == first_question:
+                runs[run.seeds] = checkpoints(run, name, steps)
             else:
-                others.append(str(run.path))
-    why = (
-        "evaluated after another number of tokens, with another tokenizer, at other levels or on "
-        "other examples"
-    )
-    note = f"{name}: skipped {shortlist(others, 3)}, {why}." if others else ""
-    places = {id(row): i for i, row in enumerate(rows)}
-    bases = [places.get(id(row.against)) if row.against else None for row in rows]
-    newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
-    if not (lines := score_lines(newest_scores, bases, unit)):
-        return None, note
-    parts = [
-        {seeds: subgroup_scores(scores) for seeds, scores in own.items()} for own in newest_scores
-    ]
-    equal, loss = [], loss_of_all([run for own in found for run in own.values()])
-    if loss is not None:
-        read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
-        if sum(any(own.values()) for own in read) > 1:
-            equal = score_lines(read, bases, unit)
-    by_fact = score_lines(parts, bases, unit)
-    return Evaluated(name, unit, lines, by_fact, equal, loss), note
+                skipped.append(str(run.path))
+        by_row.append(runs)
+    return by_row, unit, skipped
+
+
+def lines_at_loss(
+    loss: float,
+    by_row: Sequence[Mapping[Seeds, Sequence[Checkpoint]]],
+    bases: list[int | None],
+    unit: str,
+) -> list[ScoreLine]:
+    """Return the scores at a held-out sample loss; [] if fewer than two rows have scores there."""
+    scores = []
+    for runs in by_row:
+        scores.append({seeds: scores_at(loss, run) for seeds, run in runs.items()})
+    if sum(any(scores_of_row.values()) for scores_of_row in scores) < 2:
+        return []
+    return score_lines(scores, bases, unit)
 
 
 def question_asked(result: Line) -> Line:

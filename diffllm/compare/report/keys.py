@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from diffllm.compare.arms.budget import planned_budgets, without_length
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     CHANGED,
@@ -141,7 +142,7 @@ def is_deciding(key: str, declared: Declaration) -> bool:
     return key not in SEEDS and key_role != "harmless"
 
 
-def values_of(runs: list[Run]) -> list[dict[str, Any]]:
+def values_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the values of runs that a report compares, by config key, fact or computed name.
 
     Overrides of the variant's defaults below `model.attention` are omitted; see `overrides`.
@@ -160,15 +161,16 @@ def values_of(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def distinguishing_values(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return `values_of(runs)` with overrides of the variants, and with widths before a match."""
+    """Return `values_of(runs)` with overrides of the variants, and before matches and budgets."""
     overridden = {name for run in runs for name in overrides(run)}
     result = []
-    for run, values in zip(runs, values_of(runs), strict=True):
+    plans = planned_budgets(runs)
+    for run, values, plan in zip(runs, values_of(runs), plans, strict=True):
         values |= {name: run.config.get(name) for name in overridden}
         if matched := run.cfg.resolved.matched:
             # The solved width follows from the match; the target's width is the setting.
             values[f"model.{matched.key}"] = matched.target_ffn_dim
-        result.append(values)
+        result.append(without_length(values, plan))
     return count_targets_as_matched(result)
 
 

@@ -1,8 +1,9 @@
 """Sentences of a report about its runs: sizes, held-out text, settings and problems."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     HASH,
@@ -130,7 +131,7 @@ def fact_notes(runs: list[Run]) -> list[str]:
     ]
 
 
-def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
+def parameter_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
     notes = []
     for row, base in gaps:
         size, other = (each.fact("parameters") for each in (row, base))
@@ -142,6 +143,21 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
             advice = f"; model.match_params_to={larger} makes runs of equal size"
         notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
     return notes
+
+
+def length_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
+    """Return a note about compared rows that train on different numbers of tokens."""
+    labels = []
+    for row, base in gaps:
+        lengths = {run.planned_tokens for run in (*row.runs, *base.runs)}
+        if len(lengths) > 1:
+            labels.append(row.label)
+    if not labels:
+        return []
+    return [
+        f"Not at equal tokens: {shortlist(labels, NAMED)}. A budget in FLOPs or seconds determines "
+        "the lengths of these rows and of their baseline."
+    ]
 
 
 def speed_notes(runs: list[Run]) -> list[str]:
@@ -164,7 +180,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
     return [f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(texts)}."]
 
 
-def code_notes(rows: list[Row]) -> list[str]:
+def code_notes(rows: Sequence[Arm]) -> list[str]:
     """Return a note if rows were trained by different versions of diffllm's source files.
 
     Versions may differ between seeds, if the runs of each seed have the same version.

@@ -19,6 +19,7 @@ from diffllm.compare.arms.pages import (
 )
 from diffllm.compare.arms.sentences import fixed
 from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.costs import cost_columns, cost_table, unplanned_sentences
 from diffllm.compare.report.differences import differences_table, row_settings_table
 from diffllm.compare.report.evaluations import Evaluated
 from diffllm.compare.report.figures import RC
@@ -37,8 +38,6 @@ from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import RowStyle, row_styles
 from diffllm.compare.report.tables import (
-    cost_columns,
-    cost_table,
     csv_text,
     fold_constant,
     gap_table,
@@ -95,14 +94,14 @@ def page(comparison: Comparison) -> str:
         hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first_figures, figure_sections = page_sections(comparison, styles, hidden)
+        first_figures, figure_sections, cost_figures = page_sections(comparison, styles, hidden)
     sections = [results_section(comparison, styles)]
     if comparison.evaluated:
         sections.append(evaluations_section(comparison))
     if costs := cost_table(rows, comparison.baseline):
-        sections.append(
-            Section("At equal cost", [Paragraph(COSTS), *folded(costs, "At equal cost")])
-        )
+        introduction = Paragraph(" ".join([COSTS, *unplanned_sentences(rows)]))
+        blocks = [introduction, *folded(costs, "At equal cost"), FigureGrid(cost_figures)]
+        sections.append(Section("At equal cost", blocks))
     sections += figure_sections
     if samples := sample_texts(rows, styles):
         sections.append(Section("Text", [Paragraph(SAMPLES), FigureGrid(samples)]))
@@ -127,10 +126,9 @@ def page(comparison: Comparison) -> str:
 
 
 COSTS = (
-    "A variant may need more FLOPs or more time per token. These gaps compare the held-out sample "
-    "loss after equal cost, interpolated between evaluations during training. A run whose loss is "
-    "read before its end has not finished its learning rate decay, which is a disadvantage. "
-    "`model.match_flops_to` makes runs that end at equal FLOPs."
+    "A variant may need more FLOPs or more time per token. Gaps at equal FLOPs and equal seconds "
+    "compare final losses of runs whose costs differ by at most 3%. A loss in the middle of a run "
+    "is not compared, because the learning rate has not decayed."
 )
 SAMPLES = (
     "Text sampled from one seed per row at the end of training. These samples do not show "
@@ -234,7 +232,8 @@ def results_section(comparison: Comparison, styles: list[RowStyle]) -> Section:
 
 def tests_text(rows: list[Row]) -> str:
     family = len(tested_rows(rows))
-    no_documents = "; ".join(dict.fromkeys(row.no_documents for row in rows if row.no_documents))
+    reasons = [row.outcome.no_documents for row in rows if row.outcome]
+    missing = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
     sentences = ["All p values are two-sided and use runs with a finite final loss."]
     if family > 1:
         sentences.append(
@@ -244,8 +243,8 @@ def tests_text(rows: list[Row]) -> str:
         "Pairing removes the effect of the seed but halves the degrees of freedom, so the paired "
         "and the unpaired test can disagree."
     )
-    if no_documents:
-        sentences.append(f"The interval over documents and seeds is {no_documents}.")
+    if missing:
+        sentences.append(f"An interval over documents and seeds is missing: {missing}.")
     return " ".join(sentences)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import (
@@ -96,7 +97,7 @@ def gap_tag(row: Row) -> str:
     return "" if survives(row) else "not significant after Holm"
 
 
-def divergence(row: Row, of: str = "", share: bool = True) -> str:
+def divergence(row: Arm, of: str = "", share: bool = True) -> str:
     """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
 
     Args:
@@ -109,7 +110,13 @@ def divergence(row: Row, of: str = "", share: bool = True) -> str:
     return f"{said} ({share_words(row.diverged_share)})" if share else said
 
 
-def size_against(row: Row, base: Row) -> str:
+def lost_seeds(row: Row) -> list[str]:
+    base = row.baseline
+    of_base = divergence(base, f" of {base.label}", share=False) if base else ""
+    return [text for text in (divergence(row, share=False), of_base) if text]
+
+
+def size_against(row: Arm, base: Arm) -> str:
     size, other = (finite(each.fact("parameters")) for each in (row, base))
     if not size or not other:
         return ""
@@ -132,7 +139,7 @@ def finding(row: Row) -> str:
             divergence(base, f" of {base.label}"),
         ]
         return ", ".join(filter(None, parts))
-    if row.loss is None or finite(row.loss.mean) is None:
+    if row.loss is None:
         ahead = max(row.runs, key=lambda run: run.last_step)
         return f"{row.label}: {divergence(row) or f'not finished: {progress(ahead)}'}"
     entropy = finite(row.fact("heldout_unigram_entropy"))
@@ -147,7 +154,7 @@ def finding(row: Row) -> str:
     return ", ".join(filter(None, parts))
 
 
-def baseline_loss(row: Row, base: Row) -> float | None:
+def baseline_loss(row: Arm, base: Arm) -> float | None:
     """Return the mean loss of `base` over the seeds that have a loss in both rows."""
     common = row.measured.keys() & base.measured.keys()
     losses = [loss for seeds in common if (loss := base.measured[seeds].final_loss) is not None]
@@ -161,7 +168,7 @@ def progress(run: Run) -> str:
 
 
 def pairing_note(
-    rows: list[Row], name: str, range_of: Callable[[Row], tuple[float, float] | None]
+    rows: list[Row], name: str, range_of: Callable[[Arm], tuple[float, float] | None]
 ) -> str:
     """Explain why losses of rows and the interval of a paired gap seem to disagree, if they do.
 
@@ -198,11 +205,11 @@ def has_width(gap: Estimate) -> bool:
     return gap.interval is not None and not gap.all_equal
 
 
-def loss_interval(row: Row) -> tuple[float, float] | None:
+def loss_interval(row: Arm) -> tuple[float, float] | None:
     return row.loss.interval if row.loss else None
 
 
-def sample_range(row: Row) -> tuple[float, float] | None:
+def sample_range(row: Arm) -> tuple[float, float] | None:
     """Return the range over seeds of the last held-out sample loss."""
     curves = [run.series(LOSS).values for run in row.runs]
     last = [float(curve[-1]) for curve in curves if len(curve) and np.isfinite(curve[-1])]

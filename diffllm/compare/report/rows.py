@@ -1,26 +1,20 @@
-"""Rows of a report (sets of runs that differ only in the seed), groups of rows, and labels."""
+"""Rows of a report (arms with their gaps to a baseline), groups of rows, and labels."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_uppercase
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.comparable import ATTENTION, CHANGED, shown_value, value_text
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
-from diffllm.compare.arms.sentences import finite
 from diffllm.compare.report.keys import HEADLINE, Keys, determine, distinguish, overrides
 from diffllm.config import TrainConfig
-from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import metric_of
-from diffllm.statistics.divergence import Share
-from diffllm.statistics.estimates import Estimate, Rate, estimate
+from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.trend import Trend
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
@@ -32,123 +26,67 @@ class EqualGap:
 
     gap: Estimate
     at: float
-    """Number of tokens, FLOPs or seconds."""
-    error: float
-    """Estimated error of `gap` due to interpolation between evaluations, in nats per token."""
+    """Mean number of tokens, FLOPs or seconds."""
 
 
-@dataclass
-class Row:
-    """Runs that differ only in the seed, and statistics over these runs."""
+@dataclass(frozen=True, eq=False)
+class Row(Arm):
+    """An arm in a report, with its gap to the baseline."""
 
-    label: str
-    """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
-    keys: dict[str, Any]
-    """Values of the keys that distinguish the rows of the report."""
-    runs: list[Run]
-    """Sorted by seed."""
-    differing: dict[str, Any] = field(default_factory=dict)
-    """Values of the keys in `keys` and in `incomparable`."""
-    loss: Estimate | None = None
-    """Final held-out loss, in nats per token."""
-    gap: Estimate | None = None
-    """Loss of this row minus the loss of `baseline`, over seeds with a loss in both rows."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Cells of report.csv, by column."""
-    baseline: "Row | None" = None
-    """Baseline row; None if `gap` is None."""
     is_baseline: bool = False
-    against: "Row | None" = None
-    """Baseline row, even if `gap` is None."""
+    """Whether the row is the baseline of a gap."""
+    against: Arm | None = None
+    """Arm that the row is compared with; None without a comparable baseline."""
     outcome: ArmGap | None = None
-    """Tests of the gap."""
-    documents: Estimate | None = None
-    """Gap with a confidence interval over documents and seeds."""
-    no_documents: str = ""
-    """Explains why `documents` is None."""
+    """Gap to `against`, with its tests."""
     p_holm: float | None = None
     """p-value of the gap after Holm's correction over the gaps of all rows."""
-    diverged: int = 0
-    group: str = ""
     trend: Trend | None = None
     equal: dict[str, EqualGap] = field(default_factory=dict)
     """Gaps at equal cost, by the names "tokens", "flops" and "seconds"."""
-    incomparable: list[str] = field(default_factory=list)
-    """Keys that must be equal in two rows to compare the rows."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Cells of report.csv, by column."""
 
     @property
-    def finished(self) -> list[Run]:
-        return [run for run in self.runs if run.summary is not None]
+    def gap(self) -> Estimate | None:
+        """Loss of this row minus the loss of `baseline`, over seeds with a loss in both."""
+        if self.outcome is None or self.outcome.paired is None:
+            return None
+        return self.outcome.paired.estimate
 
     @property
-    def ended(self) -> list[Run]:
-        return [run for run in self.runs if run.ended]
-
-    @property
-    def diverged_share(self) -> Share:
-        return Share(self.diverged, len(self.ended))
-
-    @property
-    def seeds(self) -> int:
-        return self.loss.seeds if self.loss else 0
-
-    def fact(self, name: str) -> Any:
-        return next((v for run in self.runs if (v := run.facts.get(name)) is not None), None)
-
-    def mean(self, name: str) -> float | None:
-        known = [x for run in self.finished if (x := finite((run.summary or {}).get(name)))]
-        return float(np.mean(known)) if known else None
-
-    def events(self, series: str) -> Rate | None:
-        """Count the spikes of "loss" or "grad", and the steps that were tested, in all ended runs.
-
-        Return None if no step was tested.
-        """
-        count, judged = (
-            sum(finite(run_value(run, metric_of(f"spikes_detrended/{series}_{what}"))) or 0
-                for run in self.ended)
-            for what in ("total", "judged")
-        )  # fmt: skip
-        return Rate(round(count), round(judged)) if round(judged) else None
-
-    @property
-    def measured(self) -> dict[tuple[int, int], Run]:
-        """Runs with a finite final loss, by (seed, model.init_seed)."""
-        return {run.seeds: run for run in self.runs if run.final_loss is not None}
-
-    @property
-    def losses(self) -> dict[tuple[int, int], float | None]:
-        """Final losses of ended runs, by (seed, model.init_seed); None for a diverged run."""
-        return {run.seeds: run.final_loss for run in self.ended}
+    def baseline(self) -> Arm | None:
+        """Baseline of the gap; None if `gap` is None."""
+        return self.against if self.gap else None
 
 
-def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
-    """Group the runs that differ only in the seed into rows, and sort the rows by variant and keys.
+def make_arms(runs: list[Run], keys: Keys) -> tuple[list[Arm], list[str]]:
+    """Group the runs that differ only in the seed into arms, sorted by variant and keys.
 
-    If several runs of a row have the same seed, use the newest finished run, and add a message to
-    `notes`. If none of these runs is finished, use the newest run. Do not set labels and gaps.
+    The arms do not have labels yet. If several runs of an arm have the same seed, use the newest
+    finished run, or the newest run if none is finished.
+
+    Returns the arms, and a note about each skipped run.
     """
-    groups: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
-        groups.setdefault(row_identity(values), []).append(i)
-    rows = []
-    for members in groups.values():
-        values = keys.values[members[0]]
-        same = one_a_seed([runs[i] for i in members], notes)
-        row = Row("", {key: values[key] for key in keys.swept}, same, values)
-        losses = [run.final_loss for run in same if run.final_loss is not None]
-        row.loss = estimate(losses).within(0.0, math.inf) if losses else None
-        row.diverged = sum(run.diverged for run in same)
-        rows.append(row)
+        members.setdefault(arm_identity(values), []).append(i)
+    arms = []
+    notes = []
+    for places in members.values():
+        values = keys.values[places[0]]
+        newest, skipped = newest_by_seed([runs[i] for i in places])
+        notes += skipped
+        arms.append(Arm("", {key: values[key] for key in keys.swept}, newest, values))
 
-    def order(row: Row) -> list[tuple[int, Any]]:
-        return [variant_order(row.keys["attention"]), *map(value_order, row.keys.values())]
+    def order(arm: Arm) -> list[tuple[int, Any]]:
+        return [variant_order(arm.keys["attention"]), *map(value_order, arm.keys.values())]
 
-    return sorted(rows, key=order)
+    return sorted(arms, key=order), notes
 
 
-def row_identity(values: dict[str, Any]) -> str:
-    """Return a text that is equal for two runs of one row; `values` is an entry of Keys.values."""
+def arm_identity(values: dict[str, Any]) -> str:
+    """Return a text that is equal for two runs of one arm; `values` is an entry of Keys.values."""
     return shown_value([values[key] for key in sorted(values)])
 
 
@@ -162,8 +100,10 @@ def value_order(value: Any) -> tuple[int, Any]:
     return (1, value) if isinstance(value, int | float) else (2, shown_value(value))
 
 
-def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
+def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
+    """Return the newest finished run of each seed, and a note about each other run."""
     by_seed: dict[tuple[int, int], Run] = {}
+    notes = []
 
     def age(run: Run) -> tuple[bool, float, str]:
         files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
@@ -175,87 +115,66 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
             why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
             notes.append(f"{other.path} is skipped: {run.path} is {why}; keys and seed are equal.")
         by_seed[run.seeds] = run
-    return [by_seed[seeds] for seeds in sorted(by_seed)]
-
-
-def row_value(row: Row, metric: Metric) -> float | None:
-    assert metric.column
-    known = [x for run in row.finished if (x := run_value(run, metric)) is not None]
-    return finite(getattr(np, metric.column.seeds)(known)) if known else None
-
-
-def run_value(run: Run, metric: Metric) -> float | None:
-    """Return a run's value of a metric for report.csv.
-
-    `metric.column.steps` selects the last step or all steps. `metric.column.of` is the reduction
-    over these steps and over layers. Return None if the run has no finite value, and NaN if a layer
-    is not finite: without this layer, the run would seem to have smaller outliers.
-    """
-    column, layers = metric.column, metric.name.endswith("*")
-    assert column
-    said = finite((run.summary or {}).get(metric.name))
-    if column.steps == "last" and said is not None:
-        return said
-    values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
-    if column.steps == "last":
-        values = values[-1:]
-    known = np.isfinite(values)
-    if layers and not known.all():
-        return math.nan
-    return float(getattr(np, column.of)(values[known])) if known.any() else None
+    return [by_seed[seeds] for seeds in sorted(by_seed)], notes
 
 
 LONGEST = 48
 
 
-@dataclass
-class Group:
+class Group(NamedTuple):
     """Rows of a report that can be compared with each other."""
 
     letter: str
-    rows: list[Row]
-    values: dict[str, str] = field(default_factory=dict)
+    rows: Sequence[Row]
+    values: dict[str, str]
     """This group's values, as text, of the keys that differ between groups."""
 
 
-def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
-    """Divide the rows of a report into groups of comparable rows, and set the label of each row.
+class ArmGroup(NamedTuple):
+    """Arms of a `Group`, before their gaps are measured."""
 
-    Sort the groups by their number of rows with a loss, largest first. If these rows have only one
+    letter: str
+    arms: list[Arm]
+    values: dict[str, str]
+
+
+def group_arms(arms: list[Arm], runs: list[Run], keys: Keys) -> list[ArmGroup]:
+    """Divide arms into groups of comparable arms, and give each arm its label and group.
+
+    Sort the groups by their number of arms with a loss, largest first. If these arms have only one
     attention variant, or if the config changed during the runs of the group, use 0 instead of this
     number.
     """
-    together: dict[str, list[Row]] = {}
-    for row in rows:
-        same = shown_value([row.differing[key] for key in keys.incomparable])
-        together.setdefault(same, []).append(row)
-    groups = [Group("", members) for members in together.values()]
-    groups.sort(key=rows_to_compare, reverse=True)
-    several = len(groups) > 1
-    for i, group in enumerate(groups):
-        group.letter = ascii_uppercase[i % 26] * (i // 26 + 1) if several else ""
-        for row in group.rows:
-            row.group = group.letter
+    together: dict[str, list[Arm]] = {}
+    for arm in arms:
+        conditions = shown_value([arm.differing[key] for key in keys.incomparable])
+        together.setdefault(conditions, []).append(arm)
+    members = sorted(together.values(), key=arms_to_compare, reverse=True)
+    several = len(members) > 1
     shown_together = keys_of_model_choice(runs, keys)
-    for row in rows:
-        row.label = label(row, rows, shown_together)
-    labels = [row.label for row in rows]
+    labels = [label(arm, arms, shown_together) for arm in arms]
     lettered = several and (max(map(len, labels)) > LONGEST or len({*labels}) < len(labels))
-    for group in groups:
-        for row in group.rows if lettered else ():
-            row.label = f"{group.letter}: {label(row, group.rows, set(), inside=True)}"
-        if several:
-            group.values = distinguishing(group.rows[0], groups, keys, shown_together)
+    groups = []
+    for i, arms_of_group in enumerate(members):
+        letter = ascii_uppercase[i % 26] * (i // 26 + 1) if several else ""
+        labelled = []
+        for arm in arms_of_group:
+            name = label(arm, arms, shown_together)
+            if lettered:
+                name = f"{letter}: {label(arm, arms_of_group, set(), inside=True)}"
+            labelled.append(replace(arm, label=name, group=letter))
+        values = distinguishing(arms_of_group[0], members, keys, shown_together) if several else {}
+        groups.append(ArmGroup(letter, labelled, values))
     return groups
 
 
-def rows_to_compare(group: Group) -> int:
-    variants = [row.keys["attention"] for row in group.rows if row.loss is not None]
-    changed = group.rows[0].differing.get(CHANGED)
+def arms_to_compare(arms: list[Arm]) -> int:
+    variants = [arm.keys["attention"] for arm in arms if arm.loss is not None]
+    changed = arms[0].differing.get(CHANGED)
     return 0 if changed or len({*variants}) < 2 else len(variants)
 
 
-def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = False) -> str:
+def label(row: Arm, rows: list[Arm], shown_together: set[str], inside: bool = False) -> str:
     """Return a label that distinguishes `row` from the other `rows`, such as "diff_v2 lr=0.001".
 
     Args:
@@ -293,10 +212,10 @@ def row_labels(configs: Sequence[TrainConfig]) -> list[str]:
     """
     runs = [Run(Path(), cfg, {}, None, Metrics([])) for cfg in configs]
     keys = distinguish(runs)
-    rows = make_rows(runs, keys, [])
+    arms, _ = make_arms(runs, keys)
     shown_together = keys_of_model_choice(runs, keys)
-    labels = {row_identity(row.differing): label(row, rows, shown_together) for row in rows}
-    return [labels[row_identity(values)] for values in keys.values]
+    labels = {arm_identity(arm.differing): label(arm, arms, shown_together) for arm in arms}
+    return [labels[arm_identity(values)] for values in keys.values]
 
 
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
@@ -316,7 +235,7 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 
 
 def distinguishing(
-    row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
+    row: Arm, groups: list[list[Arm]], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
     """Return the values in `row` of the keys that differ between groups, but not within a group.
 
@@ -326,7 +245,7 @@ def distinguishing(
     """
     found = {"model": row.runs[0].cfg.resolved.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
-        values = [{shown_value(r.differing.get(key)) for r in group.rows} for group in groups]
+        values = [{shown_value(r.differing.get(key)) for r in group} for group in groups]
         if {*map(len, values)} == {1} and len(set.union(*values)) > 1:
             found[key] = value_text(key, row.differing.get(key))
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Section
 from diffllm.compare.arms.run import Run, Series
 from diffllm.compare.arms.sentences import short
@@ -47,8 +48,8 @@ Curves of few points have no first steps."""
 
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
-) -> tuple[list[Figure], list[Section]]:
-    """Return the figures at the top of the page, and the sections with all other figures.
+) -> tuple[list[Figure], list[Section], list[Figure]]:
+    """Return the figures at the top of the page, the other sections, and the figures over costs.
 
     Report rows whose index is in `hidden` are not drawn.
     """
@@ -74,7 +75,7 @@ def page_sections(
             if intro:
                 blocks.insert(0, Paragraph(intro.format(**draw.fields)))
             sections.append(Section(title, blocks))
-    return first, sections
+    return first, sections, draw.costs()
 
 
 class Figures:
@@ -259,6 +260,21 @@ class Figures:
         caption = " ".join([caption, *trend_sentences(self.rows)])
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats per token", bands, floor=floor)
+
+    def costs(self) -> list[Figure]:
+        """Draw the held-out sample loss over tokens, FLOPs and seconds, if rows have gaps."""
+        if not any(row.gap for row in self.rows):
+            return []
+        cards = []
+        for budget in BUDGETS.values():
+            bands = []
+            for row in self.rows:
+                band = curves.over_seeds(run.series(curves.LOSS) for run in row.runs)
+                bands.append(curves.over_cost(band, row.runs, budget) if band else None)
+            plot = Curve(f"Loss over {budget.unit}", clip=True)
+            caption = f"Held-out sample loss. {budget.meaning}."
+            cards += self.card(plot, caption, "nats per token", bands, across=budget.unit)
+        return cards
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Figure]:
         bands = [curves.at_end(row, metric.quantity) for row in self.rows]

@@ -7,9 +7,10 @@ from zlib import crc32
 
 from markupsafe import Markup
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.comparable import ATTENTION, shown_value
 from diffllm.compare.report.keys import overrides
-from diffllm.compare.report.rows import FIRST, Row
+from diffllm.compare.report.rows import FIRST
 
 HUES = (
     "#69707a", "#00875f", "#0068b0", "#d4480b", "#a63a92", "#b07d00", "#4a38b8", "#0e93b8",
@@ -54,7 +55,7 @@ class RowStyle:
         ).format(self.colour, dash or "none")
 
 
-def row_styles(rows: list[Row]) -> list[RowStyle]:
+def row_styles(rows: Sequence[Arm]) -> list[RowStyle]:
     """Return the style of each row's curve; a variant looks the same in every figure."""
     identities = []
     for row in rows:

@@ -1,13 +1,13 @@
 """Tables of a report: the columns of report.csv, and the tables of the page."""
 
-import math
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.gap import ArmGap
-from diffllm.compare.arms.run import Run
+from diffllm.compare.arms.run import Run, run_value
 from diffllm.compare.arms.sentences import (
     MISSING,
     clock,
@@ -24,15 +24,15 @@ from diffllm.compare.arms.sentences import (
     short,
     with_interval,
 )
-from diffllm.compare.report.curves import BUDGETS
 from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.results import (
     divergence,
     gap_tag,
     has_intervals,
+    lost_seeds,
     tested_rows,
 )
-from diffllm.compare.report.rows import Group, Row, row_value, run_value
+from diffllm.compare.report.rows import Group, Row
 from diffllm.compare.report.styles import RowStyle
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
@@ -47,58 +47,68 @@ class PageColumn(NamedTuple):
     cell: Callable[[Row], Cell]
 
 
-def row_values(row: Row) -> dict[str, Any]:
-    """Map each column name of report.csv to the value of `row`; None means an empty cell."""
-    found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
-    paired = found and found.paired
-    events = {series: row.events(series) for series in ("loss", "grad")}
-    diverged = row.diverged_share.interval if ended else (None, None)
-    return {
-        "variant": row.keys["attention"],
-        **{key: value for key, value in row.keys.items() if key != "attention"},
-        **{fact: row.fact(fact) for fact in ("parameters", "active_parameters", "flops_per_token")},
+def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
+    """Map each column name of report.csv to the value of `row`; None means an empty cell.
+
+    Args:
+        incomparable: keys that must be equal in two rows to compare the rows.
+    """
+    loss = row.loss
+    values = {"variant": row.keys["attention"], **row.keys}
+    del values["attention"]
+    for fact in ("parameters", "active_parameters", "flops_per_token"):
+        values[fact] = row.fact(fact)
+    values |= {
         "tokens": row.runs[0].planned_tokens,
         "seeds": row.seeds,
         "seeds_diverged": row.diverged,
-        "seeds_ended": len(ended),
+        "seeds_ended": len(row.ended),
         "loss": loss and loss.mean,
         **ends("loss", loss),
+        **gap_values(row),
+        "baseline": row.baseline and row.baseline.label,
+        "incomparable": incomparable or None,
+        "group": row.group or None,
+    }
+    for series in ("loss", "grad"):
+        rate = row.events(series)
+        for end, field in EVENTS.items():
+            values[f"{series}_events{end}"] = rate and getattr(rate, field)
+    values["seconds"] = row.mean("seconds")
+    values["bits_per_byte"] = row.mean("heldout_bits_per_byte")
+    for metric in METRICS:
+        if metric.column:
+            values[metric.quantity] = row.value(metric)
+    return values
+
+
+def gap_values(row: Row) -> dict[str, Any]:
+    """Map the columns of report.csv about the gap of `row` to their values."""
+    outcome, gap = row.outcome, row.gap
+    paired = outcome and outcome.paired
+    slope = row.trend and row.trend.slope
+    diverged = row.diverged_share.interval if row.ended else (None, None)
+    values = {
         "gap": gap and gap.mean,
         **ends("gap", gap),
         "gap_seeds": gap and gap.seeds,
         "gap_p": paired and paired.p,
         "gap_p_holm": row.p_holm,
-        **ends("gap_welch", found and found.welch),
-        **ends("gap_documents", row.documents),
-        "gap_trend": row.trend and row.trend.slope.mean,
-        **ends("gap_trend", row.trend and row.trend.slope),
-        "seed_correlation": found and found.correlation,
+        **ends("gap_welch", outcome and outcome.welch),
+        **ends("gap_documents", outcome and outcome.over_documents),
+        "gap_trend": slope and slope.mean,
+        **ends("gap_trend", slope),
+        "seed_correlation": outcome and outcome.correlation,
         "diverged_low": diverged[0],
         "diverged_high": diverged[1],
-        "diverged_p": found and found.p_diverged,
-        **{
-            f"gap_at_{name}{end}": value
-            for name in BUDGETS
-            for equal in [row.equal.get(name)]
-            for end, value in {
-                "": equal and equal.gap.mean,
-                **ends("", equal and equal.gap),
-                "_error": equal and equal.error,
-                "_of": equal and equal.at,
-            }.items()
-        },
-        "baseline": row.baseline and row.baseline.label,
-        "incomparable": row.incomparable or None,
-        "group": row.group or None,
-        **{
-            f"{series}_events{end}": rate and getattr(rate, field)
-            for series, rate in events.items()
-            for end, field in EVENTS.items()
-        },
-        "seconds": row.mean("seconds"),
-        "bits_per_byte": row.mean("heldout_bits_per_byte"),
-        **{metric.quantity: row_value(row, metric) for metric in METRICS if metric.column},
+        "diverged_p": outcome and outcome.p_diverged,
     }
+    for name in BUDGETS:
+        equal = row.equal.get(name)
+        values[f"gap_at_{name}"] = equal and equal.gap.mean
+        values |= ends(f"gap_at_{name}", equal and equal.gap)
+        values[f"gap_at_{name}_of"] = equal and equal.at
+    return values
 
 
 def csv_text(rows: list[Row]) -> str:
@@ -118,17 +128,11 @@ def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
 
 def loss_cell(row: Row) -> Cell:
     tag = divergence(row, share=False)
-    if row.loss is None or finite(row.loss.mean) is None:
-        return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
+    if row.loss is None:
+        return Cell(MISSING, tag=tag)
     bits = finite(row.values.get("bits_per_byte"))
     small = (in_words(row.loss), "" if bits is None else f"{fixed(bits, 3)} bits per byte")
     return Cell(fixed(row.loss.mean), row.loss.mean, tuple(filter(None, small)), tag)
-
-
-def lost_seeds(row: Row) -> list[str]:
-    base = row.baseline
-    of_base = divergence(base, f" of {base.label}", share=False) if base else ""
-    return [text for text in (divergence(row, share=False), of_base) if text]
 
 
 def gap_cell(row: Row) -> Cell:
@@ -137,17 +141,6 @@ def gap_cell(row: Row) -> Cell:
     bounds, mean = in_words(row.gap, signed=True), row.gap.mean
     tag = (lost_seeds(row) or [gap_tag(row)])[0]
     return Cell(fixed(mean, signed=True), mean, (bounds,) if bounds else (), tag)
-
-
-def equal_cell(row: Row, budget: str) -> Cell:
-    if (found := row.equal.get(budget)) is None:
-        return Cell(MISSING)
-    error = f"{fixed(found.error)} by interpolation" if math.isfinite(found.error) else " unknown"
-    off = f"±{error}"
-    parts = [in_words(found.gap, signed=True), off if found.error else ""]
-    small = filter(None, ["; ".join(filter(None, parts)), *lost_seeds(row)])
-    tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
-    return Cell(fixed(found.gap.mean, signed=True), found.gap.mean, tuple(small), tag)
 
 
 def seeds_cell(row: Row) -> Cell:
@@ -239,16 +232,6 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
     return made
 
 
-def cost_columns(rows: list[Row]) -> list[TableColumn]:
-    return [
-        TableColumn(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows],
-               "nats per token",
-               f"{budget.meaning}; held-out loss minus the baseline's after equal {budget.unit}, "
-               "interpolated between evaluations during training")
-        for name, budget in BUDGETS.items() if any(name in row.equal for row in rows)
-    ]  # fmt: skip
-
-
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
     """Remove columns in which all cells are equal.
 
@@ -281,7 +264,7 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
 HOLM = "p, Holm"
 TESTS = (
     "Row", "Pairs", ("Paired gap", "nats per token, 95%"), "p", HOLM,
-    ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "bootstrap, 95%"),
+    ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "95%"),
     ("Correlation", "between seeds"), ("Trend", "per doubling of tokens, 95%"),
     ("Diverged", "95%, and p"),
 )  # fmt: skip
@@ -289,34 +272,46 @@ TESTS = (
 
 def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     """Return the table of tests; None if no gap has a test and no run diverged."""
-    family = len(tested_rows(rows))
+    several = len(tested_rows(rows)) > 1
     lines = []
     for row, style in zip(rows, styles, strict=True):
-        found = row.outcome
-        if row.against is None or found is None:
-            continue
-        paired, unpaired = found.paired, found.welch
-        lines.append(
-            [
-                Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch),
-                Cell(str(paired.seeds) if paired else "0"),
-                Cell(with_interval(paired.estimate, True, 4) if paired else MISSING),
-                Cell(p_text(paired.p if paired else None), tag=gap_tag(row) if family < 2 else ""),
-                Cell(p_text(row.p_holm), tag=gap_tag(row)),
-                Cell(with_interval(unpaired.estimate, True, 4) if unpaired else MISSING),
-                Cell(p_text(unpaired.p if unpaired else None)),
-                Cell((in_words(row.documents, signed=True) if row.documents else "") or MISSING),
-                Cell(fixed(found.correlation, 2, signed=True)),
-                Cell(with_interval(row.trend.slope.estimate, True) if row.trend else MISSING),
-                diverged_cell(found),
-            ]
-        )
-    if not lines or not (family or any(row.diverged for row in rows)):
+        if row.against is not None and row.outcome is not None:
+            names = Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch)
+            lines.append([names, *test_cells(row, row.outcome, several)])
+    if not lines or not (tested_rows(rows) or any(row.diverged for row in rows)):
         return None
     table = Table.of(TESTS, lines)
-    if family < 2:  # Holm's correction does not change a single p.
-        table = Table([column for column in table.columns if column.title != HOLM])
-    return table
+    if several:
+        return table
+    # Holm's correction does not change a single p.
+    return Table([column for column in table.columns if column.title != HOLM])
+
+
+def test_cells(row: Row, gap: ArmGap, several: bool) -> list[Cell]:
+    """Return the cells of a gap in the table of tests, in the order of TESTS.
+
+    Args:
+        several: whether the page has several gaps, so that the tag is next to Holm's p.
+    """
+    paired, welch = gap.paired, gap.welch
+    return [
+        Cell(str(paired.seeds) if paired else "0"),
+        Cell(with_interval(paired.estimate, True, 4) if paired else MISSING),
+        Cell(p_text(paired.p if paired else None), tag="" if several else gap_tag(row)),
+        Cell(p_text(row.p_holm), tag=gap_tag(row)),
+        Cell(with_interval(welch.estimate, True, 4) if welch else MISSING),
+        Cell(p_text(welch.p if welch else None)),
+        documents_cell(gap),
+        Cell(fixed(gap.correlation, 2, signed=True)),
+        Cell(with_interval(row.trend.slope.estimate, True) if row.trend else MISSING),
+        diverged_cell(gap),
+    ]
+
+
+def documents_cell(gap: ArmGap) -> Cell:
+    if gap.over_documents is None:
+        return Cell(MISSING)
+    return Cell(in_words(gap.over_documents.estimate, signed=True) or MISSING)
 
 
 def diverged_cell(found: ArmGap) -> Cell:
@@ -327,13 +322,6 @@ def diverged_cell(found: ArmGap) -> Cell:
     text = f"{own.diverged} of {own.runs} ({low:.0%} to {high:.0%}) against "
     text += f"{base.diverged} of {base.runs}"
     return Cell(text, small=(f"p {p_text(found.p_diverged)}, Fisher",))
-
-
-def cost_table(rows: list[Row], baseline: str | None) -> Table | None:
-    if not (kept := [row for row in rows if row.equal]):
-        return None
-    labels = TableColumn(f"Gap to {baseline}", [Cell(row.label) for row in kept])
-    return Table([labels, *cost_columns(kept)])
 
 
 def groups_table(groups: list[Group]) -> Table:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.sentences import (
     compact,
     digits_for,
@@ -9,20 +10,23 @@ from diffllm.compare.arms.sentences import (
     in_words,
     plural,
 )
-from diffllm.compare.report.curves import LOSS
+from diffllm.compare.report.curves import LOSS, have_equal_tokens
 from diffllm.compare.report.results import NAMED
 from diffllm.compare.report.rows import Row
 from diffllm.statistics.gap_tests import ALPHA, Gap, holm
 from diffllm.statistics.trend import Trend, gap_trend
 
 
-def row_trend(row: Row, base: Row) -> Trend | None:
+def arm_trend(row: Arm, base: Arm) -> Trend | None:
     """Return the trend of the loss gap `row` minus `base` over training tokens.
 
     Only runs whose seed has a finite final loss in both rows are used. An evaluation is shared if
     it took place at the same number of tokens in all these runs. Return None if there are no such
-    runs, or if they share fewer than FEWEST_POINTS evaluations after the first 10% of training.
+    runs, if they share fewer than FEWEST_POINTS evaluations after the first 10% of training, or if
+    the rows train on different numbers of tokens.
     """
+    if not have_equal_tokens(row, base):
+        return None
     own, other = (
         {seed: run.series(LOSS) for seed, run in side.measured.items()} for side in (row, base)
     )

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.comparable import HASH
-from diffllm.compare.arms.run import Run, load_run
+from diffllm.compare.arms.run import Run, load_run, run_value
 from diffllm.compare.report.curves import LOSS
 from diffllm.compare.report.notes import thin_note
-from diffllm.compare.report.rows import run_value
 from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from diffllm.compare.report.comparison import Comparison, compare
 from diffllm.compare.report.rows import Group
 from diffllm.config import TrainConfig
 from diffllm.metrics.spikes import SpikeMonitor
-from diffllm.statistics.estimates import Estimate
 
 FOUR = ("standard", "gated", "diff_v1", "diff_v2")
 NINE = (
@@ -190,8 +190,7 @@ def not_finite() -> Comparison:
     runs[1].metrics, runs[1].summary = Metrics(lines), {"heldout_loss": None}
     made = compare(runs, title="A divergence")
     (row,) = made.rows
-    row.values |= {"train/grad_norm": math.nan, "hidden_top1": math.inf, "tokens": None}
-    row.loss = Estimate(math.nan, math.nan, math.nan, 2)
+    row.values.update({"train/grad_norm": math.nan, "hidden_top1": math.inf, "tokens": None})
     return made
 
 
@@ -201,15 +200,14 @@ HOSTILE = '<script>alert("x")</script>&\'"{{ 7 * 7 }}#fe0000'
 def hostile() -> Comparison:
     """Return a comparison whose names contain HTML markup."""
     made = compare([run(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE)
-    made.rows[0].label, made.rows[1].label = HOSTILE, "</title></svg><img src=x onerror=alert(1)>"
-    made.differences = [HOSTILE]
-    apart = {HOSTILE: HOSTILE}
-    made.groups = [Group("A", made.rows[:1], apart), Group("B", made.rows[1:], apart)]
     for row in made.rows:
         row.runs[0].facts |= {"command": HOSTILE, "variant_line": HOSTILE}
         row.runs[0].summary = {**(row.runs[0].summary or {}), "sample": f"\x07{HOSTILE}"}
-    made.notes = [HOSTILE]
-    return made
+    base = replace(made.rows[0], label=HOSTILE)
+    row = replace(made.rows[1], label="</title></svg><img src=x onerror=alert(1)>", against=base)
+    apart = {HOSTILE: HOSTILE}
+    groups = [Group("A", [base], apart), Group("B", [row], apart)]
+    return replace(made, rows=[base, row], groups=groups, differences=[HOSTILE], notes=[HOSTILE])
 
 
 def sweep_of_rates() -> Comparison:

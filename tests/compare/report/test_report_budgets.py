@@ -5,12 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from runs.written import loaded, write_run
+from runs.written import config, loaded, write_run
 from scipy.special import stdtrit
 
+from diffllm.compare.arms.budget import BUDGETS, flops_spent
 from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.curves import flops_spent, read_curve, seed_noise
+from diffllm.compare.report.curves import gap_band, sample_gaps, seed_noise
+from diffllm.compare.report.page import page
+from diffllm.config.matching import totals
+from diffllm.metrics.steps import STEP, StepsFile
 
 TOKENS = 8 * 32
 FLOPS = {"standard": 2e6, "gated": 3e6}
@@ -19,7 +23,7 @@ SLOPE = 0.5
 
 
 def loss(variant, tokens, seed=0):
-    """Return a line over the logarithm of tokens, for which interpolation is exact."""
+    """Return a loss that is a line over the logarithm of tokens."""
     return 6 - SLOPE * math.log(tokens) - 0.1 * (variant == "gated") + 0.01 * seed
 
 
@@ -47,18 +51,112 @@ def compared(tmp_path, **how):
     return compare(loaded(sorted(tmp_path.iterdir())))
 
 
-def test_loss_gap_at_equal_cost_matches_closed_form(tmp_path):
-    (_, gated) = compared(tmp_path).rows
+def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp_path):
+    """Reading the longer arm in the middle of its schedule would show a gap."""
+
+    def one_curve(variant, tokens, seed):
+        return 6 - SLOPE * math.log(tokens * FLOPS[variant]) + 0.01 * seed
+
+    comparison = compared(tmp_path, curve=one_curve)
+    (_, gated) = comparison.rows
     end = 20 * TOKENS
-    for cost, share in (("tokens", 1.0), ("flops", 2 / 3), ("seconds", 100 / 125)):
-        found = gated.equal[cost]
-        assert found.gap.mean == pytest.approx(-0.1 - SLOPE * math.log(share), abs=1e-6)
-        assert found.gap.seeds == 2
-        assert found.error == pytest.approx(0, abs=1e-6)
-        assert gated.values[f"gap_at_{cost}"] == found.gap.mean
+    assert list(gated.equal) == ["tokens"]
     assert gated.equal["tokens"].at == end
-    assert gated.equal["flops"].at == pytest.approx(end * FLOPS["standard"])
-    assert gated.equal["seconds"].at == pytest.approx(20 * 0.1)
+    assert gated.equal["tokens"].gap.mean == pytest.approx(-SLOPE * math.log(1.5), abs=1e-6)
+    assert gated.values["gap_at_tokens"] == gated.equal["tokens"].gap.mean
+    assert gated.values["gap_at_flops"] is gated.values["gap_at_seconds"] is None
+    note = "No gap at equal FLOPs or equal seconds: plan such runs with <code>train.budget.flops"
+    assert page(comparison).count(note) == 1
+
+
+def write_budgeted(path, variant, seed, final_loss, **facts):
+    """Write a finished run with train.budget.flops=1e11 and evaluations at half and at the end."""
+    words = ("train.budget.flops=1e11", f"attention={variant}", f"seed={seed}")
+    cfg = config(words)
+    lines = [
+        {"step": step, "tokens": step * TOKENS, "train/loss": 5.0, "eval/loss": loss}
+        for step, loss in ((cfg.steps // 2, 5.5), (cfg.steps, final_loss))
+    ]
+    facts = {"flops_per_token": totals(cfg.model)["flops"], **facts}
+    return write_run(path, *words, lines=lines, facts=facts, loss=final_loss)
+
+
+def test_runs_of_one_budget_in_flops_have_gap_of_final_losses(tmp_path):
+    losses = {"standard": (4.0, 4.1, 4.3), "diff_v2": (3.9, 3.95, 4.2)}
+    for variant, by_seed in losses.items():
+        for seed, final_loss in enumerate(by_seed):
+            write_budgeted(tmp_path / f"{variant}{seed}", variant, seed, final_loss)
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    _, v2 = comparison.rows
+    lengths = [row.runs[0].cfg.steps for row in comparison.rows]
+    assert lengths[0] > 1.05 * lengths[1]
+    assert [row.label for row in comparison.rows] == ["standard", "diff_v2"]
+    assert len(comparison.groups) == 1
+    assert v2.equal.keys() == {"flops"}
+    assert v2.equal["flops"].gap == v2.gap
+    assert v2.gap.mean == pytest.approx(np.mean([-0.1, -0.15, -0.1]))
+    assert v2.equal["flops"].at == pytest.approx(1e11, rel=0.01)
+    assert (v2.trend, gap_band(v2), sample_gaps(v2, v2.baseline)) == (None, None, {})
+    assert any(note.startswith("Not at equal tokens: diff_v2.") for note in comparison.notes)
+    reasons = {found.key: found.reason for found in comparison.row_differences}
+    assert reasons["steps"] == "budget is compared instead"
+    html = page(comparison)
+    assert "No gap at equal seconds: plan such runs with <code>budget</code> in a study." in html
+    titles = ("Loss over tokens", "Loss over FLOPs")
+    assert all(html.count(f"<h3>{title}</h3>") == 1 for title in titles)
+
+
+def test_runs_of_two_budgets_are_not_compared(tmp_path):
+    write_budgeted(tmp_path / "a", "standard", 0, 4.0)
+    words = ("train.budget.flops=1.02e11", "attention=diff_v2")
+    write_run(tmp_path / "b", *words, facts={"flops_per_token": 4e6})
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    assert len(comparison.groups) == 2
+    assert comparison.rows[1].gap is None
+
+
+def write_timed(path, variant, steps, step_seconds, **facts):
+    """Write a run of a study with this time per step in steps.npy."""
+    words = (f"attention={variant}", f"steps={steps}", "run.study=d1ge57/deciding/arm")
+    lines = [{"step": steps, "tokens": steps * TOKENS, "train/loss": 5.0, "eval/loss": 4.0}]
+    facts = {"flops_per_token": FLOPS[variant], **facts}
+    write_run(path, *words, lines=lines, facts=facts, loss=4.0 - 0.1 * (variant == "gated"))
+    rows = np.zeros(steps, STEP)
+    rows["step"] = np.arange(1, steps + 1)
+    rows["train_seconds"] = step_seconds * rows["step"]
+    StepsFile(path / "steps.npy").append(rows)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "facts", "equal"),
+    [
+        (0.125, {}, {"seconds"}),
+        (0.128, {}, {"seconds"}),  # 2.4% more
+        (0.130, {}, None),
+        (0.125, {"device": "H100"}, None),
+        (0.125, {"flops_per_token": 2.5e6}, {"flops", "seconds"}),
+    ],
+)
+def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
+    tmp_path, step_seconds, facts, equal
+):
+    write_timed(tmp_path / "a", "standard", 100, 0.1)
+    write_timed(tmp_path / "b", "gated", 80, step_seconds, **facts)
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    row = comparison.rows[1]
+    assert (len(comparison.groups) == 1) == (equal is not None)
+    assert set(row.equal) == (equal or set())
+    if equal:
+        assert row.equal["seconds"].gap.mean == pytest.approx(-0.1)
+
+
+def test_runs_that_differ_in_steps_without_a_plan_are_not_compared(tmp_path):
+    for variant, steps in (("standard", 30), ("gated", 20)):
+        write_run(
+            tmp_path / variant, f"attention={variant}", f"steps={steps}",
+            facts={"flops_per_token": FLOPS[variant]},
+        )  # fmt: skip
+    assert len(compare(loaded(sorted(tmp_path.iterdir()))).groups) == 2
 
 
 KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
@@ -77,7 +175,7 @@ def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
         (path / "metrics.jsonl").write_text(
             "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
         )
-    standard, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
+    _, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:
         whole, per_key = FLOPS[run.variant], PER_KEY[run.variant]
         none = whole - per_key * (32 + 1) / 2  # FLOPs per token without attention
@@ -87,38 +185,21 @@ def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
         expected = [spent[0], (spent[0] + spent[1]) / 2, *spent[1:]]
         assert flops_spent(run, tokens) == pytest.approx(np.array(expected))
     row = compare(runs).rows[1]
-    assert row.equal["flops"].at == pytest.approx(20 * TOKENS * standard.facts["flops_per_token"])
     assert row.values["flops_per_token"] == gated.facts["flops_per_token"]
 
 
-def test_reported_interpolation_error_is_upper_bound_of_true_error(tmp_path):
-    def bent(variant, tokens, seed):
-        return 6 - 0.1 * (variant == "gated") + 40 / tokens**0.5
-
-    (_, gated) = compared(tmp_path, curve=bent).rows
-    found, at = gated.equal["flops"], 20 * TOKENS * 2 / 3
-    truth = bent("gated", at, 0) - bent("standard", 20 * TOKENS, 0)
-    assert 0 < abs(found.gap.mean - truth) <= found.error < 0.05
-    assert gated.equal["tokens"].error == 0
-
-
-def test_interpolation_error_is_infinite_if_curve_has_two_points():
-    curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
-    assert read_curve(curve, 20.0) == (2.0, 0.0)
-    assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
-
-
-def test_run_without_known_flops_has_no_loss_gap_at_equal_flops(tmp_path):
-    (_, gated) = compared(tmp_path, flops_per_token=None).rows
-    assert sorted(gated.equal) == ["seconds", "tokens"]
-    assert gated.values["gap_at_flops"] is None
-
-
-def test_runs_on_different_machines_have_no_loss_gap_at_equal_seconds(tmp_path):
-    written(tmp_path / "a", "standard", device="H100")
-    written(tmp_path / "b", "gated", device="CPU")
-    found = compare(loaded(sorted(tmp_path.iterdir())))
-    assert sorted(found.rows[1].equal) == ["flops", "tokens"]
+def test_equal_costs_need_recorded_flops_and_one_machine(tmp_path):
+    paths = [
+        written(tmp_path / "a", "standard", flops_per_token=3e6, device="H100"),
+        written(tmp_path / "b", "gated", device="CPU"),
+        written(tmp_path / "c", "gated", 1, flops_per_token=None),
+    ]
+    standard, gated, unknown = loaded(paths)
+    assert BUDGETS["flops"].equal_cost([standard, gated]) == 20 * TOKENS * 3e6
+    assert BUDGETS["flops"].equal_cost([gated, unknown]) is None
+    assert BUDGETS["seconds"].equal_cost([standard, gated]) is None
+    assert BUDGETS["seconds"].equal_cost([gated, unknown]) == pytest.approx(20 * 0.125)
+    assert BUDGETS["tokens"].equal_cost([standard, unknown]) == 20 * TOKENS
 
 
 def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader, figures_of, words_of
 
+from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps
 from diffllm.compare.report.page import page
@@ -19,7 +21,6 @@ from diffllm.compare.report.styles import row_styles
 from diffllm.compare.report.tables import csv_text, gap_table, table_columns
 from diffllm.compare.report.terminal import table_text
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.statistics.bootstrap import LEAST_SEEDS
 from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate
 
@@ -216,35 +217,37 @@ def with_documents(tmp_path, seeds, texts=40):
     return runs
 
 
-def test_loss_gap_has_no_bootstrap_interval_if_runs_used_different_documents(tmp_path):
-    runs = with_documents(tmp_path, LEAST_SEEDS)
+def test_report_and_study_have_equal_gaps_over_documents(tmp_path):
+    runs = with_documents(tmp_path, 3)
     found = compare(runs, title="made")
     row = found.rows[1]
-    assert (row.documents.mean, row.documents.seeds) == (pytest.approx(-0.1), LEAST_SEEDS)
-    assert row.values["gap_documents_low"] == row.documents.low
+    gap = row.outcome.over_documents
+    sides = [{run.seeds: run for run in runs if run.variant == v} for v in ("diff_v2", "standard")]
+    losses = [{seeds: run.final_loss for seeds, run in side.items()} for side in sides]
+    documents = [
+        {seeds: document_losses(run.path) for seeds, run in side.items()} for side in sides
+    ]
+    assert gap == arm_gap(*losses, *documents).full
+    assert gap.mean == row.gap.mean == pytest.approx(-0.1, abs=0.01)
+    assert gap.error == math.hypot(row.outcome.paired.error, gap.document_error)
+    assert row.values["gap_documents_low"] == gap.estimate.low
     (line,) = gap_cells(found)
     text = " ".join(Reader(page(found)).text.split())
-    interval = line["Documents and seeds, bootstrap, 95%"].text
+    interval = line["Documents and seeds, 95%"].text
     assert interval.startswith("−0.1")
     assert interval in text
-    assert "The interval over documents and seeds is withheld" not in text
+    assert "An interval over documents and seeds is missing" not in text
+
+
+def test_report_page_explains_missing_interval_over_documents(tmp_path):
+    runs = with_documents(tmp_path, 3)
     other = document_losses(runs[0].path)
     replace(other, tokens=other.tokens + 1).save(runs[0].path, 12)
-    row = compare(runs).rows[1]
-    assert (row.documents, row.no_documents) == (
-        None, "withheld: the runs were measured on different documents",
-    )  # fmt: skip
-    (runs[0].path / "heldout" / "step-00000012.npz").unlink()
-    assert "has no losses of held-out documents" in compare(runs).rows[1].no_documents
-
-
-def test_report_page_explains_missing_bootstrap_interval(tmp_path):
-    found = compare(with_documents(tmp_path / "a", LEAST_SEEDS - 1), title="made")
-    assert found.rows[1].documents is None
+    found = compare(runs, title="made")
+    assert found.rows[1].values["gap_documents_low"] is None
     text = " ".join(Reader(page(found)).text.split())
-    assert (
-        "The interval over documents and seeds is withheld: with fewer than 8 seeds its coverage "
-        "can be below 90%." in text
-    )
-    few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))
-    assert "needs 20 documents, has 5" in few.rows[1].no_documents
+    reason = "the runs were measured on different documents"
+    assert f"An interval over documents and seeds is missing: {reason}." in text
+    (runs[0].path / "heldout" / "step-00000012.npz").unlink()
+    reason = "runs have no losses of documents"
+    assert compare(runs).rows[1].outcome.no_documents == reason

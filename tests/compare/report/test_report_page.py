@@ -3,6 +3,7 @@
 import base64
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any
@@ -14,6 +15,7 @@ import sample_comparison as sample
 from matplotlib.axes import Axes
 from tiers import slow_but
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.run import (
     Metrics,
     Run,
@@ -30,7 +32,7 @@ from diffllm.compare.report.tables import runs_table, table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell
 from diffllm.metrics.panels import sections_by_title
-from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.gap_tests import Gap
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -176,11 +178,11 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
 
 def test_legend_of_more_than_ten_curves_has_one_entry_per_variant():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
-    rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
+    rows = [Arm(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
     styles = row_styles(rows)
     assert [name for name, _ in legend_of(styles[:10])] == [row.label for row in rows[:10]]
     assert legend_of(styles) == [("standard", styles[0]), ("gated", styles[12])]
-    plugins = row_styles([Row(f"p{i}", {"attention": f"p{i}"}, []) for i in range(20)])
+    plugins = row_styles([Arm(f"p{i}", {"attention": f"p{i}"}, []) for i in range(20)])
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
@@ -203,30 +205,31 @@ def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
 
 
 def test_gap_cell_reports_no_difference_if_confidence_interval_contains_0():
-    comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
+    comparison = sample.compared(("standard", "gated"), 2, 10)
     base, row = comparison.rows
 
-    def tags(low: float | None, high: float | None, seeds: int = 3) -> list[str]:
-        row.gap, row.p_holm = Estimate(-0.01, low, high, seeds), 0.01
-        return [cell.tag for cell in cells_of(comparison)["Gap to standard"]]
+    def tags(gap: Gap | None, base: Row = base, row: Row = row) -> list[str]:
+        outcome = replace(row.outcome, paired=gap)
+        rows = [base, replace(row, against=base, outcome=outcome, p_holm=0.01)]
+        return [cell.tag for cell in cells_of(replace(comparison, rows=rows))["Gap to standard"]]
 
-    assert tags(-0.03, -0.01) == ["baseline", ""]
-    assert tags(-0.03, 0.01) == tags(-0.02, 0.0) == ["baseline", "no difference shown"]
-    assert tags(None, None, 1) == ["baseline", "no interval from one seed"]
-    base.diverged = 1
-    assert tags(-0.03, 0.01) == ["baseline", "1 of 2 seeds of standard diverged"]
-    row.diverged = 1
-    assert tags(-0.03, 0.01) == ["baseline", "1 of 2 seeds diverged"]
-    assert [cell.tag for cell in cells_of(comparison)["Held-out loss"]] == [tags(0, 0)[1]] * 2
-    row.gap, row.baseline, base.is_baseline = None, None, False
-    assert "Gap to standard" not in cells_of(comparison)
+    different, equal = Gap(-0.01, 3, 3, 0.001, 2), Gap(-0.01, 3, 3, 0.01, 2)
+    assert tags(different) == ["baseline", ""]
+    assert tags(equal) == ["baseline", "no difference shown"]
+    assert tags(Gap(-0.01, 1, 1)) == ["baseline", "no interval from one seed"]
+    half_diverged = {"runs": [base.runs[0], replace(base.runs[1], summary={"heldout_loss": None})]}
+    diverged = replace(base, **half_diverged)
+    assert tags(equal, diverged) == ["baseline", "1 of 2 seeds of standard diverged"]
+    assert tags(equal, diverged, replace(row, **half_diverged))[1] == "1 of 2 seeds diverged"
+    rows = [replace(base, is_baseline=False), replace(row, outcome=None)]
+    assert "Gap to standard" not in cells_of(replace(comparison, rows=rows))
 
 
 def test_attention_variant_has_same_colour_in_every_report():
     of_nine = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
     of_four = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
-    every = row_styles([Row(name, {"attention": name}, []) for name in variants()])
+    every = row_styles([Arm(name, {"attention": name}, []) for name in variants()])
     rates = row_styles(comparison_of("learning rates").rows)
     for styles in (every, rates):
         assert len({(s.colour, s.dash) for s in styles}) == len(styles)
@@ -239,7 +242,7 @@ def test_ablation_by_overrides_has_same_style_next_to_other_ablations():
             keys = {"attention": "diff_v2"}
             if value is not None:
                 keys["model.attention.context_scale"] = value
-            rows.append(Row(f"scale {value}", keys, []))
+            rows.append(Arm(f"scale {value}", keys, []))
         return {style.label: (style.colour, style.dash) for style in row_styles(rows)}
 
     every = styles(None, 0.25, 0.5, 2.0)
@@ -299,18 +302,9 @@ def test_downsampled_curve_keeps_minimum_and_maximum_loss():
     assert (band.mean <= high[at]).all()
 
 
-def with_baseline(comparison: Comparison) -> Comparison:
-    """Set the first row as the baseline of every row with a gap."""
-    for row in comparison.rows:
-        row.baseline = comparison.rows[0] if row.gap else None
-        row.is_baseline = row is comparison.rows[0]
-    return comparison
-
-
 def test_loss_gap_curve_subtracts_losses_of_runs_with_equal_seed():
-    comparison = with_baseline(CASES["four variants"]())
-    base, other = comparison.rows[:2]
-    other.runs = other.runs[1:]
+    base, other = CASES["four variants"]().rows[:2]
+    other = replace(other, runs=other.runs[1:])
     band = curves.gap_band(other)
     final = [o.series("eval/loss").values[-1] for o in other.runs]
     below = [b.series("eval/loss").values[-1] for b in base.runs[1:]]
@@ -340,7 +334,7 @@ def test_layer_figure_excludes_unfinished_runs_if_any_run_is_finished():
 def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
     """Return the axes of curves, one row per curve."""
     rows = [
-        Row(f"{label} {i}", {"attention": variant}, [])
+        Arm(f"{label} {i}", {"attention": variant}, [])
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
     ]
     bands = [curves.over_seeds([Series(np.arange(len(v)), v)]) for v in y]

@@ -51,7 +51,7 @@ def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diver
 def sentence(found):
     """Return the only sentence about a trend, which must be in the terminal and in the figure."""
     (said,) = [line for line in whole_text(found).splitlines() if "per doubling of tokens" in line]
-    _, sections = page_sections(found, row_styles(found.rows))
+    _, sections, _ = page_sections(found, row_styles(found.rows))
     (gaps,) = [section for section in sections if section.title == "Gaps"]
     (caption,) = [card.caption for card in gaps.blocks[-1].figures]
     assert said.removeprefix("note: ") in caption.replace("−", "-")

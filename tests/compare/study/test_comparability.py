@@ -12,6 +12,7 @@ from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import verdict_page
 from diffllm.config import load_config
+from diffllm.config.compose import LENGTHS
 from diffllm.core.errors import ConfigError
 from diffllm.core.keys import declarations
 
@@ -233,7 +234,7 @@ def test_difference_in_key_is_refused_if_and_only_if_its_declaration_is_a_condit
             assert (name in refused) == is_condition, name
         elif role(name, declaration, Terms("study")) == "condition":
             is_section = any(key.startswith(f"{name}.") for key in settings)
-            is_length = name in ("steps", "max_tokens", "epochs")
+            is_length = name in LENGTHS
             is_content = declaration.fact in ("corpus", "tokenizer")
             is_empty = name in ("data.sources", "eval.levels")
             exceptions = (is_section, is_length, is_content, is_empty)

@@ -6,15 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.arms.sentences import exact_note
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import Group, Row
-from diffllm.compare.study.design import exact_note
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import finite
 from diffllm.statistics.power_analysis import chance_of_less, least_seeds, paired_power
 from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
-from diffllm.statistics.smallest_p import smallest_p
 
 SHOWN = (3, 5, 8, 12)
 ARMS = 2
@@ -151,5 +150,4 @@ def seeds_needed(goal: Goal, spread: SeedSpread) -> dict[str, Any]:
         "power": chance(upper, planned) if planned else None,
         "power_by_seeds": {n: chance(upper, n) for n in SHOWN},
         **risks,
-        "smallest_p": smallest_p("paired", planned, planned, goal.sides) if planned else None,
     }
