@@ -34,6 +34,8 @@ from diffllm.metrics.facts import facts_of
 from diffllm.metrics.records import finite, read_record
 from diffllm.metrics.table import metric_of
 
+LOSSES = (LR_SENSITIVITY, "heldout_loss")
+"""Metrics whose value for a run is the held-out loss."""
 DIGITS = 7
 """Significant digits of stored document losses."""
 
@@ -120,41 +122,17 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     `planned` is the run's entry in the study's plan. Raises ConfigError if the run did not log the
     study's metric.
     """
-    is_loss = study.metric in (LR_SENSITIVITY, "heldout_loss")
-    logged = LOSS if is_loss else study.metric
+    logged = LOSS if study.metric in LOSSES else study.metric
     curve = run.series(logged)
     where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
         raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
-    value = run.final_loss
-    measured: dict[str, Any] = {}
-    if value is not None and study.octave:
-        losses = position_losses(run)
-        if study.octave not in losses.positions:
-            raise ConfigError(
-                f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
-                "another metric"
-            )
-        value = losses.position_losses[losses.positions.index(study.octave)]
-        measured = losses._asdict()
-    elif value is not None and not is_loss:
-        number = final_value(run, study.metric)
-        if number is None:
-            file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
-            raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
-        value = finite(number)
-    if is_loss and value is not None:
-        measured |= losses_by_text(run)
-    if study.metric.startswith(TASKS):
-        name = f"tasks_chance/{study.metric.removeprefix(TASKS)}"
-        measured["chance"] = finite(run.last_value(name))
     values = StudyRun(
         name=planned.name,
         arm=planned.arm,
         seed=planned.seed,
         lr=run.cfg.optim.lr,
         loss=run.final_loss,
-        value=value,
         planned_tokens=run.planned_tokens,
         vocab_size=run.cfg.model.vocab_size,
         variant=run.variant,
@@ -168,11 +146,40 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         thin=thin_note([run]),
         training_flops=run.training_flops,
         train_seconds=run.train_seconds if study.profile else None,
-        **measured,
+        **metric_fields(run, study, where),
     )
     levels = [rule.reaches for rule in study.rules if rule.reaches is not None]
     reached = {f"{level:g}": [*map(float, values.first_reach(level))] for level in levels}
     return replace(values, reached=reached)
+
+
+def metric_fields(run: Run, study: Study, where: str) -> dict[str, Any]:
+    """Return the fields of `StudyRun` that follow from the study's metric, without its curve.
+
+    Raises ConfigError, with the text `where` in front, if the run did not measure the metric.
+    """
+    measured: dict[str, Any] = {"value": run.final_loss}
+    if study.metric.startswith(TASKS):
+        name = f"tasks_chance/{study.metric.removeprefix(TASKS)}"
+        measured["chance"] = finite(run.last_value(name))
+    if run.final_loss is None:
+        return measured
+    if study.octave:
+        losses = position_losses(run)
+        if study.octave not in losses.positions:
+            raise ConfigError(
+                f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
+                "another metric"
+            )
+        value = losses.position_losses[losses.positions.index(study.octave)]
+        return {"value": value, **losses._asdict()}
+    if study.metric in LOSSES:
+        return {**measured, **losses_by_text(run)}
+    number = final_value(run, study.metric)
+    if number is None:
+        file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
+        raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
+    return {**measured, "value": finite(number)}
 
 
 def losses_by_text(run: Run) -> dict[str, Any]:

@@ -269,11 +269,11 @@ def check_study(study: Study) -> None:
 
 def check_rule(where: str, rule: Rule) -> None:
     names = ("over", "below", "above", "margin", "reaches")
-    given = {name for name in names if getattr(rule, name) is not None}
-    if given not in BOUNDS[rule.kind]:
-        keys = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
-        found = ", ".join(filter(given.__contains__, names)) or "none of these keys"
-        raise ConfigError(f"{where}: kind={rule.kind} must set {keys}, but sets {found}")
+    present = [name for name in names if getattr(rule, name) is not None]
+    if set(present) not in BOUNDS[rule.kind]:
+        choices = ", or ".join(" with ".join(sorted(keys)) for keys in BOUNDS[rule.kind])
+        listing = ", ".join(present) or "none of these keys"
+        raise ConfigError(f"{where}: kind={rule.kind} must set {choices}, but sets {listing}")
     for arm, against in rule.pairs:
         if arm == against:
             raise ConfigError(f"{where}: {arm} cannot be compared with itself")

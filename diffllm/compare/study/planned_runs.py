@@ -21,7 +21,7 @@ from diffllm.compare.study.unequal import allowed_names
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS
-from diffllm.config.loading import solved
+from diffllm.config.loading import check_keys_of_flops, solved
 from diffllm.config.matching import totals
 from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import Counts, changes_to, flatten, load_run_config
@@ -120,11 +120,8 @@ def cost_of_step(study: Study, arm: str) -> float:
     if study.profile:
         return study.profile.seconds_per_step(arm)
     cfg = config_before_budget(study, arm)
-    if cfg.data.mask_documents and cfg.visible_keys is None:
-        raise ConfigError(
-            f"arm {arm}: budget={FLOPS} with data.mask_documents=true needs the mean number of "
-            "tokens that a query sees; set data.document_lengths or data.visible_keys"
-        )
+    with errors_of_arm(arm):
+        check_keys_of_flops(cfg, f"budget={FLOPS}")
     return cfg.global_batch_size * cfg.seq_len * totals(cfg.model, cfg.visible_keys)["flops"]
 
 
