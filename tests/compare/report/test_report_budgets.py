@@ -116,7 +116,7 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
 
 
 def write_timed(path, variant, steps, step_seconds, **facts):
-    """Write a run of a study, each step of which takes `step_seconds` seconds in steps.npy."""
+    """Write the run of a study with `step_seconds` seconds per step in steps.npy."""
     words = (f"attention={variant}", f"steps={steps}", "run.study=d1ge57/deciding/arm")
     lines = [{"step": steps, "tokens": steps * TOKENS, "train/loss": 5.0, "eval/loss": 4.0}]
     facts = {"flops_per_token": FLOPS[variant], **facts}
