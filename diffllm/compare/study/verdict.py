@@ -118,7 +118,9 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
     if strayed := [run for run in runs if run.strayed]:
-        more = f"; so do {len(strayed) - 1} more runs" if len(strayed) > 1 else ""
+        more = ""
+        if len(strayed) > 1:
+            more = f"; runs that differ from the study: {len(strayed)}"
         first = strayed[0]
         problems.append(f"{first.name} is not the run of the study: {first.strayed}{more}")
     notes = {run.facts.corpus_note for run in runs if run.facts.corpus_note}

@@ -28,7 +28,7 @@ from diffllm.compare.arms.sentences import (
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
 from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
 from diffllm.compare.study.costs import budget_sentences, spending_table
-from diffllm.compare.study.decision import NO_LONGER_JUDGED, SHOWN, Tested
+from diffllm.compare.study.decision import NO_LONGER_JUDGED, REFUTED, SHOWN, Tested
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
@@ -138,13 +138,18 @@ def rule_line(tested: Tested, study: Study) -> str:
         logs = (tested.gap.mean, *tested.bounds)
         ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
         words.append(f"a ratio of {ratio} (bounds {low} and {high})")
-    p, adjusted = tested.showing.p, tested.adjusted["showing"]
-    if p is not None and adjusted is not None:
-        after = "" if tested.verdict == SHOWN else f", {adjusted:.2g} after Holm"
-        words.append(f"p {p:.2g}{after}")
-    if tested.showing.exact is not None:
+    side, claim = tested.showing, ""
+    if tested.verdict == REFUTED:
+        side, claim = tested.refuting, " of the opposite claim"
+    if side.p is not None:
+        words.append(f"p{claim} {side.p:.2g}")
+        adjusted = tested.adjusted["showing"]
+        # The reason states the adjusted p of a decided claim.
+        if tested.verdict not in (SHOWN, REFUTED) and adjusted is not None:
+            words.append(f"{adjusted:.2g} after Holm")
+    if side.exact is not None:
         smallest = f"smallest possible {tested.smallest:.2g}"
-        words.append(f"sign-flip test p {tested.showing.exact:.2g} ({smallest})")
+        words.append(f"sign-flip test p{claim} {side.exact:.2g} ({smallest})")
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
     if tested.same_size:

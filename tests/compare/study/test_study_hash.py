@@ -85,7 +85,7 @@ def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old
     edit(out, old, new, "v2-seed[12]")
     found = judge(study, out)
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
-    reason = f"v2-seed1 is not the run of the study: {said}; so do 1 more runs"
+    reason = f"v2-seed1 is not the run of the study: {said}; runs that differ from the study: 2"
     assert reason in found.reasons
 
 
