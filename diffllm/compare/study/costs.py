@@ -158,7 +158,10 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     problems = unequal_costs(f"planned {unit}", planned, "; use more steps")
     if problems or not results or machine_differences(study, arms):
         return problems
-    measured = {each.arm: each.measured for each in results if each.measured is not None}
+    measured = {}
+    for spending in results:
+        if spending.measured is not None:
+            measured[spending.arm] = spending.measured
     problems = unequal_costs(f"measured {unit}", measured)
     finite_arms = [arm.name for arm in arms if arm.diverged < len(arm.runs)]
     if unknown := [name for name in finite_arms if name not in measured]:
@@ -245,10 +248,11 @@ def spending_table(study: Study, arms: Sequence[StudyArm] = ()) -> Table:
     if has_runs:
         heads.append("measured")
     rows = []
-    for each in spendings(study, arms):
-        row = [each.arm, f"{each.steps:,}", compact(each.tokens), amount(each.planned)]
+    for spending in spendings(study, arms):
+        length = [f"{spending.steps:,}", compact(spending.tokens)]
+        row = [spending.arm, *length, amount(spending.planned)]
         if has_runs:
-            row.append(amount(each.measured))
+            row.append(amount(spending.measured))
         rows.append(row)
     return Table.of(heads, rows)
 
