@@ -1,8 +1,9 @@
 """Costs of a study: planned and measured costs of its arms, and hours to complete its runs."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,9 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
             stages.append(choose_from(study, first.arm, {}).runs)
         deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
         stages.append([run for runs in deciding for run in runs])
-    measured = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
+    measured = speeds_of(out / run.name for run in chain.from_iterable(stages))
     if not measured and pilot:
-        measured = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+        measured = speeds_of(find_runs(pilot).runs)
     visible_keys = [keys for _, keys in measured if keys]
     by_profile = not assumed and not measured and study.profile is not None
     results = []
@@ -101,6 +102,16 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
             Cost(first.stage, first.arm, len(runs), ended, tokens, flops, seconds, by_profile)
         )
     return results
+
+
+def speeds_of(paths: Iterable[Path]) -> list[tuple[float, float | None]]:
+    """Return the results of `speed_of` for the finished runs of `paths`."""
+    speeds = []
+    for path in paths:
+        speed = speed_of(path)
+        if speed is not None:
+            speeds.append(speed)
+    return speeds
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
