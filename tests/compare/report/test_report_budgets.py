@@ -115,6 +115,15 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
     assert comparison.rows[1].gap is None
 
 
+def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_path):
+    for variant, warmup_steps in (("standard", 2), ("diff_v2", 10)):
+        words = ("train.budget.flops=1e11", f"attention={variant}")
+        write_run(tmp_path / variant, *words, f"optim.warmup_steps={warmup_steps}")
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    assert len(comparison.groups) == 2
+    assert "optim.warmup_steps" in comparison.differences
+
+
 def write_timed(path, variant, steps, step_seconds, seed=0, **facts):
     """Write the run of a study with `step_seconds` seconds per step in steps.npy."""
     words = (f"attention={variant}", f"seed={seed}", f"steps={steps}")
