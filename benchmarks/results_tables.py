@@ -110,9 +110,9 @@ def difference_words(arms: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(words) or "none"
 
 
-def verdict_rows(found: Verdict) -> Iterator[list[str]]:
+def verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
     """Yield a row per rule; rules that are no longer judged have none."""
-    study, numbers = found.study, found.numbers()
+    study, numbers = verdict.study, verdict.numbers()
     name = study.path.stem
     for rule in numbers["rules"]:
         if rule["verdict"] == NO_LONGER_JUDGED:
@@ -124,7 +124,7 @@ def verdict_rows(found: Verdict) -> Iterator[list[str]]:
             f"[{name}]({name}/verdict.md)",
             claim_words(rule, QUANTITIES[study.metric]),
             verdict_words(numbers["verdict"], rule),
-            result_words(rule, {arm.name: arm for arm in found.arms}),
+            result_words(rule, {arm.name: arm for arm in verdict.arms}),
             p_words(rule),
             range_words(arm["parameters"] for arm in arms.values()),
             f"{tokens} ({ratios})",
@@ -133,11 +133,11 @@ def verdict_rows(found: Verdict) -> Iterator[list[str]]:
         ]
 
 
-def rate_rows(found: Verdict) -> Iterator[list[str]]:
+def rate_rows(verdict: Verdict) -> Iterator[list[str]]:
     """Yield a row per arm of a study with `lr_sweep`; report.csv has the numbers of spikes."""
-    text = (RESULTS / found.study.path.stem / "report.csv").read_text(encoding="utf-8")
+    text = (RESULTS / verdict.study.path.stem / "report.csv").read_text(encoding="utf-8")
     report = list(csv.DictReader(text.splitlines()))
-    for arm in found.arms:
+    for arm in verdict.arms:
         losses: dict[float, list[float]] = {}
         for run in arm.runs:
             losses.setdefault(run.lr, []).append(math.inf if run.loss is None else run.loss)

@@ -29,31 +29,31 @@ RESULTS = Path(__file__).parent / "results"
 WIDTH = 620
 
 
-def picture(found: Verdict) -> str:
+def picture(verdict: Verdict) -> str:
     """Draw the gaps of a study's rules as a static SVG on a white background; "" without gaps."""
-    if not gaps_of_pairs(found):  # log-rank rules have no gap
+    if not gaps_of_pairs(verdict):  # log-rank rules have no gap
         return ""
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        title = f"{found.study.quantity}: gaps, {BOUNDS}"
-        return to_svg(gaps_drawing(found, WIDTH), title).decode()
+        title = f"{verdict.study.quantity}: gaps, {BOUNDS}"
+        return to_svg(gaps_drawing(verdict, WIDTH), title).decode()
 
 
 def main() -> None:
     study = load_study(Path(sys.argv[1]))
     place = RESULTS / study.path.stem
     if len(sys.argv) > 2:
-        found = judge(study, Path(sys.argv[2]))
+        verdict = judge(study, Path(sys.argv[2]))
     else:
-        found = judge_evidence(study, read_values(study, place / "values.json"))
-    page = verdict_page(found, with_picture=False)
-    numbers = {**found.numbers(), "study": study.path.name}
+        verdict = judge_evidence(study, read_values(study, place / "values.json"))
+    page = verdict_page(verdict, with_picture=False)
+    numbers = {**verdict.numbers(), "study": study.path.name}
     texts = {
         "verdict.json": json.dumps(numbers, indent=1, allow_nan=False) + "\n",
         "verdict.md": page.markdown(),
     }
     if len(sys.argv) > 2:
-        texts["values.json"] = values_text(study, found.evidence)
-    if drawn := picture(found):
+        texts["values.json"] = values_text(study, verdict.evidence)
+    if drawn := picture(verdict):
         texts["gaps.svg"] = drawn
     place.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

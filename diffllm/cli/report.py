@@ -43,7 +43,7 @@ def report_command(argv: list[str]) -> None:
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)
     place = written[0].parent
-    gaps = write_gaps(comparison, place) if args.wandb else None
+    gaps = log_gaps(comparison, place) if args.wandb else None
     if args.json:
         content = {
             "baseline": comparison.baseline,
@@ -61,7 +61,7 @@ def report_command(argv: list[str]) -> None:
         echo(file)
 
 
-def write_gaps(comparison: "Comparison", directory: Path) -> Path | None:
+def log_gaps(comparison: "Comparison", directory: Path) -> Path | None:
     """Log gaps over tokens to wandb; return the directory of its files, or None without gaps."""
     from diffllm.compare.wandb_runs import record_gaps
     from diffllm.metrics.wandb_directories import wandb_parent

@@ -262,23 +262,24 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
 
     `gap/<row>` is the gap in held-out sample loss, and `gap/<row>/low` and `gap/<row>/high` are the
     ends of its 95% interval, which a single seed does not have. The summary contains the gaps of
-    the report. `gap/noise_floor` is half the width of the noise floor. Return None if no row has a
-    gap.
+    the report. `gap/noise_floor` is half the width of the noise floor. Rows that train on different
+    numbers of tokens have gaps only in the summary. Return None if no row has a gap.
     """
     rows = [row for row in comparison.rows if row.gap]
+    if not rows:
+        return None
     gaps = {}
     for row in rows:
         assert row.baseline
         gaps_of_row = sample_gaps(row, row.baseline)
         if gaps_of_row:
             gaps[row.label] = gaps_of_row
-    if not gaps:
-        return None
     lines: dict[int, dict[str, float]] = {}
     for label, by_tokens in gaps.items():
         for tokens, gap in by_tokens.items():
             lines.setdefault(tokens, {}).update(gap_values(label, gap))
-    if floor := seed_noise(rows_of_gaps(comparison.rows)):
+    floor = seed_noise(rows_of_gaps(comparison.rows)) if gaps else None
+    if floor:
         for tokens, half in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
             lines.setdefault(int(tokens), {})["gap/noise_floor"] = half
     summary = {}

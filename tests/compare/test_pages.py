@@ -4,6 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from diffllm.compare.arms.pages import (
@@ -101,8 +102,7 @@ def test_hostile_text_adds_no_element_to_html_page(text):
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_plain_text_in_markdown(text):
     """The parser of CommonMark is the judge: it returns the text without added elements."""
-    markdown_it = pytest.importorskip("markdown_it")
-    parser = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     markdown = page_of(text).markdown()
     names = Tags(parser.render(markdown)).names
     assert names == Tags(parser.render(page_of("word").markdown())).names

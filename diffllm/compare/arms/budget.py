@@ -143,8 +143,12 @@ def have_equal_budgets(runs: Sequence[Run]) -> bool:
         return False
     if runs[0].cfg.train.budget.flops is not None:
         return True  # The config determines the costs, also of runs that have not started.
-    complete = [run for run in runs if not run.diverged]
-    return any(BUDGETS[name].equal_cost(complete) for name in ("flops", "seconds"))
+    finite = [run for run in runs if not run.diverged]
+    if BUDGETS["flops"].equal_cost(finite) is not None:
+        return True
+    # The FLOPs of a run follow from its plan, but its seconds are known only at its end.
+    finished = [run for run in finite if run.summary is not None]
+    return BUDGETS["seconds"].equal_cost(finished) is not None
 
 
 def without_length(values: dict[str, Any], plan: str | None) -> dict[str, Any]:

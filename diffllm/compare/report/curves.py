@@ -74,8 +74,8 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
     seeds = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
     alone = np.isnan(seeds).any(axis=0)
     # Curves of single seeds reach one point further, where they meet the mean of all seeds.
-    beside = np.convolve(alone, [1, 1, 1])[1:-1] > 0
-    singles = [y for y in np.where(beside, seeds, np.nan) if np.isfinite(y).any()]
+    shows_single = np.convolve(alone, [1, 1, 1])[1:-1] > 0
+    singles = [y for y in np.where(shows_single, seeds, np.nan) if np.isfinite(y).any()]
     last = [np.flatnonzero(np.isfinite(y))[-1:] for y in seeds]
     stops = [(x[i], y[i]) for y, at in zip(seeds, last, strict=True) for i in at if i < len(x) - 1]
     together = np.where(alone, np.nan, seeds)

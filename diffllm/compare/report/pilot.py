@@ -78,9 +78,7 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     ):
         notes.append(note)
     tokens, seconds = group.rows[0].runs[0].planned_tokens, mean_seconds(rows)
-    runs_needed = ARMS * need["seeds"] if need["seeds"] else None
-    need["total_tokens"] = runs_needed and runs_needed * tokens
-    need["hours"] = runs_needed and seconds and runs_needed * seconds / 3600
+    need |= total_cost(need["seeds"], tokens, seconds)
     low, high = spread.interval
     return {
         **vars(goal),
@@ -96,6 +94,21 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
         "need": need,
         "notes": notes,
     }
+
+
+def total_cost(seeds: int | None, tokens: int, seconds: float | None) -> dict[str, Any]:
+    """Return the cost of a study with two arms; None for unknown values.
+
+    Args:
+        seeds: seeds per arm.
+        tokens, seconds: cost of a run.
+    """
+    cost: dict[str, Any] = {"total_tokens": None, "hours": None}
+    if seeds is not None:
+        cost["total_tokens"] = ARMS * seeds * tokens
+        if seconds is not None:
+            cost["hours"] = ARMS * seeds * seconds / 3600
+    return cost
 
 
 def degrees_of_freedom(group: Group) -> int:

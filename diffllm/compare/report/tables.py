@@ -314,14 +314,14 @@ def documents_cell(gap: ArmGap) -> Cell:
     return Cell(in_words(gap.over_documents.estimate, signed=True) or MISSING)
 
 
-def diverged_cell(found: ArmGap) -> Cell:
-    own, base = found.own, found.base
+def diverged_cell(gap: ArmGap) -> Cell:
+    own, base = gap.own, gap.base
     if not own.diverged and not base.diverged:
         return Cell("no run")
     low, high = own.interval
     text = f"{own.diverged} of {own.runs} ({low:.0%} to {high:.0%}) against "
     text += f"{base.diverged} of {base.runs}"
-    return Cell(text, small=(f"p {p_text(found.p_diverged)}, Fisher",))
+    return Cell(text, small=(f"p {p_text(gap.p_diverged)}, Fisher",))
 
 
 def groups_table(groups: list[Group]) -> Table:

@@ -62,8 +62,10 @@ def table_text(comparison: Comparison) -> str:
         text += wrap(f"warning: {warning}", WIDTH)
     if is_early(runs):
         text.append(training_length(runs))
-    if lost := [f"{row.label}: {said}." for row in rows if (said := divergence(row))]:
-        text += [*lost, "Losses and gaps exclude diverged runs; their share is in brackets."]
+    shares = [(row.label, divergence(row)) for row in rows]
+    diverged = [f"{label}: {share}." for label, share in shares if share]
+    if diverged:
+        text += [*diverged, "Losses and gaps exclude diverged runs; their share is in brackets."]
     if len(groups) > 1:
         text += ["", *wrap(f"{apart_text(groups, comparison.differences)}:", WIDTH)]
     for group in groups if len(groups) > 1 else []:

@@ -79,16 +79,17 @@ def trend_sentences(rows: Sequence[Row]) -> list[str]:
     This trend is chosen from the trends that are significant after Holm's correction, or from all
     trends if none is significant.
     """
-    found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
-    if len(found) <= NAMED:
-        return [trend_sentence(row.label, base.label, trend) for row, base, trend in found]
-    adjusted = holm([trend.slope.p for _, _, trend in found])
+    trends = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
+    if len(trends) <= NAMED:
+        return [trend_sentence(row.label, base.label, trend) for row, base, trend in trends]
+    adjusted = holm([trend.slope.p for _, _, trend in trends])
     tests = sum(p is not None for p in adjusted)
     significant = []
-    for each, p in zip(found, adjusted, strict=True):
+    for gap_and_trend, p in zip(trends, adjusted, strict=True):
         if p is not None and p < ALPHA:
-            significant.append(each)
-    row, base, trend = max(significant or found, key=lambda each: abs(each[2].slope.mean))
+            significant.append(gap_and_trend)
+    # The third item is the trend.
+    row, base, trend = max(significant or trends, key=lambda item: abs(item[2].slope.mean))
     return [
         f"{len(significant)} of {tests} trends over tokens are significant after Holm's correction "
         f"at {ALPHA:g}. "

@@ -1,8 +1,9 @@
 """Costs of a study: planned and measured costs of its arms, and hours to complete its runs."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,9 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
             stages.append(choose_from(study, first.arm, {}).runs)
         deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
         stages.append([run for runs in deciding for run in runs])
-    measured = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
+    measured = speeds_of(out / run.name for run in chain.from_iterable(stages))
     if not measured and pilot:
-        measured = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+        measured = speeds_of(find_runs(pilot).runs)
     visible_keys = [keys for _, keys in measured if keys]
     by_profile = not assumed and not measured and study.profile is not None
     results = []
@@ -101,6 +102,16 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
             Cost(first.stage, first.arm, len(runs), ended, tokens, flops, seconds, by_profile)
         )
     return results
+
+
+def speeds_of(paths: Iterable[Path]) -> list[tuple[float, float | None]]:
+    """Return the results of `speed_of` for the finished runs of `paths`."""
+    speeds = []
+    for path in paths:
+        speed = speed_of(path)
+        if speed is not None:
+            speeds.append(speed)
+    return speeds
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
@@ -158,7 +169,10 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     problems = unequal_costs(f"planned {unit}", planned, "; use more steps")
     if problems or not results or machine_differences(study, arms):
         return problems
-    measured = {each.arm: each.measured for each in results if each.measured is not None}
+    measured = {}
+    for spending in results:
+        if spending.measured is not None:
+            measured[spending.arm] = spending.measured
     problems = unequal_costs(f"measured {unit}", measured)
     finite_arms = [arm.name for arm in arms if arm.diverged < len(arm.runs)]
     if unknown := [name for name in finite_arms if name not in measured]:
@@ -245,10 +259,11 @@ def spending_table(study: Study, arms: Sequence[StudyArm] = ()) -> Table:
     if has_runs:
         heads.append("measured")
     rows = []
-    for each in spendings(study, arms):
-        row = [each.arm, f"{each.steps:,}", compact(each.tokens), amount(each.planned)]
+    for spending in spendings(study, arms):
+        length = [f"{spending.steps:,}", compact(spending.tokens)]
+        row = [spending.arm, *length, amount(spending.planned)]
         if has_runs:
-            row.append(amount(each.measured))
+            row.append(amount(spending.measured))
         rows.append(row)
     return Table.of(heads, rows)
 

@@ -58,12 +58,16 @@ def parameters_of(arm: StudyArm) -> float:
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     """Return a sentence about how the loss gap of the first rule's arms changes during training.
 
-    Return "" if the metric is not heldout_loss on a linear scale, or if the runs have too few
-    common evaluations. Also return "" if the first rule is a trend rule: its one-sided test could
+    Return "" if the metric is not heldout_loss on a linear scale, if the runs have too few common
+    evaluations, or if they train on different numbers of tokens: after equal tokens, their learning
+    rates then differ. Also return "" if the first rule is a trend rule: its one-sided test could
     contradict the two-sided confidence interval in the sentence.
     """
     rule = study.rule
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
+        return ""
+    runs = [run for name in (rule.arm, rule.against) for run in arms[name].runs]
+    if len({run.planned_tokens for run in runs}) > 1:
         return ""
     own, base = (
         {run.seed: run.curve for run in arms[name].runs if not run.diverged}

@@ -115,12 +115,26 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
     assert comparison.rows[1].gap is None
 
 
-def write_timed(path, variant, steps, step_seconds, **facts):
+def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_path):
+    for variant, warmup_steps in (("standard", 2), ("diff_v2", 10)):
+        words = ("train.budget.flops=1e11", f"attention={variant}")
+        write_run(tmp_path / variant, *words, f"optim.warmup_steps={warmup_steps}")
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    assert len(comparison.groups) == 2
+    assert "optim.warmup_steps" in comparison.differences
+
+
+def write_timed(path, variant, steps, step_seconds, seed=0, **facts):
     """Write the run of a study with `step_seconds` seconds per step in steps.npy."""
-    words = (f"attention={variant}", f"steps={steps}", "run.study=d1ge57/deciding/arm")
+    words = (f"attention={variant}", f"seed={seed}", f"steps={steps}")
+    words += ("run.study=d1ge57/deciding/arm",)
     lines = [{"step": steps, "tokens": steps * TOKENS, "train/loss": 5.0, "eval/loss": 4.0}]
     facts = {"flops_per_token": FLOPS[variant], **facts}
     write_run(path, *words, lines=lines, facts=facts, loss=4.0 - 0.1 * (variant == "gated"))
+    write_times(path, steps, step_seconds)
+
+
+def write_times(path, steps, step_seconds):
     rows = np.zeros(steps, STEP)
     rows["step"] = np.arange(1, steps + 1)
     rows["train_seconds"] = step_seconds * rows["step"]
@@ -148,6 +162,20 @@ def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
     assert set(row.equal) == (equal or set())
     if equal:
         assert row.equal["seconds"].gap.mean == pytest.approx(-0.1)
+
+
+def test_unfinished_run_of_a_study_does_not_prevent_comparison_at_equal_seconds(tmp_path):
+    for seed in range(2):
+        write_timed(tmp_path / f"a{seed}", "standard", 100, 0.1, seed)
+        write_timed(tmp_path / f"b{seed}", "gated", 80, 0.125, seed)
+    for name in ("summary.json", "steps.npy"):
+        (tmp_path / "b1" / name).unlink()
+    write_times(tmp_path / "b1", 40, 0.125)
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    assert len(comparison.groups) == 1
+    (_, gated) = comparison.rows
+    assert gated.gap.seeds == 1
+    assert gated.equal.keys() == {"seconds"}
 
 
 def test_runs_that_differ_in_steps_without_a_plan_are_not_compared(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_report_budgets import TOKENS, loss, written
+from test_report_budgets import TOKENS, loss, write_budgeted, written
 from wandb_file import OfflineRun
 
 from diffllm.cli import main
@@ -56,6 +56,23 @@ def test_record_gaps_logs_gaps_with_interval_of_report_to_wandb(swept):
         assert gap_of(line) == pytest.approx(reported)
         assert line["gap/noise_floor"] > 0
     assert run.config["baseline"] == "standard"
+
+
+def test_record_gaps_at_equal_flops_stores_final_gap_without_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    swept = tmp_path / "swept"
+    for variant in ("standard", "diff_v2"):
+        for seed in (0, 1):
+            final_loss = 4.0 + 0.1 * seed - (0.1 + 0.02 * seed) * (variant == "diff_v2")
+            write_budgeted(swept / f"{variant}{seed}", variant, seed, final_loss)
+    comparison, _ = read([swept])
+    assert record_gaps(comparison, swept)
+    run = OfflineRun(swept)
+    assert run.history == []
+    assert run.summary["gap/diff_v2"] == pytest.approx(-0.11)
+    (swept / COMPARISON_ID).unlink()
+    result = write_gaps(swept, Destination(WandbMode.offline, None, None))
+    assert result["lines"] == 0
 
 
 def test_record_gaps_uses_wandb_variables_that_runs_recorded(swept, monkeypatch):

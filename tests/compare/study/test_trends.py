@@ -219,8 +219,18 @@ def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
         "through 4 evaluations from 1.28k to 5.12k tokens."
     )
     assert verdict_page(found).markdown().count(said) == 1
-    arms = {each.name: each for each in found.arms}
+    arms = {arm.name: arm for arm in found.arms}
     assert loss_trend(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
+
+
+def test_loss_trend_is_omitted_if_arms_train_on_different_numbers_of_tokens(tmp_path):
+    """Equal FLOPs or seconds mean that learning rates differ after equal tokens."""
+    study = written(tmp_path, BELOW)
+    arms = {arm.name: arm for arm in judge(study, tmp_path / "out").arms}
+    assert loss_trend(study, arms)
+    longer = [replace(run, planned_tokens=2 * run.planned_tokens) for run in arms["half"].runs]
+    arms["half"] = replace(arms["half"], runs=longer)
+    assert loss_trend(study, arms) == ""
 
 
 def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
