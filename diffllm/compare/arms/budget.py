@@ -1,6 +1,7 @@
 """Costs of runs in tokens, FLOPs and seconds, and runs that were planned with equal costs."""
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,19 +84,27 @@ class Budget(NamedTuple):
     facts: tuple[str, ...] = ()
     tolerance: float = TOLERANCE
 
-    def equal_cost(self, runs: Iterable[Run]) -> float | None:
-        """Return the mean cost of runs with equal costs; None if costs differ or are unknown."""
-        costs = []
+    def equal_cost(self, arms: Iterable[Sequence[Run]]) -> float | None:
+        """Return the mean cost per run of arms with equal costs.
+
+        The mean costs of the arms are compared, because the times of single runs vary. Return None
+        if these costs differ by more than `tolerance`, or if the cost of a run is unknown.
+        """
+        means = []
         machines = set()
-        for run in runs:
-            cost = self.total(run)
-            if not cost:
-                return None
-            costs.append(cost)
-            machines.add(str([run.facts.get(fact) for fact in self.facts]))
-        if not costs or len(machines) > 1 or max(costs) > min(costs) * (1 + self.tolerance):
+        for runs in arms:
+            costs = []
+            for run in runs:
+                cost = self.total(run)
+                if not cost:
+                    return None
+                costs.append(cost)
+                machines.add(str([run.facts.get(fact) for fact in self.facts]))
+            if costs:
+                means.append(fmean(costs))
+        if not means or len(machines) > 1 or max(means) > min(means) * (1 + self.tolerance):
             return None
-        return float(np.mean(costs))
+        return fmean(means)
 
 
 BUDGETS = {
@@ -143,12 +152,18 @@ def have_equal_budgets(runs: Sequence[Run]) -> bool:
         return False
     if runs[0].cfg.train.budget.flops is not None:
         return True  # The config determines the costs, also of runs that have not started.
-    finite = [run for run in runs if not run.diverged]
-    if BUDGETS["flops"].equal_cost(finite) is not None:
+    # Runs of one plan with equal steps are those of one arm.
+    arms: dict[int, list[Run]] = {}
+    finished_arms: dict[int, list[Run]] = {}
+    for run in runs:
+        if not run.diverged:
+            arms.setdefault(run.cfg.steps, []).append(run)
+            if run.summary is not None:
+                finished_arms.setdefault(run.cfg.steps, []).append(run)
+    if BUDGETS["flops"].equal_cost(arms.values()) is not None:
         return True
     # The FLOPs of a run follow from its plan, but its seconds are known only at its end.
-    finished = [run for run in finite if run.summary is not None]
-    return BUDGETS["seconds"].equal_cost(finished) is not None
+    return BUDGETS["seconds"].equal_cost(finished_arms.values()) is not None
 
 
 def without_length(values: dict[str, Any], plan: str | None) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def have_equal_tokens(arm: Arm, base: Arm) -> bool:
 
     Otherwise, the learning rates of the arms differ after equal tokens.
     """
-    return BUDGETS["tokens"].equal_cost([*arm.runs, *base.runs]) is not None
+    return BUDGETS["tokens"].equal_cost([arm.runs, base.runs]) is not None
 
 
 def pairs_of_gap(arm: Arm, base: Arm) -> list[tuple[Run, Run]]:
@@ -226,9 +226,10 @@ def equal_gaps(arm: Arm, base: Arm, gap: Estimate) -> dict[str, EqualGap]:
     if samples:
         tokens = max(samples)
         gaps["tokens"] = EqualGap(samples[tokens], tokens)
-    runs = [run for pair in pairs_of_gap(arm, base) for run in pair]
+    pairs = pairs_of_gap(arm, base)
+    arms = [run for run, _ in pairs], [run for _, run in pairs]
     for name in ("flops", "seconds"):
-        cost = BUDGETS[name].equal_cost(runs)
+        cost = BUDGETS[name].equal_cost(arms)
         if cost is not None:
             gaps[name] = EqualGap(gap, cost)
     return gaps
@@ -237,15 +238,18 @@ def equal_gaps(arm: Arm, base: Arm, gap: Estimate) -> dict[str, EqualGap]:
 def over_cost(band: Band, runs: Sequence[Run], budget: Budget) -> Band | None:
     """Return a band over tokens as a band over the mean cost of the runs of a row.
 
-    Return None if a run does not record the cost.
+    Return None if a run does not record the cost, or if the runs have no common evaluation.
     """
     costs = [budget.spent(run, band.x) for run in runs]
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return None
-    # A run that ended early has no cost at later evaluations.
-    measured = np.isfinite(known).any(axis=0)
-    mean = np.nanmean(np.stack(known)[:, measured], axis=0)
+    # A run that ended early has no cost at later evaluations. The mean over the other runs could
+    # be smaller there, so the band ends.
+    measured = np.isfinite(known).all(axis=0)
+    if not measured.any():
+        return None
+    mean = np.mean(np.stack(known)[:, measured], axis=0)
     stops = [(float(np.interp(x, band.x[measured], mean)), y) for x, y in band.stops]
     return replace(
         band,

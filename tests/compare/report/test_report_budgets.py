@@ -223,11 +223,24 @@ def test_equal_costs_need_recorded_flops_and_one_machine(tmp_path):
         written(tmp_path / "c", "gated", 1, flops_per_token=None),
     ]
     standard, gated, unknown = loaded(paths)
-    assert BUDGETS["flops"].equal_cost([standard, gated]) == 20 * TOKENS * 3e6
-    assert BUDGETS["flops"].equal_cost([gated, unknown]) is None
-    assert BUDGETS["seconds"].equal_cost([standard, gated]) is None
-    assert BUDGETS["seconds"].equal_cost([gated, unknown]) == pytest.approx(20 * 0.125)
-    assert BUDGETS["tokens"].equal_cost([standard, unknown]) == 20 * TOKENS
+    assert BUDGETS["flops"].equal_cost([[standard], [gated]]) == 20 * TOKENS * 3e6
+    assert BUDGETS["flops"].equal_cost([[gated], [unknown]]) is None
+    assert BUDGETS["seconds"].equal_cost([[standard], [gated]]) is None
+    assert BUDGETS["seconds"].equal_cost([[gated], [unknown]]) == pytest.approx(20 * 0.125)
+    assert BUDGETS["tokens"].equal_cost([[standard], [unknown]]) == 20 * TOKENS
+
+
+def test_equal_costs_compare_means_of_arms(tmp_path):
+    arms = []
+    for variant, step_seconds in (("standard", (0.1, 0.12)), ("gated", (0.111, 0.111))):
+        paths = []
+        for seed, seconds in enumerate(step_seconds):
+            paths.append(tmp_path / f"{variant}{seed}")
+            write_timed(paths[-1], variant, 20, seconds, device="CPU")
+        arms.append(loaded(paths))
+    assert BUDGETS["seconds"].equal_cost(arms) == pytest.approx(20 * 0.1105)
+    (_, slower), gated = arms
+    assert BUDGETS["seconds"].equal_cost([[slower], gated]) is None
 
 
 def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):
