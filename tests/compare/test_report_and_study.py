@@ -17,10 +17,9 @@ NAN = float("nan")
 
 
 def write_documents(run, seed):
-    """Write losses of documents with few digits, which a study does not round."""
     rng = np.random.default_rng(seed)
     tokens = np.arange(20, 60)
-    nats = np.round(rng.normal(4, 0.3, len(tokens)) * tokens, 2)
+    nats = rng.normal(4, 0.3, len(tokens)) * tokens
     numbers = np.arange(len(tokens), dtype=np.int64)
     DocumentLosses(nats, tokens, 4 * tokens, numbers, 0 * numbers).save(run, 20)
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 
 from diffllm.compare.arms.run import Run, run_value
 from diffllm.compare.arms.sentences import finite
-from diffllm.core.errors import CheckpointError
-from diffllm.evaluation.heldout import DocumentLosses, document_losses
+from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.divergence import Share
@@ -60,8 +58,8 @@ class Arm:
         """Losses of held-out documents of the measured runs that stored them."""
         losses = {}
         for seeds, run in self.measured.items():
-            with suppress(CheckpointError):
-                losses[seeds] = document_losses(run.path)
+            if run.documents is not None:
+                losses[seeds] = run.documents
         return losses
 
     @cached_property

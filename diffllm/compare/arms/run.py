@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.keys import Declaration, declarations
 from diffllm.core.printing import to_stderr
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.records import (
     diverged,
@@ -30,6 +31,8 @@ from diffllm.metrics.records import (
 from diffllm.metrics.steps import read_steps
 
 VISIBLE_KEYS = "data/visible_keys"
+DIGITS = 7
+"""Significant digits of document losses in values.json, and so in all comparisons of runs."""
 
 
 class Series(NamedTuple):
@@ -127,6 +130,15 @@ class Run:
     def final_loss(self) -> float | None:
         """Final held-out loss in nats per token; None if the run is unfinished or diverged."""
         return finite((self.summary or {}).get("heldout_loss"))
+
+    @cached_property
+    def documents(self) -> DocumentLosses | None:
+        """Losses of the held-out documents with `DIGITS` significant digits; None if unknown."""
+        with suppress(CheckpointError):
+            losses = document_losses(self.path)
+            nats = np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats])
+            return replace(losses, nats=nats)
+        return None
 
     @property
     def ended(self) -> bool:

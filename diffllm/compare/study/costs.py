@@ -11,7 +11,7 @@ from diffllm.compare.arms.budget import TOLERANCE
 from diffllm.compare.arms.comparable import exact_text
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
-from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
     choose_from,
@@ -145,11 +145,9 @@ def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
     results: list[Spending] = []
     if study.budget == TOKENS:
         return results
-    field = "train_seconds" if study.profile else "training_flops"
     for planned in first_runs(study):
         runs = [run for arm in arms if arm.name == planned.arm for run in arm.runs]
-        measured = [getattr(run, field) for run in runs if not run.diverged]
-        mean = statistics.fmean(measured) if measured and None not in measured else None
+        mean = mean_cost(study, runs)
         cfg = config_of_planned(planned)
         tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
         cost = cfg.steps * cost_of_step(study, planned.arm)
@@ -163,21 +161,41 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     Rounding to whole steps can make planned costs unequal. Times of another machine than that of
     the profile are not compared.
     """
-    results = spendings(study, arms)
+    results = spendings(study)
     unit = "seconds of training steps" if study.profile else "training FLOPs"
     planned = {spending.arm: spending.planned for spending in results}
     problems = unequal_costs(f"planned {unit}", planned, "; use more steps")
-    if problems or not results or machine_differences(study, arms):
+    if problems or not results:
         return problems
     measured = {}
-    for spending in results:
-        if spending.measured is not None:
-            measured[spending.arm] = spending.measured
+    unknown = []
+    for arm in arms:
+        runs = [run for run in arm.runs if not other_facts(study, run)]
+        mean = mean_cost(study, runs)
+        if mean is not None:
+            measured[arm.name] = mean
+        elif not all(run.diverged for run in runs):
+            unknown.append(arm.name)
     problems = unequal_costs(f"measured {unit}", measured)
-    finite_arms = [arm.name for arm in arms if arm.diverged < len(arm.runs)]
-    if unknown := [name for name in finite_arms if name not in measured]:
+    if unknown:
         problems.append(f"budget: the {unit} of {listed(unknown)} are not recorded")
     return problems
+
+
+def mean_cost(study: Study, runs: Sequence[StudyRun]) -> float | None:
+    """Return the mean measured FLOPs or seconds of the runs that did not diverge.
+
+    Return None if the cost of a run is unknown, or if all runs diverged.
+    """
+    field = "train_seconds" if study.profile else "training_flops"
+    costs = []
+    for run in runs:
+        if not run.diverged:
+            cost = getattr(run, field)
+            if cost is None:
+                return None
+            costs.append(cost)
+    return statistics.fmean(costs) if costs else None
 
 
 def unequal_costs(what: str, costs: Mapping[str, float], advice: str = "") -> list[str]:
@@ -194,20 +212,27 @@ def unequal_costs(what: str, costs: Mapping[str, float], advice: str = "") -> li
     ]
 
 
-def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
-    """Return the facts in which runs differ from the profile; [] without a profile."""
+def other_facts(study: Study, run: StudyRun) -> list[str]:
+    """Return the facts in which a run differs from the machine of the profile, if there is one."""
     if study.profile is None:
         return []
-    texts = set()
+    timed = study.profile.arm(run.arm).facts
+    texts = []
+    for name in MACHINE:
+        value = exact_text(name, getattr(run.facts, name))
+        timed_value = exact_text(name, getattr(timed, name))
+        if value != timed_value:
+            texts.append(f"{name} {value}, not {timed_value}")
+    return texts
+
+
+def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
+    """Return the facts in which runs differ from the machine of the profile."""
+    texts: dict[str, None] = {}
     for arm in arms:
-        timed = study.profile.arm(arm.name).facts
         for run in arm.runs:
-            for place, name in enumerate(MACHINE):
-                value = exact_text(name, getattr(run.facts, name))
-                timed_value = exact_text(name, getattr(timed, name))
-                if value != timed_value:
-                    texts.add((place, f"{name} {value}, not {timed_value}"))
-    return [text for _, text in sorted(texts)]
+            texts |= dict.fromkeys(other_facts(study, run))
+    return list(texts)
 
 
 def check_profile_settings(study: Study, configs: Mapping[str, TrainConfig]) -> None:
@@ -283,9 +308,11 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
         f"Profile of {study.profile.date}: {profile_words(study)}.",
     ]
     if words := machine_differences(study, arms):
+        runs = [run for arm in arms for run in arm.runs]
+        count = sum(bool(other_facts(study, run)) for run in runs)
         sentences.append(
-            f"The runs used another machine ({listed(words)}). The machine of the profile decides: "
-            "only the planned seconds are compared, not the measured ones."
+            f"{count} of {plural(len(runs), 'run')} used another machine ({listed(words)}). The "
+            "machine of the profile decides: the measured seconds of these runs are not compared."
         )
     return sentences
 

@@ -109,6 +109,8 @@ def words(study: Study, test: RuleTest, side: str = "") -> str:
             names += ", ..."
         text += "; the bounds omit documents, because these runs have no losses of documents: "
         text += names
+    elif test.outcome.no_documents and test.bounds:
+        text += f"; the bounds omit documents, because {test.outcome.no_documents}"
     return text
 
 

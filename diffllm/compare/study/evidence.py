@@ -1,7 +1,6 @@
 """The ended runs of a study, from which its verdict is computed."""
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,14 @@ from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_d
 from diffllm.compare.study.trend_data import position_losses
 from diffllm.compare.study.unequal import settings_of
 from diffllm.config.similar import SimilarConfigs
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.data.progress import track
-from diffllm.evaluation.heldout import document_losses
 from diffllm.metrics.facts import facts_of
 from diffllm.metrics.records import finite, read_record
 from diffllm.metrics.table import metric_of
 
 LOSSES = (LR_SENSITIVITY, "heldout_loss")
 """Metrics whose value for a run is the held-out loss."""
-DIGITS = 7
-"""Significant digits of stored document losses."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +180,10 @@ def metric_fields(run: Run, study: Study, where: str) -> dict[str, Any]:
 
 def losses_by_text(run: Run) -> dict[str, Any]:
     """Return the fields `texts` and `nats` of `StudyRun`, if the run has losses of documents."""
-    with suppress(CheckpointError):
-        losses = document_losses(run.path)
-        nats = [finite(float(f"{x:.{DIGITS}g}")) for x in losses.nats]
-        return {"texts": Texts.of(losses), "nats": nats}
-    return {}
+    if run.documents is None:
+        return {}
+    nats = [finite(x) for x in run.documents.nats]
+    return {"texts": Texts.of(run.documents), "nats": nats}
 
 
 def final_value(run: Run, name: str) -> float | None:

@@ -187,7 +187,21 @@ def test_profile_decides_if_runs_used_another_machine(tmp_path):
     found = judge(study, tmp_path / "out")
     assert found.verdict == "shown", found.reasons
     text = verdict_page(found).markdown()
-    assert "used another machine (device CPU, not GPU). The machine of the profile" in text
+    assert "used another machine (device CPU, not GPU). The machine of the profile decides" in text
+
+
+def test_seed_on_another_machine_does_not_end_the_check_of_other_seeds(tmp_path):
+    study = seconds_study(tmp_path)
+    write_runs(study, tmp_path / "out", better_v2, seconds_factor=1.2, **MACHINE)
+    for file in (tmp_path / "out").glob("*-seed0/run.json"):
+        record = file.read_text(encoding="utf-8")
+        assert "2.13.0" in record
+        file.write_text(record.replace("2.13.0", "2.13.1"), encoding="utf-8")
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == "not comparable", found.reasons
+    assert "measured seconds of training steps per run differ by 20%" in found.reasons[0]
+    text = verdict_page(found).markdown()
+    assert "2 of 6 runs used another machine (torch 2.13.1, not 2.13.0)" in text
 
 
 def test_study_is_exploratory_if_its_profile_changed_after_the_runs(tmp_path):

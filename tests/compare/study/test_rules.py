@@ -349,6 +349,17 @@ def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
     assert "because these runs have no losses of documents: run-seed8" in found.reason
 
 
+def test_bounds_omit_documents_if_arms_were_measured_on_different_documents(tmp_path):
+    v2, half = with_documents(-0.1, 0.2, seeds=9)
+    for i, run in enumerate(half.runs):
+        texts = [number + 1 for number in run.texts.texts]
+        half.runs[i] = replace(run, texts=replace(run.texts, texts=texts))
+    (found,) = decided(tmp_path, LOWER, [v2, half])
+    assert found.gap.document_error is None
+    omitted = "the bounds omit documents, because the runs were measured on different documents"
+    assert found.reason.count(omitted) == 1
+
+
 def test_bounds_of_gap_between_shares_end_at_possible_values(tmp_path):
     arms = two([0.0, 0.9, 0.1], [1.0, 0.1, 0.9])
     (tested,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
