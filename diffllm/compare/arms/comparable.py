@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from diffllm.compare.arms.sentences import compact, percent
+from diffllm.compare.arms.sentences import compact, percent, range_text
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
 from diffllm.config.compose import registered_declarations
@@ -227,12 +227,22 @@ def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str
         texts.append((run.arm, run.seed, text))
     if not disagrees(texts):
         return {}
+    if name in TOLERANCES:
+        # Seeds of an arm can differ slightly, for example in FLOPs with document masks.
+        texts = [(run.arm, run.seed, range_of_arm(name, run.arm, runs)) for run in runs]
     values: dict[str, list[str]] = {}
     for arm, _, text in texts:
         arms = values.setdefault(shortened(name, text), [])
         if arm not in arms:
             arms.append(arm)
     return {} if values.keys() <= {NOT_SET, "null"} else values
+
+
+def range_of_arm(name: str, arm: str, runs: Sequence[Comparand]) -> str:
+    """Return the smallest and the largest value of a number in the runs of an arm, as text."""
+    values = [run.values.get(name) for run in runs if run.arm == arm]
+    numbers = [value for value in values if value is not None]
+    return range_text(numbers) if len(numbers) == len(values) else exact_text(name, None)
 
 
 def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
