@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from diffllm.compare.arms.arm import Arm, Seeds
+from diffllm.compare.arms.budget import budget_notes
 from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.gap import arm_gap
@@ -113,7 +114,7 @@ def compare(
             without_base.append(arm.label)
         elif baseline_of_arm is not None and baseline_of_arm is not arm:
             bases[arm] = baseline_of_arm
-    score_notes = []
+    score_notes = budget_notes(runs)
     if without_base and len(arms) > 1:
         labels = ", ".join(without_base)
         score_notes.append(f"No gap for {labels}: no run of {chosen} agrees in all other keys.")
