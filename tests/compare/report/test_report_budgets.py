@@ -13,6 +13,7 @@ from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import gap_band, sample_gaps, seed_noise
 from diffllm.compare.report.page import page
+from diffllm.compare.report.terminal import table_text
 from diffllm.config.matching import totals
 from diffllm.metrics.steps import STEP, StepsFile
 
@@ -130,7 +131,10 @@ def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_kno
         "Runs of train.budget.flops=7e+09 with different steps have no gap: the FLOPs per run "
         "(6.507B to 7.137B) differ by 9.7%; the limit is 3%."
     )
-    assert (reason in comparison.notes) == known
+    assert comparison.warnings == [reason] * known
+    printed = " ".join(table_text(comparison).split())
+    assert (f"warning: {reason}" in printed) == known
+    assert (f"Warning: {reason}" in page(comparison)) == known
 
 
 def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_path):
@@ -141,7 +145,8 @@ def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_pat
     assert len(comparison.groups) == 2
     assert "optim.warmup_steps" in comparison.differences
     reason = "optim.warmup_steps is 2% and 11% of the steps, not an equal share."
-    assert any(note.endswith(reason) for note in comparison.notes)
+    (warning,) = comparison.warnings
+    assert warning.endswith(reason)
 
 
 def write_timed(path, variant, steps, step_seconds, seed=0, **facts):
