@@ -167,14 +167,23 @@ def planned_budgets(runs: Sequence[Run]) -> list[str | None]:
 
 
 def budget_notes(runs: Sequence[Run]) -> list[str]:
-    """Return a note about each plan whose runs have different steps and unequal costs."""
+    """Return a note about each budget whose runs have different steps and unequal costs."""
     notes = []
     for plan, members in runs_of_different_steps(runs).items():
-        if problem := budget_problem(members):
-            flops = members[0].cfg.train.budget.flops
-            name = plan if flops is None else f"train.budget.flops={flops:g}"
-            notes.append(f"Runs of {name} with different steps have no gap: {problem}.")
+        flops = members[0].cfg.train.budget.flops
+        name = plan if flops is None else f"train.budget.flops={flops:g}"
+        problem = budget_problem(members)
+        if problem and (flops is not None or have_steps_by_variant(members)):
+            notes.append(f"Runs of {name} with different steps are not compared: {problem}.")
     return notes
+
+
+def have_steps_by_variant(runs: Sequence[Run]) -> bool:
+    """Return whether no two variants have equal steps, as in a study with a budget."""
+    variants: dict[int, set[str]] = {}
+    for run in runs:
+        variants.setdefault(run.cfg.steps, set()).add(run.variant)
+    return all(len(names) == 1 for names in variants.values())
 
 
 def runs_of_different_steps(runs: Sequence[Run]) -> dict[str, list[Run]]:

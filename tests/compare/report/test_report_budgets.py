@@ -128,7 +128,7 @@ def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_kno
     assert len(comparison.groups) == 1 + known
     assert [row.gap is None for row in comparison.rows] == [True, known]
     reason = (
-        "Runs of train.budget.flops=7e+09 with different steps have no gap: the FLOPs per run "
+        "Runs of train.budget.flops=7e+09 with different steps are not compared: the FLOPs per run "
         "(6.507B to 7.137B) differ by 9.7%; the limit is 3%."
     )
     assert comparison.warnings == [reason] * known
@@ -183,6 +183,10 @@ def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
     write_timed(tmp_path / "b", "gated", 80, step_seconds, **facts)
     comparison = compare(loaded(sorted(tmp_path.iterdir())))
     row = comparison.rows[1]
+    assert len(comparison.warnings) == (equal is None)
+    for warning in comparison.warnings:
+        assert warning.startswith("Runs of study d1ge57 deciding with different steps are not")
+        assert ("different machines" in warning) == ("device" in facts)
     assert (len(comparison.groups) == 1) == (equal is not None)
     assert set(row.equal) == (equal or set())
     if equal:
