@@ -1,13 +1,14 @@
 """Costs of runs in tokens, FLOPs and seconds, and runs that were planned with equal costs."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from diffllm.compare.arms.run import Run, flops_facts, keys_seen
-from diffllm.compare.arms.sentences import compact
+from diffllm.compare.arms.sentences import compact, percent
 from diffllm.metrics.facts import machine_facts
 
 TOLERANCE = 0.03
@@ -87,24 +88,47 @@ class Budget(NamedTuple):
     def equal_cost(self, arms: Iterable[Sequence[Run]]) -> float | None:
         """Return the mean cost per run of arms with equal costs.
 
-        The mean costs of the arms are compared, because the times of single runs vary. Return None
-        if these costs differ by more than `tolerance`, or if the cost of a run is unknown.
+        Return None if `inequality` returns a reason.
         """
-        means = []
-        machines = set()
-        for runs in arms:
-            costs = []
-            for run in runs:
-                cost = self.total(run)
-                if not cost:
-                    return None
-                costs.append(cost)
-                machines.add(str([run.facts.get(fact) for fact in self.facts]))
-            if costs:
-                means.append(fmean(costs))
-        if not means or len(machines) > 1 or max(means) > min(means) * (1 + self.tolerance):
+        arms = [runs for runs in arms if runs]
+        if self.inequality(arms):
             return None
-        return fmean(means)
+        return fmean(cost for cost in self.mean_costs(arms) if cost is not None)
+
+    def inequality(self, arms: Iterable[Sequence[Run]]) -> str:
+        """Return the reason why arms do not have equal costs; "" if their costs are equal.
+
+        The mean costs of the arms are compared, because the times of single runs vary. Costs are
+        not equal if they differ by more than `tolerance`, or if the cost of a run is unknown.
+        """
+        arms = [runs for runs in arms if runs]
+        means = []
+        for mean in self.mean_costs(arms):
+            if mean is None:
+                return f"the {self.unit} of a run are unknown"
+            means.append(mean)
+        if not means:
+            return f"the {self.unit} of the runs are unknown"
+        machines = set()
+        for run in chain.from_iterable(arms):
+            machines.add(str([run.facts.get(fact) for fact in self.facts]))
+        if len(machines) > 1:
+            return f"the {self.unit} were measured on different machines ({', '.join(self.facts)})"
+        if max(means) > min(means) * (1 + self.tolerance):
+            excess = percent(max(means) / min(means) - 1)
+            costs = f"{compact(min(means))} to {compact(max(means))}"
+            limit = percent(self.tolerance)
+            return f"the {self.unit} per run ({costs}) differ by {excess}; the limit is {limit}"
+        return ""
+
+    def mean_costs(self, arms: Iterable[Sequence[Run]]) -> list[float | None]:
+        """Return the mean cost per run of each arm; None if the cost of a run is unknown."""
+        means: list[float | None] = []
+        for runs in arms:
+            costs = [self.total(run) for run in runs]
+            known = [cost for cost in costs if cost]
+            means.append(fmean(known) if len(known) == len(costs) else None)
+        return means
 
 
 BUDGETS = {
@@ -134,36 +158,76 @@ def planned_budgets(runs: Sequence[Run]) -> list[str | None]:
 
     Runs of one plan have different steps, but equal FLOPs or seconds. None for other runs.
     """
-    members: dict[str, list[Run]] = {}
+    equal = set()
+    for plan, members in runs_of_different_steps(runs).items():
+        if not budget_problem(members):
+            equal.add(plan)
     plans = [plan_of(run) for run in runs]
-    for plan, run in zip(plans, runs, strict=True):
-        if plan is not None:
-            members.setdefault(plan, []).append(run)
-    equal = {plan for plan, runs_of_plan in members.items() if have_equal_budgets(runs_of_plan)}
     return [plan if plan in equal else None for plan in plans]
 
 
-def have_equal_budgets(runs: Sequence[Run]) -> bool:
-    """Return whether runs of one plan differ in steps, but have equal costs and equal warm-up."""
-    steps = {run.cfg.steps for run in runs}
+def budget_notes(runs: Sequence[Run]) -> list[str]:
+    """Return a note about each budget whose runs have different steps and unequal costs."""
+    notes = []
+    for plan, members in runs_of_different_steps(runs).items():
+        flops = members[0].cfg.train.budget.flops
+        name = plan if flops is None else f"train.budget.flops={flops:g}"
+        problem = budget_problem(members)
+        if problem and (flops is not None or have_steps_by_variant(members)):
+            notes.append(f"Runs of {name} with different steps are not compared: {problem}.")
+    return notes
+
+
+def have_steps_by_variant(runs: Sequence[Run]) -> bool:
+    """Return whether no two variants have equal steps, as in a study with a budget."""
+    variants: dict[int, set[str]] = {}
+    for run in runs:
+        variants.setdefault(run.cfg.steps, set()).add(run.variant)
+    return all(len(names) == 1 for names in variants.values())
+
+
+def runs_of_different_steps(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each plan whose runs have different steps."""
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        plan = plan_of(run)
+        if plan is not None:
+            members.setdefault(plan, []).append(run)
+    different = {}
+    for plan, planned in members.items():
+        if len({run.cfg.steps for run in planned}) > 1:
+            different[plan] = planned
+    return different
+
+
+def budget_problem(runs: Sequence[Run]) -> str:
+    """Return the reason why runs of one plan do not have equal costs and warm-up; "" if equal."""
     # Warm-up is an equal share of all runs, except for the rounding to whole steps.
     shares = [run.cfg.optim.warmup_steps / run.cfg.steps for run in runs]
-    if len(steps) == 1 or max(shares) - min(shares) >= 1 / min(steps):
-        return False
-    if runs[0].cfg.train.budget.flops is not None:
-        return True  # The config determines the costs, also of runs that have not started.
-    # Runs of one plan with equal steps are those of one arm.
-    arms: dict[int, list[Run]] = {}
-    finished_arms: dict[int, list[Run]] = {}
+    if max(shares) - min(shares) >= 1 / min(run.cfg.steps for run in runs):
+        ends = f"{percent(min(shares))} and {percent(max(shares))}"
+        return f"optim.warmup_steps is {ends} of the steps, not an equal share"
+    of_flops = runs[0].cfg.train.budget.flops is not None
+    # Runs of one plan with one variant and equal steps are those of one arm.
+    arms: dict[tuple[str, int], list[Run]] = {}
+    finished_arms: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
-        if not run.diverged:
-            arms.setdefault(run.cfg.steps, []).append(run)
-            if run.summary is not None:
-                finished_arms.setdefault(run.cfg.steps, []).append(run)
-    if BUDGETS["flops"].equal_cost(arms.values()) is not None:
-        return True
+        # The config determines the FLOPs of runs that have not started.
+        not_started = of_flops and total_flops(run) is None
+        if run.diverged or not_started:
+            continue
+        arm = (run.variant, run.cfg.steps)
+        arms.setdefault(arm, []).append(run)
+        if run.summary is not None:
+            finished_arms.setdefault(arm, []).append(run)
+    if of_flops and not arms:
+        return ""
+    problem = BUDGETS["flops"].inequality(arms.values())
+    if of_flops or not problem:
+        return problem
     # The FLOPs of a run follow from its plan, but its seconds are known only at its end.
-    return BUDGETS["seconds"].equal_cost(finished_arms.values()) is not None
+    problem_of_seconds = BUDGETS["seconds"].inequality(finished_arms.values())
+    return f"{problem}, and {problem_of_seconds}" if problem_of_seconds else ""
 
 
 def without_length(values: dict[str, Any], plan: str | None) -> dict[str, Any]:

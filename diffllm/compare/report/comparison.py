@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from diffllm.compare.arms.arm import Arm, Seeds
+from diffllm.compare.arms.budget import budget_notes
 from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.gap import arm_gap
@@ -16,6 +17,7 @@ from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.keys import MATCHES, Keys, distinguish, overrides
 from diffllm.compare.report.notes import (
     code_notes,
+    document_warnings,
     fact_notes,
     length_notes,
     parameter_notes,
@@ -39,6 +41,7 @@ class Comparison:
             only one row, its variant is not `standard`, and no baseline was requested.
         differences: config keys whose values prevent a comparison between groups.
         groups: sets of rows whose losses can be compared.
+        warnings: reasons why gaps are missing or unreliable; shown with the results.
         score_notes: those `notes` that also apply to the evaluation scores in `evaluated`.
         row_differences: all keys and facts in which rows differ, also those without influence.
     """
@@ -48,6 +51,7 @@ class Comparison:
     baseline: str | None
     differences: list[str]
     groups: list[Group]
+    warnings: list[str]
     notes: list[str]
     evaluated: list[Evaluated]
     score_notes: list[str]
@@ -126,6 +130,7 @@ def compare(
         baseline=chosen,
         differences=keys.incomparable,
         groups=[Group(g.letter, [row_of[arm] for arm in g.arms], g.values) for g in groups],
+        warnings=budget_notes(runs) + document_warnings([*bases.items()]),
         notes=skipped + notes_of(arms, bases, score_notes) + about_scores,
         evaluated=evaluated,
         score_notes=score_notes + about_scores,

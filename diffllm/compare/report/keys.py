@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -19,6 +20,7 @@ from diffllm.compare.arms.comparable import (
     role,
     shown_value,
     starting_point,
+    value_text,
 )
 from diffllm.compare.arms.run import Run
 from diffllm.config import TrainConfig
@@ -33,7 +35,7 @@ from diffllm.core.keys import (
     declaration_of,
     strictest,
 )
-from diffllm.metrics.facts import RunFacts, fact_declarations, facts_of, machine_facts
+from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
 
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""
@@ -97,7 +99,8 @@ def distinguish(runs: list[Run]) -> Keys:
         is_compared = difference.role != "harmless" or explains_fact(name, declaration.fact, values)
         if is_compared and is_deciding(name, declaration):
             differing.add(name)
-    differing -= facts_equal_by_seed(runs)
+    values = with_facts_of_seeds(values, runs, differing, declared)
+    differing -= {fact for fact in machine_facts() if not differs(fact, values)}
     explained = explained_names(differing, values, declared)
 
     # The attention variant is the first part of every label, even if all runs have the same.
@@ -112,18 +115,74 @@ def distinguish(runs: list[Run]) -> Keys:
     return Keys(swept, incomparable, shown_values)
 
 
-def facts_equal_by_seed(runs: list[Run]) -> set[str]:
-    """Return the facts of the machine in which all runs of each seed agree.
+def with_facts_of_seeds(
+    values: Sequence[dict[str, Any]],
+    runs: Sequence[Run],
+    differing: Collection[str],
+    declared: Declarations,
+) -> list[dict[str, Any]]:
+    """Combine the values of facts of the machine in arms whose runs of each seed agree.
 
-    Such a fact does not distinguish rows: a later version of torch may have trained more seeds.
+    Such a fact does not distinguish these arms: a later version of torch may have trained more
+    seeds. The fact of each run becomes a text of all values in these arms, "2.13 or 2.14". Only
+    arms that agree in all other conditions are united, so that other runs of the report have no
+    influence.
     """
-    names = set(machine_facts())
-    facts_by_seed: dict[int, RunFacts] = {}
-    for run in runs:
-        facts = facts_of(run.facts)
-        first = facts_by_seed.setdefault(run.cfg.seed, facts)
-        names -= {name for name in names if getattr(first, name) != getattr(facts, name)}
-    return names
+    facts = sorted(set(machine_facts()).intersection(differing))
+    others = sorted({*differing}.difference(facts))
+    conditions = []
+    for name in others:
+        if role(name, declaration_of(name, declared), REPORT) == "condition":
+            conditions.append(name)
+    comparable: dict[str, dict[str, list[int]]] = {}
+    for i, run_values in enumerate(values):
+        arms = comparable.setdefault(shown_value([run_values.get(n) for n in conditions]), {})
+        arms.setdefault(shown_value([run_values.get(n) for n in others]), []).append(i)
+    groups = [list(arms.values()) for arms in comparable.values()]
+    combined = list(values)
+    for fact in facts:
+        united = arms_equal_by_seed(fact, list(chain.from_iterable(groups)), runs, values)
+        if not united or len(united[0][1]) < len(runs):
+            united = []
+            for arms_of_group in groups:
+                united += arms_equal_by_seed(fact, arms_of_group, runs, values)
+        for text, places in united:
+            for i in places:
+                combined[i] = combined[i] | {fact: text}
+    return combined
+
+
+def arms_equal_by_seed(
+    fact: str, arms: Sequence[list[int]], runs: Sequence[Run], values: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, list[int]]]:
+    """Unite arms, given as places of runs, whose runs of each common seed agree in a fact.
+
+    Return a text of all values and the runs of each union. Omit arms that agree with no other arm,
+    except if there is only one arm.
+    """
+    united: list[tuple[dict[int, str], list[list[int]]]] = []
+    for places in arms:
+        by_seed: dict[int, set[str]] = {}
+        for i in places:
+            by_seed.setdefault(runs[i].cfg.seed, set()).add(value_text(fact, values[i][fact]))
+        if any(len(texts) > 1 for texts in by_seed.values()):
+            continue
+        facts_of_arm = {seed: texts.pop() for seed, texts in by_seed.items()}
+        for facts_by_seed, members in united:
+            common = facts_by_seed.keys() & facts_of_arm.keys()
+            if all(facts_by_seed[seed] == facts_of_arm[seed] for seed in common):
+                facts_by_seed.update(facts_of_arm)
+                members.append(places)
+                break
+        else:
+            united.append((facts_of_arm, [places]))
+    unions: dict[str, list[int]] = {}
+    for facts_by_seed, members in united:
+        texts = sorted({*facts_by_seed.values()})
+        if len(texts) > 1 and (len(members) > 1 or len(arms) == 1):
+            # Two unions can have the same values in other seeds; only the first gets the text.
+            unions.setdefault(" or ".join(texts), list(chain.from_iterable(members)))
+    return list(unions.items())
 
 
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:

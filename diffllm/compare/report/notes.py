@@ -36,6 +36,7 @@ from diffllm.compare.report.rows import Row
 from diffllm.config.changes import is_within
 from diffllm.core.keys import declaration_of
 from diffllm.data.shards import thin_heldout
+from diffllm.evaluation.heldout import same_documents
 from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
 
 TOLERANCE = 0.005
@@ -158,6 +159,19 @@ def length_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
         f"Not at equal tokens: {shortlist(labels, NAMED)}. A budget in FLOPs or seconds determines "
         "the lengths of these rows and of their baseline."
     ]
+
+
+def document_warnings(gaps: list[tuple[Arm, Arm]]) -> list[str]:
+    """Return a warning about gaps whose runs of a seed have losses of different documents."""
+    warnings = []
+    for arm, base in gaps:
+        common = arm.documents.keys() & base.documents.keys()
+        if not all(same_documents(arm.documents[s], base.documents[s]) for s in common):
+            warnings.append(
+                f"The gap of {arm.label} to {base.label} is not at equal evaluation: their final "
+                "losses were measured on different held-out documents."
+            )
+    return warnings
 
 
 def speed_notes(runs: list[Run]) -> list[str]:

@@ -158,6 +158,8 @@ def header(comparison: Comparison, styles: list[RowStyle], hides_groups: bool) -
         blocks.append(Details(f"{len(more)} more rows", [Items(more, "findings")], level=0))
     if holm := holm_sentence(rows):
         blocks.append(Paragraph(holm, style="holm"))
+    for text in comparison.warnings:
+        blocks.append(Paragraph(f"Warning: {text}", style="holm"))
     for warning_text in (few_seeds_note(rows), thin_note(run for row in rows for run in row.runs)):
         if warning_text:
             blocks.append(Paragraph(f"Warning: {warning_text}.", style="holm"))

@@ -58,7 +58,7 @@ def table_text(comparison: Comparison) -> str:
         text += wrap(pairing_note(rows, "Intervals", loss_interval), WIDTH)
         text += wrap(holm_sentence(rows), WIDTH)
     warnings = [warning for warning in (few_seeds_note(rows), thin_note(runs)) if warning]
-    for warning in warnings:
+    for warning in (*comparison.warnings, *warnings):
         text += wrap(f"warning: {warning}", WIDTH)
     if is_early(runs):
         text.append(training_length(runs))

@@ -13,6 +13,7 @@ from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import gap_band, sample_gaps, seed_noise
 from diffllm.compare.report.page import page
+from diffllm.compare.report.terminal import table_text
 from diffllm.config.matching import totals
 from diffllm.metrics.steps import STEP, StepsFile
 
@@ -115,6 +116,27 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
     assert comparison.rows[1].gap is None
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_known(tmp_path, known):
+    """A budget of few steps is rounded to 7 and 6 steps."""
+    for variant in ("standard", "diff_v2"):
+        words = ("train.budget.flops=7e9", f"attention={variant}")
+        facts = {"flops_per_token": totals(config(words).model)["flops"] if known else None}
+        write_run(tmp_path / variant, *words, facts=facts)
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    assert {row.runs[0].cfg.steps for row in comparison.rows} == {6, 7}
+    assert len(comparison.groups) == 1 + known
+    assert [row.gap is None for row in comparison.rows] == [True, known]
+    reason = (
+        "Runs of train.budget.flops=7e+09 with different steps are not compared: the FLOPs per run "
+        "(6.507B to 7.137B) differ by 9.7%; the limit is 3%."
+    )
+    assert comparison.warnings == [reason] * known
+    printed = " ".join(table_text(comparison).split())
+    assert (f"warning: {reason}" in printed) == known
+    assert (f"Warning: {reason}" in page(comparison)) == known
+
+
 def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_path):
     for variant, warmup_steps in (("standard", 2), ("diff_v2", 10)):
         words = ("train.budget.flops=1e11", f"attention={variant}")
@@ -122,6 +144,9 @@ def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_pat
     comparison = compare(loaded(sorted(tmp_path.iterdir())))
     assert len(comparison.groups) == 2
     assert "optim.warmup_steps" in comparison.differences
+    reason = "optim.warmup_steps is 2% and 11% of the steps, not an equal share."
+    (warning,) = comparison.warnings
+    assert warning.endswith(reason)
 
 
 def write_timed(path, variant, steps, step_seconds, seed=0, **facts):
@@ -158,6 +183,10 @@ def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
     write_timed(tmp_path / "b", "gated", 80, step_seconds, **facts)
     comparison = compare(loaded(sorted(tmp_path.iterdir())))
     row = comparison.rows[1]
+    assert len(comparison.warnings) == (equal is None)
+    for warning in comparison.warnings:
+        assert warning.startswith("Runs of study d1ge57 deciding with different steps are not")
+        assert ("different machines" in warning) == ("device" in facts)
     assert (len(comparison.groups) == 1) == (equal is not None)
     assert set(row.equal) == (equal or set())
     if equal:

@@ -229,6 +229,34 @@ def test_torch_may_differ_between_seeds_but_not_between_arms(tmp_path, versions,
     assert len(comparison.rows) == (2 if comparable else 3)
 
 
+@pytest.mark.parametrize("words", [("attention=standard", "steps=10"), ("attention=diff_v2",)])
+def test_torch_of_another_run_does_not_change_a_gap(tmp_path, words):
+    """The other run has other steps or another variant."""
+    for variant, losses in {"standard": (4.0, 4.1, 4.3), "gated": (3.9, 3.95, 4.2)}.items():
+        for seed, loss in enumerate(losses):
+            facts = {"torch": "2.14" if seed == 2 else "2.13"}
+            run = (f"attention={variant}", f"seed={seed}")
+            write_run(tmp_path / f"{variant}{seed}", *run, loss=loss, facts=facts)
+    _, gated = compare(loaded(sorted(tmp_path.iterdir()))).rows
+    write_run(tmp_path / "other", *words, facts={"torch": "2.12"})
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    assert [len(group.rows) for group in comparison.groups] == [2, 1]
+    assert comparison.rows[1].gap == gated.gap
+    assert gated.gap.seeds == 3
+    assert comparison.rows[1].keys["torch"] == "2.13 or 2.14"
+
+
+def test_arms_with_equal_versions_of_torch_in_other_seeds_are_not_compared(tmp_path):
+    versions = {"standard": "ab", "gated": "ab", "diff_v1": "ba"}
+    for variant, by_seed in versions.items():
+        for seed, version in enumerate(by_seed):
+            words = (f"attention={variant}", f"seed={seed}")
+            write_run(tmp_path / f"{variant}{seed}", *words, facts={"torch": version})
+    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    gap_rows = [row for row in comparison.rows if row.gap]
+    assert [(row.label, row.gap.seeds) for row in gap_rows] == [("gated torch=a or b", 2)]
+
+
 @pytest.mark.parametrize("pinned", [(), ("gated",), ("standard", "gated")])
 def test_pinned_initial_seed_of_one_row_is_a_condition(tmp_path, pinned):
     paths = sweep(tmp_path, {"standard": [4.0, 4.1], "gated": [3.9, 4.0]})

@@ -246,6 +246,14 @@ def test_report_page_explains_missing_interval_over_documents(tmp_path):
     text = " ".join(Reader(page(found)).text.split())
     reason = "the runs were measured on different documents"
     assert f"An interval over documents and seeds is missing: {reason}." in text
+    warning = (
+        "The gap of diff_v2 to standard is not at equal evaluation: their final losses were "
+        "measured on different held-out documents."
+    )
+    assert f"Warning: {warning}" in text
+    assert f"warning: {warning}" in " ".join(table_text(found).split())
+    single_seed = [run for run in runs if run.seeds == runs[0].seeds]
+    assert compare(single_seed).warnings == [warning]
     (runs[0].path / "heldout" / "step-00000012.npz").unlink()
     reason = "runs have no losses of documents"
     runs_read_again = [replace(run) for run in runs]
