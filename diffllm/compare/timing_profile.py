@@ -15,11 +15,17 @@ from diffllm.core.errors import ConfigError, choose_from
 from diffllm.core.files import read_json, readable
 from diffllm.core.keys import declaration_of, declarations
 from diffllm.core.typed import made
-from diffllm.metrics.facts import RunFacts
+from diffllm.metrics.facts import RunFacts, machine_facts
 
 FORMAT = 1
 NOISY = 0.1
 """Spread between rounds above which the step time of an arm is uncertain."""
+LEAST_SECONDS = 1e-6
+"""Least time of a training step, far below the launch of one kernel per layer."""
+MACHINE = (*machine_facts(), "compute_dtype")
+"""Facts of a run that must agree to compare times."""
+KEYS = {"compiled": "compile", "compute_dtype": "precision"}
+"""The config key that decides a fact, for facts that a config decides."""
 Blocks = list[float]
 """Mean seconds of a training step in each block of steps of one turn."""
 
@@ -176,5 +182,23 @@ def check_profile(profile: TimingProfile) -> None:
         )
     for name, arm in profile.arms.items():
         for blocks in arm.block_seconds:
-            if not blocks or min(blocks) <= 0:
-                raise ValueError(f"arms.{name}.block_seconds must be positive in each round")
+            if not blocks or min(blocks) < LEAST_SECONDS:
+                raise ValueError(
+                    f"arms.{name}.block_seconds must be at least {LEAST_SECONDS:g} in each round"
+                )
+        if not arm.settings:
+            raise ValueError(f"arms.{name}.settings is empty")
+    for fact in MACHINE:
+        check_equal(profile, fact)
+
+
+def check_equal(profile: TimingProfile, fact: str) -> None:
+    """Raise ValueError if the arms differ in a fact, but not in the config key that decides it."""
+    arms = profile.arms.values()
+    settings = {arm.settings.get(KEYS.get(fact, "")) for arm in arms}
+    values = {str(getattr(arm.facts, fact)) for arm in arms}
+    if len(values) > 1 and len(settings) == 1:
+        raise ValueError(
+            f"the arms differ in {fact} ({', '.join(sorted(values))}); measure all arms on one "
+            "machine"
+        )

@@ -29,7 +29,7 @@ from diffllm.config.overrides import (
     unknown_key,
 )
 from diffllm.config.plugins import config_directory, directories
-from diffllm.config.schema import TrainConfig
+from diffllm.config.schema import MOST_STEPS, TrainConfig
 from diffllm.config.values import check_paths, check_values, leaves
 from diffllm.config.words import for_hydra, parsed_override, with_recipe
 from diffllm.core.bounds import sections
@@ -257,9 +257,8 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
     replaced = [override.get_key_element() for override in overrides]
     overridden = []
     for name in LENGTHS:
-        # An override of the section `train` need not set train.budget.flops.
-        in_section = is_within(name, replaced) and OmegaConf.select(cfg, name) is not None
-        if name in replaced or in_section:
+        # Null sets no length, and an override of the section `train` need not set a budget.
+        if is_within(name, replaced) and OmegaConf.select(cfg, name) is not None:
             overridden.append(name)
     if overridden:
         for name in LENGTHS[1:]:
@@ -282,7 +281,7 @@ def steps_to_train(cfg: TrainConfig, flops_per_token: float | None = None) -> in
     """Compute the number of optimizer steps from max_tokens, epochs or train.budget.flops.
 
     For epochs, first prepare the corpus, because its number of sequences is needed. Raises
-    ConfigError if the result is less than one step.
+    ConfigError if the result is less than one step or more than MOST_STEPS.
 
     Args:
         flops_per_token: training FLOPs per token, for train.budget.flops.
@@ -307,6 +306,11 @@ def steps_to_train(cfg: TrainConfig, flops_per_token: float | None = None) -> in
         raise ConfigError(
             f"{name}={value:g} is less than one step of global_batch_size="
             f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens; increase {name}"
+        )
+    if steps > MOST_STEPS:
+        raise ConfigError(
+            f"{name}={value:g} must be at most {value / steps * MOST_STEPS:.4g}, which is the "
+            f"maximum of {MOST_STEPS:,} steps"
         )
     # The costs of two variants are closest with the nearest number of steps.
     return int(steps) if flops_per_token is None else round(steps)

@@ -42,6 +42,17 @@ def differences(path: Path, cfg: TrainConfig, counts: Counts = is_fixed) -> Chan
     return changes_to(load_run_config(path), cfg, counts) | plugin_changes(path)
 
 
+def with_lengths(changes: Changes, path: Path, cfg: TrainConfig) -> Changes:
+    """Return `changes`, the result of `differences`, for a message.
+
+    If `steps` differs, include the keys that determine the steps, such as train.budget.flops.
+    """
+    if "steps" not in changes:
+        return changes
+    lengths = changes_to(load_run_config(path), cfg, lambda declared: declared.fact == "steps")
+    return {**lengths, **changes}
+
+
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     """Compare the plugin versions of a run with those of this process; see `version_changes`.
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, changes_training, is_within, what_differs
-from diffllm.config.saved import differences, load_run_config
+from diffllm.config.saved import differences, load_run_config, with_lengths
 from diffllm.config.words import former_text
 from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
@@ -93,8 +93,9 @@ class RunDirectory:
         changes = differences(self.path, self.cfg)
         allowed = self.cfg.run.allow_changes
         if refused := [key for key in changes if not is_within(key, allowed)]:
+            shown = with_lengths(changes, self.path, self.cfg)
             raise ConfigError(
-                f"{self.path} was made with {what_differs(changes)}; choose another run.name, "
+                f"{self.path} was made with {what_differs(shown)}; choose another run.name, "
                 f"{self.experiment_hint()}or resume with "
                 f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )

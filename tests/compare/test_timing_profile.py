@@ -86,11 +86,22 @@ def test_unknown_arm_of_profile_raises_error_with_choices(profile):
         ("timed_steps", 0, "timed_steps=0 must be at least 1"),
         ("date", None, "date=None must be text"),
         ("arms.standard.block_seconds", [[0.1], [0.2]], "must have the same number of rounds"),
-        ("arms.standard.block_seconds", [[0.1], [-1.0], [0.2]], "must be positive in each round"),
-        ("arms.standard.block_seconds", [[0.1], [], [0.2]], "must be positive in each round"),
+        (
+            "arms.standard.block_seconds",
+            [[0.1], [-1.0], [0.2]],
+            "must be at least 1e-06 in each",
+        ),
+        ("arms.standard.block_seconds", [[0.1], [], [0.2]], "must be at least 1e-06 in each"),
+        ("arms.standard.block_seconds", [[0.1], [1e-300], [1]], "must be at least 1e-06 in each"),
         ("arms.standard.block_seconds", [["fast"]], "block_seconds[0][0]='fast' must be a number"),
         ("arms.standard.block_seconds", [0.1, 0.2, 0.3], "block_seconds[0]=0.1 must be a list"),
         ("arms.standard.tokens_per_step", 0, "arms.standard.tokens_per_step=0 must be at least 1"),
+        ("arms.standard.settings", {}, "arms.standard.settings is empty"),
+        ("arms.standard.facts.device", "GPU", "the arms differ in device (CPU, GPU)"),
+        ("arms.standard.facts.ranks", 1, "the arms differ in ranks (1.0, 2"),
+        ("arms.standard.facts.torch", "2.9.0", "the arms differ in torch (2.13.0, 2.9.0)"),
+        ("arms.standard.facts.compiled", True, "the arms differ in compiled (False, True)"),
+        ("arms.standard.facts.compute_dtype", "float32", "the arms differ in compute_dtype ("),
         ("arms.standard.facts.parameters", "many", "facts.parameters='many' must be a number"),
     ],
 )
@@ -107,6 +118,18 @@ def test_damaged_profile_raises_one_error(profile, tmp_path, key, value, message
         read_profile(path)
     assert str(raised.value).startswith(f"{path} is not a profile of diffllm timing: ")
     assert message in str(raised.value)
+
+
+def test_arms_of_profile_may_differ_in_compilation_that_their_settings_choose(profile, tmp_path):
+    arm = profile.arms["diff_v2"]
+    compiled = replace(
+        arm,
+        settings={**arm.settings, "compile": "true"},
+        facts=replace(arm.facts, compiled=True),
+    )
+    arms = replace(profile, arms={**profile.arms, "diff_v2": compiled})
+    written(arms, tmp_path / "timing.json")
+    assert read_profile(tmp_path / "timing.json") == arms
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ OTHERS = [
     ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 in the run, 0.5 in this command"),
     ("attention=standard", "model.attention.head_norm"),
     ("steps=301", "steps"),
+    ("max_tokens=1e7", "max_tokens: None in the run, 10000000.0 in this command"),
     ("precision=fp32", "precision: auto in the run, fp32 in this command"),
     ("data.mask_documents=true", "data.mask_documents: False in the run, True in this command"),
 ]

@@ -113,6 +113,9 @@ def test_override_of_length_replaces_budget_of_yaml_file(tmp_path):
     assert load_config(words, tmp_path).steps == 216
     assert load_config([*words, "train.skip_step=off"], tmp_path).steps == 216
     assert load_config([*words, "steps=7"], tmp_path).steps == 7
+    assert load_config([*words, "train.budget.flops=null", "steps=7"], tmp_path).steps == 7
+    assert load_config([*words, "train.budget.flops=null"], tmp_path).steps == 1000
+    assert load_config([*words, "max_tokens=null"], tmp_path).steps == 216
     assert load_config([*words, "train={budget: {flops: 5e11}}"], tmp_path).steps == 108
 
 
@@ -130,10 +133,16 @@ def test_epochs_setting_determines_number_of_steps(corpus):
     [
         (["steps=10", "epochs=1"], "epochs, steps: only one of these keys can be set; remove"),
         (["model=tiny", "max_tokens=100"], "max_tokens=100 is less than one step of global_batch"),
-        (["max_tokens=1e30"], "steps="),
+        (
+            ["max_tokens=1e30"],
+            r"max_tokens=1e\+30 must be at most 4\.096e\+15, which is",
+        ),
         (["train.budget.flops=1e3"], "train.budget.flops=1000 is less than one step of global_"),
         (["train.budget.flops=1e12", "steps=5"], "steps, train.budget.flops: only one of these"),
-        (["train.budget.flops=1e38"], "steps="),
+        (
+            ["train.budget.flops=1e30"],
+            r"train.budget.flops=1e\+30 must be at most .*e\+\d+, which",
+        ),
         (
             ["train.budget.flops=1e15", "data.mask_documents=true"],
             r"train.budget.flops=1e\+15 with data.mask_documents=true needs the mean number",

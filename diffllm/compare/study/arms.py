@@ -24,6 +24,8 @@ from diffllm.statistics.estimates import Estimate, Times, estimate
 
 FINITE = {"least": -LARGEST, "most": LARGEST}
 """Bounds of measured numbers."""
+LOSSES = {"least": 0, "most": LARGEST}
+"""Bounds of mean losses in nats per token."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class RateRun:
     """An ended run in the grid of learning rates."""
 
     name: str
-    loss: float | None = field(metadata=FINITE)
+    loss: float | None = field(metadata=LOSSES)
     """Final held-out loss; None if the run diverged."""
     strayed: str = ""
     """Differences from the planned config; empty without differences."""
@@ -74,7 +76,7 @@ class StudyRun:
     arm: str
     seed: int
     lr: float = field(metadata={"above": 0})
-    loss: float | None = field(metadata=FINITE)
+    loss: float | None = field(metadata=LOSSES)
     """Final held-out loss in nats per token; None if the run diverged."""
     value: float | None = field(metadata=FINITE)
     """Final value of the study's metric (for lr_sensitivity, the loss); None if diverged."""

@@ -21,17 +21,14 @@ from diffllm.compare.study.planned_runs import (
     first_runs,
     is_ended,
 )
-from diffllm.compare.timing_profile import time_settings
+from diffllm.compare.timing_profile import MACHINE, time_settings
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError, listed
 from diffllm.core.printing import Table
-from diffllm.metrics.facts import machine_facts
 from diffllm.metrics.records import finite, read_summary
 
-MACHINE = (*machine_facts(), "compute_dtype")
-"""Facts of a run in which it must agree with the profile, to compare times."""
 START_S = 20.0
 """Seconds from the launch of a run to its first step; an assumption for GPUs, not measured."""
 

@@ -5,12 +5,13 @@ benchmarks/results/recompute.py also reads this file. The class `Values` describ
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from diffllm.compare.study.arms import RateRun, StudyRun, Texts
-from diffllm.compare.study.evidence import Evidence
+from diffllm.compare.study.evidence import LOSSES, Evidence
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import planned_by_name
 from diffllm.compare.study.study_hash import study_hash
@@ -23,6 +24,8 @@ from diffllm.metrics.facts import RunFacts
 FORMAT = 1
 SHARED = ("facts", "settings", "texts")
 """Values that many runs have in common."""
+TOLERANCE = 1e-4
+"""Largest relative difference of a loss from the mean over its documents, which are rounded."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def run_of(values: Values, where: str, entry: dict[str, Any]) -> StudyRun:
         place, distinct = entry.get(name), getattr(values, name)
         if place is None and name == "texts":
             shared[name] = None
-        elif isinstance(place, int) and 0 <= place < len(distinct):
+        elif type(place) is int and 0 <= place < len(distinct):
             shared[name] = distinct[place]
         else:
             raise ValueError(f"{where}.{name}={place} is out of range of {name}")
@@ -148,6 +151,7 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
             raise ValueError(f"texts[{i}] has columns of unequal or no length")
     if len({run.name for run in runs}) < len(runs) or not runs:
         raise ValueError("runs contains a name twice" if runs else "runs is empty")
+    check_rates(values)
     planned_runs = planned_by_name(study)
     for run in runs:
         planned = planned_runs.get(run.name)
@@ -156,8 +160,13 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
             raise ValueError(f"the study has no run {run.name} of arm {run.arm}, seed {run.seed}")
         if run.loss is None and run.value is not None:
             raise ValueError(f"{run.name}.value={run.value} of a diverged run must be null")
+        if study.metric in LOSSES and run.value != run.loss:
+            raise ValueError(f"{run.name}.value={run.value} must be its loss={run.loss}")
         if len(run.tokens) != len(run.values):
             raise ValueError(f"{run.name}: tokens and values do not form a curve")
+        # A run of an older version whose batch changed has tokens that do not increase.
+        if not run.strayed and sorted({*run.tokens}) != run.tokens:
+            raise ValueError(f"{run.name}.tokens must increase")
         if not run.tokens and any(rule.needs_curve for rule in study.rules):
             raise ValueError(f"{run.name} has no curve")
         if len(run.positions or []) != len(run.position_losses):
@@ -165,3 +174,35 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
         documents = None if run.texts is None else len(run.texts.tokens)
         if documents != (None if run.nats is None else len(run.nats)):
             raise ValueError(f"{run.name}: nats and texts are of unequal length")
+        check_nats(run)
+
+
+def check_rates(values: Values) -> None:
+    """Raise ValueError if a run of the learning rate grid appears twice or has no mark."""
+    names = set()
+    for rate in values.rates:
+        if rate.name in names:
+            raise ValueError(f"rates contains {rate.name} twice")
+        if rate.name not in values.marks:
+            raise ValueError(f"rates contains {rate.name}, which is not in marks")
+        names.add(rate.name)
+
+
+def check_nats(run: StudyRun) -> None:
+    """Raise ValueError if the losses of documents do not have the mean loss of the run.
+
+    Runs whose final loss was measured on another number of tokens are not checked.
+    """
+    if run.texts is None or run.nats is None or run.loss is None:
+        return
+    tokens = sum(run.texts.tokens)
+    if run.facts.heldout_tokens != tokens:
+        return
+    if None in run.nats:
+        raise ValueError(f"{run.name}.nats of a run with a loss must not contain null")
+    mean = math.fsum(nats for nats in run.nats if nats is not None) / tokens
+    if not math.isclose(mean, run.loss, rel_tol=TOLERANCE):
+        raise ValueError(
+            f"{run.name}.loss={run.loss:g} must be {mean:g}, the sum of its nats over {tokens:,} "
+            "tokens"
+        )

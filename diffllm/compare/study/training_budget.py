@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.compare.timing_profile import TimingProfile, read_profile
+from diffllm.config.schema import MOST_STEPS
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable, user_path
 
@@ -27,8 +28,8 @@ def budget_profile(
 ) -> tuple[TimingProfile, bytes]:
     """Return the profile of a budget and the bytes of its file.
 
-    Raises ConfigError if the file cannot be read or is invalid, if the profile lacks an arm or has
-    arms of several machines, or if the budget is less than one training step of an arm.
+    Raises ConfigError if the file cannot be read or is invalid, if the profile lacks an arm, or if
+    the budget is less than one training step of an arm or more than MOST_STEPS.
 
     Args:
         directory: directory of the study file.
@@ -53,11 +54,9 @@ def budget_profile(
                 f"budget.seconds={budget.seconds:g} must be at least {seconds:.3g}, the seconds of "
                 f"one training step of arm {name}"
             )
-    for fact in ("device", "ranks", "torch"):
-        values = {str(getattr(profile.arms[name].facts, fact)) for name in arms}
-        if len(values) > 1:
+        if budget.seconds > seconds * MOST_STEPS:
             raise ConfigError(
-                f"budget.profile={budget.profile}: the arms differ in {fact} "
-                f"({', '.join(sorted(values))}); measure all arms on one machine"
+                f"budget.seconds={budget.seconds:g} must be at most {seconds * MOST_STEPS:.3g}, "
+                f"the seconds of {MOST_STEPS:,} training steps of arm {name}"
             )
     return profile, content

@@ -11,6 +11,7 @@ from diffllm.compare.arms.comparable import (
     Difference,
     differences,
 )
+from diffllm.compare.arms.sentences import plural
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
@@ -150,5 +151,7 @@ def exploratory(
     waiting = [name for arm in arms for name in arm.missing]
     waiting += [run.name for choice in choices for run in choice.wanted]
     if waiting:
-        problems.append(f"{len(waiting)} runs have not ended: {', '.join(waiting[:3])}")
+        verb = "has" if len(waiting) == 1 else "have"
+        names = ", ".join(waiting[:3])
+        problems.append(f"{plural(len(waiting), 'run')} {verb} not ended: {names}")
     return problems

@@ -31,7 +31,7 @@ from diffllm.config.overrides import (
     explain,
     one_line,
 )
-from diffllm.config.saved import differences, load_run_config
+from diffllm.config.saved import differences, load_run_config, with_lengths
 from diffllm.config.words import (
     as_text,
     declared_type,
@@ -352,9 +352,10 @@ def check_runs(directory: SweepDirectory, configs: dict[str, TrainConfig]) -> No
         except CheckpointError:
             continue  # This run will fail with a message; the remaining runs can start.
         if any(not is_within(key, cfg.run.allow_changes) for key in changes):
+            shown = with_lengths(changes, path, cfg)
             raise ConfigError(
                 f"the run {path.name} of the sweep {directory.path} was started with "
-                f"{what_differs(changes)}; choose another run.sweep, or allow the change with "
+                f"{what_differs(shown)}; choose another run.sweep, or allow the change with "
                 f"run.allow_changes=[{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():

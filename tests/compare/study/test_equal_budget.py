@@ -248,6 +248,7 @@ def test_study_loads_without_its_profile_to_measure_the_profile(tmp_path):
         ("{seconds: 6, profile: none.json}", {}, "none.json cannot be read: No such file"),
         ("{seconds: 6, profile: study.yaml}", {}, "budget.profile: "),
         ("{seconds: 0.12, profile: timing.json}", {}, "one training step of arm v2"),
+        ("{seconds: 1e30, profile: timing.json}", {}, "budget.seconds=1e+30 must be at most "),
         (
             "{seconds: 6, profile: timing.json}",
             {"arms": "{standard: [], v3: [attention=diff_v2]}"},

@@ -32,7 +32,11 @@ def measured(study, out, documents=30, evaluations=20, left=0):
         for run in runs[: len(runs) - left * (runs[0].stage == "deciding")]:
             best = 0.1 * abs(math.log2((run.lr or 0.002) / 0.002))
             loss = {"half": 4.4, "v2": 4.3}[run.arm] + best + 0.01 * rng.random()
-            own = {"corpus": "a1" * 32, "environment": {"python": "3.12.1"}}
+            own = {
+                "corpus": "a1" * 32,
+                "environment": {"python": "3.12.1"},
+                "heldout_tokens": int(tokens.sum()),
+            }
             diverges = (run.arm, run.seed, run.lr) in (("v2", 2, None), ("v2", 1, 0.004))
             path = write_ended(study, run, out, math.nan if diverges else loss, **own)
             lines = [
@@ -44,6 +48,7 @@ def measured(study, out, documents=30, evaluations=20, left=0):
                 "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
             )
             nats = tokens * (loss + rng.normal(0, 0.1, documents))
+            nats *= loss * tokens.sum() / nats.sum()
             DocumentLosses(nats, tokens, 4 * tokens, texts, 0 * tokens).save(path, 20)
 
 
@@ -123,9 +128,18 @@ def change(*keys, value):
     return edit
 
 
+RATE = {"name": "rates/half-lr1-seed0", "loss": 4.0}
+
+
+def repeat_rate(content):
+    content["marks"] = {RATE["name"]: ""}
+    content["rates"] = [RATE, RATE]
+
+
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
+        (repeat_rate, "rates contains rates/half-lr1-seed0 twice"),
         (change("format", value=2), "format=2 must be 1"),
         (change("metric", value="tasks/mqar"), "metric=tasks/mqar is not the study's heldout_loss"),
         (change("more", value=1), "unknown key more"),
@@ -137,6 +151,13 @@ def change(*keys, value):
         (change("runs", 0, "loss", value="low"), "runs[0].loss='low' must be a number"),
         (change("runs", 0, "loss", value=1e200), "runs[0].loss=1e+200 must be at most 1e+40"),
         (change("runs", 0, "facts", value=5), "runs[0].facts=5 is out of range of facts"),
+        (change("runs", 0, "facts", value=True), "runs[0].facts=True is out of range of facts"),
+        (change("runs", 0, "loss", value=-1), "runs[0].loss=-1.0 must not be negative"),
+        (change("runs", 0, "value", value=3.5), "half-seed0.value=3.5 must be its loss=4.4"),
+        (change("runs", 0, "nats", 0, value=9e5), "half-seed0.loss=4.4"),
+        (change("runs", 0, "nats", 0, value=None), "half-seed0.nats of a run with a loss must"),
+        (change("runs", 0, "tokens", 1, value=256), "half-seed0.tokens must increase"),
+        (change("rates", value=[RATE]), "rates contains rates/half-lr1-seed0, which is not in"),
         (change("runs", 0, "nats", value=[1.0]), "half-seed0: nats and texts are of unequal"),
         (
             change("runs", 0, "values", value=[]),

@@ -186,7 +186,7 @@ def test_exploratory_verdict_mentions_edited_config_key(tmp_path):
 def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312])
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
-    assert "1 runs have not ended: v2-seed2" in found.reasons[0]
+    assert "1 run has not ended: v2-seed2" in found.reasons[0]
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
 
 

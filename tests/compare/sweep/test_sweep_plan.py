@@ -91,6 +91,16 @@ def test_resumed_sweep_raises_error_if_fixed_config_value_has_changed() -> None:
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
 
 
+def test_error_about_changed_steps_names_the_changed_budget() -> None:
+    pretend(planned("seed=0,1", "train.budget.flops=1e12"), finished=False)
+    expected = (
+        r"train\.budget\.flops: 1000000000000\.0 in the run, 2000000000000\.0 in this command.*"
+        r"steps: \d+ in the run, \d+ in this command\)"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        planned("seed=0,1", "train.budget.flops=2e12")
+
+
 def test_finished_sweep_can_continue_with_more_steps_if_change_is_allowed() -> None:
     pretend(planned("seed=0,1", "steps=200"))
     with pytest.raises(ConfigError, match=r"run\.allow_changes=\[optim\.warmup_steps,steps\]"):
