@@ -204,7 +204,14 @@ def test_repeated_sweep_of_older_version_changes_no_run(place: Path, diffllm: An
 
     before = table(MADE / "runs" / "sweep" / "report.csv")
     reported = table(sweep / "report.csv")
-    assert [{key: row.get(key) for key in before[0]} for row in reported] == close(before)
+    # Gaps at equal FLOPs need planned costs and are not interpolated, so that they have no error.
+    # The interval over documents and seeds needs two seeds, not eight.
+    changed = {"gap_documents_low", "gap_documents_high"}
+    changed |= {key for key in before[0] if key.startswith("gap_at_flops") or "_error" in key}
+    for row, row_before in zip(reported, before, strict=True):
+        equal = {key: value for key, value in row_before.items() if key not in changed}
+        assert {key: row.get(key) for key in equal} == close(equal)
+    assert reported[1]["gap_documents_low"] < reported[1]["gap"] < reported[1]["gap_documents_high"]
     assert any("phonebook" in key for key in reported[0]), "results of a removed task are missing"
 
 
