@@ -294,4 +294,4 @@ def test_page_and_json_list_all_differences_between_rows(tmp_path, capsys):
     }
     html = (tmp_path / "report.html").read_text(encoding="utf-8").replace("<wbr>", "")
     assert "Differences between these rows (3)" in html
-    assert "attention=gated train.skip_step=off torch=3.0 log_interval=5" in html
+    assert "attention=gated torch=3.0 train.skip_step=off log_interval=5" in html
