@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 BOUNDS = "one-sided bounds"
-RATES_OF_FILE = "Learning rates are set in the study file; the study did not choose one per arm."
+RATES_OF_CONFIGS = (
+    "The study chose no learning rates: they come from its overrides, or else from the defaults."
+)
 REASONS = {
     "declared": "declared",
     "question": "part of the attention variant",
@@ -103,7 +105,7 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
         choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
     if not study.sets_rates:
-        sections.append(Section("Learning rates", [Paragraph(RATES_OF_FILE)]))
+        sections.append(Section("Learning rates", [Paragraph(RATES_OF_CONFIGS)]))
     if study.notes:
         sections.append(Section("Notes", [Paragraph(study.notes, label="From the study file")]))
     result = verdict.verdict
