@@ -23,8 +23,8 @@ class Share:
         return low, high
 
 
-def diverged_more(own: Share, base: Share) -> bool:
-    return own.diverged * base.runs > base.diverged * own.runs
+def diverged_more(candidate: Share, base: Share) -> bool:
+    return candidate.diverged * base.runs > base.diverged * candidate.runs
 
 
 def p_all_against_none(diverged: int, finished: int) -> float:

@@ -64,30 +64,30 @@ Curve = tuple[np.ndarray, np.ndarray]
 """Increasing x values (n,), such as tokens, and y values (n,)."""
 
 
-def gap_trend(own: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Trend | None:
-    """Return the trend of the gap, `own` minus `base`, over log2 of x after WINDOW.
+def gap_trend(candidate: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Trend | None:
+    """Return the trend of the gap, `candidate` minus `base`, over log2 of x after WINDOW.
 
     Only the common seeds are used, at the x values of all their curves. Return None if these curves
     share fewer than FEWEST_POINTS x values. With a single seed, the slope has no confidence
     interval.
 
     Args:
-        own, base: curve of each run by seed.
+        candidate, base: curve of each run by seed.
     """
-    seeds = sorted(own.keys() & base.keys())  # type: ignore[type-var]
-    x, ys = common_points([side[seed] for side in (own, base) for seed in seeds], WINDOW)
+    seeds = sorted(candidate.keys() & base.keys())  # type: ignore[type-var]
+    x, ys = common_points([side[seed] for side in (candidate, base) for seed in seeds], WINDOW)
     if len(x) < FEWEST_POINTS:
         return None
     lines = [fit_line(x, y) for y in ys]
-    own_lines = dict(zip(seeds, lines[: len(seeds)], strict=True))
+    candidate_lines = dict(zip(seeds, lines[: len(seeds)], strict=True))
     base_lines = dict(zip(seeds, lines[len(seeds) :], strict=True))
     slope = paired(
-        {seed: line.slope for seed, line in own_lines.items()},
+        {seed: line.slope for seed, line in candidate_lines.items()},
         {seed: line.slope for seed, line in base_lines.items()},
     )
     assert slope is not None  # Without common seeds there are no common x values.
-    start = float(np.mean([own_lines[seed].start - base_lines[seed].start for seed in seeds]))
-    end = float(np.mean([own_lines[seed].end - base_lines[seed].end for seed in seeds]))
+    start = float(np.mean([candidate_lines[seed].start - base_lines[seed].start for seed in seeds]))
+    end = float(np.mean([candidate_lines[seed].end - base_lines[seed].end for seed in seeds]))
     return Trend(slope, start, end, len(x), float(x[0]), float(x[-1]))
 
 

@@ -33,7 +33,7 @@ def test_p_value_is_1_if_better_arm_diverges_more_often():
     found = arm_gap(better, base)
     assert found.paired.seeds == 3
     assert found.welch.base_seeds == 4
-    assert (found.own, found.base) == (Share(1, 4), Share(0, 4))
+    assert (found.candidate, found.base) == (Share(1, 4), Share(0, 4))
     assert found.paired.p < 0.01
     assert found.p == 1
     assert found.favours_diverging
@@ -57,28 +57,28 @@ def test_only_divergence_is_tested_if_all_runs_of_one_arm_diverge():
 
 @pytest.mark.parametrize("is_log", [False, True])
 def test_gap_over_documents_adds_variances_of_seeds_and_documents(is_log):
-    (own, own_documents), (base, base_documents) = (
+    (candidate, candidate_documents), (base, base_documents) = (
         losses_of_documents(5, -0.1), losses_of_documents(5, 0.0, seed=1)
     )  # fmt: skip
     if is_log:
-        own, base = ({s: math.log(x) for s, x in side.items()} for side in (own, base))
-    found = arm_gap(own, base, own_documents, base_documents, is_log)
-    own_nats, base_nats = (
-        np.stack([side[s].nats for s in range(5)]) for side in (own_documents, base_documents)
+        candidate, base = ({s: math.log(x) for s, x in side.items()} for side in (candidate, base))
+    found = arm_gap(candidate, base, candidate_documents, base_documents, is_log)
+    candidate_nats, base_nats = (
+        np.stack([side[s].nats for s in range(5)]) for side in (candidate_documents, base_documents)
     )
-    of_documents = document_error(own_nats, base_nats, TOKENS, is_log)
+    of_documents = document_error(candidate_nats, base_nats, TOKENS, is_log)
     assert found.over_documents.document_error == of_documents
     assert found.over_documents.error == math.hypot(found.paired.error, of_documents)
     assert found.over_documents.mean == found.paired.mean
     assert found.full is found.over_documents
-    assert found.differences == tuple(own[s] - base[s] for s in range(5))
+    assert found.differences == tuple(candidate[s] - base[s] for s in range(5))
 
 
 def test_gap_does_not_depend_on_type_or_order_of_seeds():
-    own, own_documents = losses_of_documents(4, -0.1)
+    candidate, candidate_documents = losses_of_documents(4, -0.1)
     base, base_documents = losses_of_documents(4, 0.0, seed=1)
     base[3], base_documents[3] = None, None
-    sides = own, base, own_documents, base_documents
+    sides = candidate, base, candidate_documents, base_documents
     expected = arm_gap(*sides)
     pairs = [{(s, s + 10): side[s] for s in (2, 0, 3, 1)} for side in sides]
     assert arm_gap(*pairs) == expected
@@ -87,12 +87,12 @@ def test_gap_does_not_depend_on_type_or_order_of_seeds():
 
 
 def test_gap_states_why_documents_are_not_included():
-    own, own_documents = losses_of_documents(3, -0.1)
+    candidate, candidate_documents = losses_of_documents(3, -0.1)
     base, base_documents = losses_of_documents(3, 0.0, seed=1)
-    plain = arm_gap(own, base)
+    plain = arm_gap(candidate, base)
     assert (plain.over_documents, plain.no_documents, plain.undocumented) == (None, "", ())
     assert plain.full is plain.paired
-    missing = arm_gap(own, base, own_documents, {0: base_documents[0]})
+    missing = arm_gap(candidate, base, candidate_documents, {0: base_documents[0]})
     assert missing.undocumented == (1, 2)
     assert missing.no_documents == "runs have no losses of documents"
     losses = base_documents[0]
@@ -101,7 +101,7 @@ def test_gap_states_why_documents_are_not_included():
         (losses.nats * math.inf, losses.tokens, "a document's loss is not finite"),
     ):
         other = DocumentLosses(nats, tokens, losses.bytes, losses.texts, losses.sources)
-        found = arm_gap(own, base, own_documents, {**base_documents, 0: other})
+        found = arm_gap(candidate, base, candidate_documents, {**base_documents, 0: other})
         assert (found.over_documents, found.no_documents) == (None, reason)
-    one = ({0: side[0]} for side in (own, base, own_documents, base_documents))
+    one = ({0: side[0]} for side in (candidate, base, candidate_documents, base_documents))
     assert arm_gap(*one).no_documents == "there is a single seed"

@@ -45,7 +45,7 @@ def test_report_and_study_of_same_runs_have_equal_gap(tmp_path, base, facts, sta
     (rule,) = judge(study, out).tested
     row = compare(loaded(directories)).rows[1]
     assert row.outcome.full == rule.gap
-    assert (row.outcome.own, row.outcome.base) == (rule.outcome.own, rule.outcome.base)
+    assert (row.outcome.candidate, row.outcome.base) == (rule.outcome.candidate, rule.outcome.base)
     is_diverged = np.isnan(v2).all()
     assert (row.gap is None) == is_diverged
     if not is_diverged:

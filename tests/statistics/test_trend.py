@@ -21,9 +21,9 @@ def planted(seeds, slope=SLOPE, noise=0.0, correlation=0.0, rng=None, x=TOKENS):
     covariance = correlation ** np.abs(places[:, None] - places)
     shocks = rng.normal(0, noise, (seeds, 2, len(x))) @ np.linalg.cholesky(covariance).T
     common = 6 - 0.4 * np.log2(x / x[0]) + 0.02 * rng.normal(size=(seeds, 1))
-    own = common - 0.03 + slope * np.log2(x / x[0]) + shocks[:, 0]
+    candidate = common - 0.03 + slope * np.log2(x / x[0]) + shocks[:, 0]
     base = common + shocks[:, 1]
-    return tuple({seed: (x, y) for seed, y in enumerate(side)} for side in (own, base))
+    return tuple({seed: (x, y) for seed, y in enumerate(side)} for side in (candidate, base))
 
 
 @pytest.mark.parametrize("slope", [0.004, -0.02, 0.0])

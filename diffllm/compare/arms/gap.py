@@ -21,7 +21,7 @@ UNDOCUMENTED = "runs have no losses of documents"
 
 @dataclass(frozen=True)
 class ArmGap:
-    """Gap between two arms, own minus base: its errors, its tests and the diverged runs.
+    """Gap between two arms, candidate minus base: its errors, its tests and the diverged runs.
 
     A t test ignores diverged runs, so it favours the arm that diverges more often. Therefore `p` is
     1 if the arm with the lower mean value diverged more often.
@@ -44,7 +44,7 @@ class ArmGap:
     """Gap between the means of all finite values; None if an arm has no finite value."""
     correlation: float | None
     """Pearson's correlation of the values over common seeds; None for few seeds or equal values."""
-    own: Share
+    candidate: Share
     base: Share
 
     @property
@@ -60,7 +60,9 @@ class ArmGap:
         """
         if self.paired is None:
             return False
-        better, other = (self.own, self.base) if self.paired.mean < 0 else (self.base, self.own)
+        better, other = (
+            (self.candidate, self.base) if self.paired.mean < 0 else (self.base, self.candidate)
+        )
         return diverged_more(better, other)
 
     @property
@@ -75,11 +77,11 @@ class ArmGap:
     @property
     def p_diverged(self) -> float:
         """Two-sided p-value of Fisher's exact test; null hypothesis: equal divergence rates."""
-        if not self.own.diverged and not self.base.diverged:
+        if not self.candidate.diverged and not self.base.diverged:
             return 1.0
         from scipy.stats import fisher_exact
 
-        table = [[side.diverged, side.runs - side.diverged] for side in (self.own, self.base)]
+        table = [[side.diverged, side.runs - side.diverged] for side in (self.candidate, self.base)]
         return float(fisher_exact(table).pvalue)
 
 
@@ -90,24 +92,24 @@ Documents = Mapping[Seed, DocumentLosses | None]
 
 
 def arm_gap(
-    own: Values[Seed],
+    candidate: Values[Seed],
     base: Values[Seed],
-    own_documents: Documents[Seed] | None = None,
+    candidate_documents: Documents[Seed] | None = None,
     base_documents: Documents[Seed] | None = None,
     is_log: bool = False,
 ) -> ArmGap:
     """Return the gap between two arms.
 
     Args:
-        own, base: value of each run, such as the final loss in nats per token.
-        own_documents, base_documents: losses of documents whose means are these values.
+        candidate, base: value of each run, such as the final loss in nats per token.
+        candidate_documents, base_documents: losses of documents whose means are these values.
         is_log: whether the values are logarithms of the mean losses of documents.
     """
-    own_values, base_values = finite_values(own), finite_values(base)
-    gap = paired(own_values, base_values)
-    own_sample, base_sample = common_seeds(own_values, base_values)
-    seeds = sorted(own_values.keys() & base_values.keys())  # type: ignore[type-var]
-    pairs = [((own_documents or {}).get(s), (base_documents or {}).get(s)) for s in seeds]
+    candidate_values, base_values = finite_values(candidate), finite_values(base)
+    gap = paired(candidate_values, base_values)
+    candidate_sample, base_sample = common_seeds(candidate_values, base_values)
+    seeds = sorted(candidate_values.keys() & base_values.keys())  # type: ignore[type-var]
+    pairs = [((candidate_documents or {}).get(s), (base_documents or {}).get(s)) for s in seeds]
     over_documents, reason = gap_over_documents(gap, pairs, is_log)
     undocumented: list[Seed] = []
     if reason == UNDOCUMENTED:
@@ -117,10 +119,10 @@ def arm_gap(
         over_documents=over_documents,
         no_documents=reason,
         undocumented=tuple(undocumented),
-        differences=tuple((own_sample - base_sample).tolist()),
-        welch=welch(own_values, base_values),
-        correlation=seed_correlation(own_values, base_values),
-        own=Share(len(own) - len(own_values), len(own)),
+        differences=tuple((candidate_sample - base_sample).tolist()),
+        welch=welch(candidate_values, base_values),
+        correlation=seed_correlation(candidate_values, base_values),
+        candidate=Share(len(candidate) - len(candidate_values), len(candidate)),
         base=Share(len(base) - len(base_values), len(base)),
     )
 

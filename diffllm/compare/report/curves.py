@@ -142,10 +142,10 @@ def gap_band(row: Row) -> Band | None:
         return None
     of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
     gaps = []
-    for own, other in ((run.series(LOSS), of_seeds.get(run.seeds)) for run in row.runs):
+    for candidate, other in ((run.series(LOSS), of_seeds.get(run.seeds)) for run in row.runs):
         if other is not None:
-            tokens, i, j = np.intersect1d(own.tokens, other.tokens, return_indices=True)
-            gaps.append(Series(tokens, own.values[i] - other.values[j]))
+            tokens, i, j = np.intersect1d(candidate.tokens, other.tokens, return_indices=True)
+            gaps.append(Series(tokens, candidate.values[i] - other.values[j]))
     return over_seeds(gaps)
 
 

@@ -180,10 +180,10 @@ def pairing_note(
     for row in rows:
         if row.gap is None or row.baseline is None or not has_width(row.gap):
             continue
-        own, base = range_of(row), range_of(row.baseline)
-        if own is None or base is None:
+        candidate, base = range_of(row), range_of(row.baseline)
+        if candidate is None or base is None:
             continue
-        overlap = own[0] <= base[1] and base[0] <= own[1]
+        overlap = candidate[0] <= base[1] and base[0] <= candidate[1]
         overlapping = overlapping or (overlap and not row.gap.holds_zero)
         apart = apart or (row.gap.holds_zero and not overlap)
     notes = []

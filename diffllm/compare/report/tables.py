@@ -315,11 +315,11 @@ def documents_cell(gap: ArmGap) -> Cell:
 
 
 def diverged_cell(gap: ArmGap) -> Cell:
-    own, base = gap.own, gap.base
-    if not own.diverged and not base.diverged:
+    candidate, base = gap.candidate, gap.base
+    if not candidate.diverged and not base.diverged:
         return Cell("no run")
-    low, high = own.interval
-    text = f"{own.diverged} of {own.runs} ({low:.0%} to {high:.0%}) against "
+    low, high = candidate.interval
+    text = f"{candidate.diverged} of {candidate.runs} ({low:.0%} to {high:.0%}) against "
     text += f"{base.diverged} of {base.runs}"
     return Cell(text, small=(f"p {p_text(gap.p_diverged)}, Fisher",))
 

@@ -27,13 +27,13 @@ def arm_trend(row: Arm, base: Arm) -> Trend | None:
     """
     if not have_equal_tokens(row, base):
         return None
-    own, other = (
+    candidate, other = (
         {seed: run.series(LOSS) for seed, run in side.measured.items()} for side in (row, base)
     )
-    return gap_trend(own, other)
+    return gap_trend(candidate, other)
 
 
-def trend_sentence(own: str, base: str, trend: Trend) -> str:
+def trend_sentence(candidate: str, base: str, trend: Trend) -> str:
     """Describe a trend, for example "The gap of diff_v2 to standard shrinks: +0.012 nats ..."."""
     slope = trend.slope.estimate
     digits = digits_for(slope)
@@ -44,8 +44,9 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
     start, end = (fixed(x, max(digits, 3), signed=True) for x in (trend.start, trend.end))
     first, last = compact(trend.first, 3), compact(trend.last, 3)
     return (
-        f"The gap of {own} to {base} {direction(trend)}: {fixed(slope.mean, digits, signed=True)} "
-        f"nats per token per doubling of tokens ({interval}), from {start} to {end} on a line "
+        f"The gap of {candidate} to {base} {direction(trend)}: "
+        f"{fixed(slope.mean, digits, signed=True)} nats per token per doubling of tokens "
+        f"({interval}), from {start} to {end} on a line "
         f"through {trend.points} evaluations from {first} to {last} tokens."
     )
 

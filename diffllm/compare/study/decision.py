@@ -93,15 +93,15 @@ def words(study: Study, test: RuleTest, side: str = "") -> str:
         side: "showing" to give only the confidence bound that supports the rule's claim,
             "refuting" to give only the bound that supports the opposite claim, "" to give both.
     """
-    rule, own, base = test.rule, test.outcome.own, test.outcome.base
+    rule, candidate, base = test.rule, test.outcome.candidate, test.outcome.base
     shares = (
-        f"{own.diverged} of {own.runs} runs of {rule.arm} and {base.diverged} of {base.runs} of "
-        f"{rule.against} diverged"
+        f"{candidate.diverged} of {candidate.runs} runs of {rule.arm} and "
+        f"{base.diverged} of {base.runs} of {rule.against} diverged"
     )
     if side and getattr(test, side).diverged:
         return shares
     text = times_words(rule, *test.times) if test.times else gap_words(study, test, side)
-    if own.diverged + base.diverged:
+    if candidate.diverged + base.diverged:
         text += f"; {shares}"
     if test.undocumented:
         names = ", ".join(test.undocumented[:3])
@@ -139,14 +139,14 @@ def gap_words(study: Study, test: RuleTest, side: str) -> str:
     return f"{text} ({interval}{wider}, {gap.seeds} paired seeds)"
 
 
-def times_words(rule: Rule, own: Times, base: Times) -> str:
+def times_words(rule: Rule, candidate: Times, base: Times) -> str:
     texts = []
-    for name, times in ((rule.arm, own), (rule.against, base)):
+    for name, times in ((rule.arm, candidate), (rule.against, base)):
         text = f"{times.count} of {len(times.tokens)} runs of {name} reach it"
         if times.median:
             text += f", half of them by {compact(times.median)} tokens"
         texts.append(text)
-    if min(len(own.tokens), len(base.tokens)) < 2 or not own.count + base.count:
+    if min(len(candidate.tokens), len(base.tokens)) < 2 or not candidate.count + base.count:
         texts[-1] += ": no test"
     return "; ".join(texts)
 
@@ -173,5 +173,5 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p_adjusted": tested.adjusted["showing"],
         **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
         "seed_correlation": outcome.correlation,
-        "diverged": {rule.arm: outcome.own.diverged, rule.against: outcome.base.diverged},
+        "diverged": {rule.arm: outcome.candidate.diverged, rule.against: outcome.base.diverged},
     }

@@ -85,15 +85,15 @@ class RuleTest:
 
 def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTest:
     """Compute all tests of a rule; a rule of a removed kind is never shown or refuted."""
-    own, base = arms[rule.arm], arms[rule.against]
+    candidate, base = arms[rule.arm], arms[rule.against]
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
         return RuleTest(rule=rule, outcome=outcome, showing=NEVER, refuting=NEVER)
     gap = None if rule.kind == "log_rank" else outcome.full
     times, sides, smallest = None, (Side(), Side()), 1.0
     if rule.kind == "log_rank":
-        times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
-        sizes = len(own.runs), len(base.runs)
+        times = candidate.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
+        sizes = len(candidate.runs), len(base.runs)
         smallest = smallest_p("log_rank", *sizes)
         if min(sizes) > 1:
             sides = Side(log_rank(*times)), Side(log_rank(*reversed(times)))
@@ -104,15 +104,18 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     chance = losses = same_size = ""
     compares_values = rule.kind in ("difference", "equivalence")
     if compares_values:
-        chance = floor_or_ceiling(study, own, base)
-        same_size = size_words(own, base) if study.metric == "heldout_loss" else ""
+        chance = floor_or_ceiling(study, candidate, base)
+        same_size = size_words(candidate, base) if study.metric == "heldout_loss" else ""
     if compares_values and study.lr_sweep:
-        losses = best_losses(own, base)
-        shares = Share(own.diverged, len(own.runs)), Share(base.diverged, len(base.runs))
-        outcome = replace(outcome, own=shares[0], base=shares[1])
+        losses = best_losses(candidate, base)
+        shares = (
+            Share(candidate.diverged, len(candidate.runs)),
+            Share(base.diverged, len(base.runs)),
+        )
+        outcome = replace(outcome, candidate=shares[0], base=shares[1])
         sides = sides_of_sensitivity(rule, sides, *shares)
     seeds = outcome.undocumented
-    runs = [run for run in (*own.runs, *base.runs) if run.seed in seeds]
+    runs = [run for run in (*candidate.runs, *base.runs) if run.seed in seeds]
     undocumented = [run.name for run in runs if run.documents is None]
     low, high = study.limits
     largest_gap = math.inf if rule.kind == "trend" else high - low
@@ -139,14 +142,14 @@ def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGa
     """
     if rule.over == PARAMETERS:
         return arm_gap(*slopes(rule, arms))
-    own, base = arms[rule.arm], arms[rule.against]
+    candidate, base = arms[rule.arm], arms[rule.against]
     if study.metric != "heldout_loss":
-        return arm_gap(own.values, base.values)
-    own_documents, base_documents = (
-        {run.seed: run.documents for run in arm.runs} for arm in (own, base)
+        return arm_gap(candidate.values, base.values)
+    candidate_documents, base_documents = (
+        {run.seed: run.documents for run in arm.runs} for arm in (candidate, base)
     )
     is_log = study.scale == "log"
-    return arm_gap(own.values, base.values, own_documents, base_documents, is_log)
+    return arm_gap(candidate.values, base.values, candidate_documents, base_documents, is_log)
 
 
 def t_tests(rule: Rule, gap: Gap, differences: np.ndarray) -> tuple[Side, Side]:
@@ -191,14 +194,14 @@ def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, 
     could reverse the result. There is one exception: all runs of one arm and no run of the other
     diverged. The p-value of this outcome then decides that the diverged arm is worse.
     """
-    own, base = outcome.own, outcome.base
+    candidate, base = outcome.candidate, outcome.base
     is_equivalence = rule.kind == "equivalence"
-    is_equal = own.diverged * base.runs == base.diverged * own.runs
-    if not own.diverged + base.diverged or (is_equal and not is_equivalence):
+    is_equal = candidate.diverged * base.runs == base.diverged * candidate.runs
+    if not candidate.diverged + base.diverged or (is_equal and not is_equivalence):
         return None
-    worse, other = (own, base) if own.diverged else (base, own)
-    # A trend has no better arm, and neither have some metrics. A log-rank rule claims that `own`
-    # is better.
+    worse, other = (candidate, base) if candidate.diverged else (base, candidate)
+    # A trend has no better arm, and neither have some metrics. A log-rank rule claims that
+    # `candidate` is better.
     direction = ABOVE if rule.kind == "log_rank" else side_of(rule)[0]
     upwards = {"trend": 0, "log_rank": ABOVE}.get(rule.kind, better(study.metric))
     is_partial = worse.diverged < worse.runs or other.diverged
@@ -208,13 +211,13 @@ def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, 
     if is_equivalence:
         p = min(1.0, 2 * p)
     decided = Side(p, p, diverged=True)
-    if is_equivalence or (direction == upwards) == (worse is own):
+    if is_equivalence or (direction == upwards) == (worse is candidate):
         return NEVER, decided
     return decided, NEVER
 
 
 def sides_of_sensitivity(
-    rule: Rule, sides: tuple[Side, Side], own: Share, base: Share
+    rule: Rule, sides: tuple[Side, Side], candidate: Share, base: Share
 ) -> tuple[Side, Side]:
     """Return p-values of a rule about learning rate sensitivity, with diverged runs of all rates.
 
@@ -223,7 +226,7 @@ def sides_of_sensitivity(
     because runs of one seed are not independent.
     """
     showing, refuting = sides
-    more = own.diverged * base.runs - base.diverged * own.runs
+    more = candidate.diverged * base.runs - base.diverged * candidate.runs
     if not more:
         return sides
     if rule.kind == "equivalence" or (side_of(rule)[0] == BELOW) == (more > 0):
@@ -231,17 +234,19 @@ def sides_of_sensitivity(
     return showing, NEVER
 
 
-def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
+def floor_or_ceiling(study: Study, candidate: StudyArm, base: StudyArm) -> str:
     """Describe a ceiling effect (both accuracies near 1) or floor effect (both at chance level).
 
     Return "" if there is no such effect, if the metric is not an accuracy on a linear scale, or if
     all runs of an arm diverged.
     """
-    chances = [run.chance for run in (*own.runs, *base.runs) if run.chance is not None]
-    if not chances or study.scale != "linear" or not (own.mean and base.mean):
+    chances = [run.chance for run in (*candidate.runs, *base.runs) if run.chance is not None]
+    if not chances or study.scale != "linear" or not (candidate.mean and base.mean):
         return ""
-    means = own.mean, base.mean
-    listing = f"{own.name} has {own.mean.mean:.3f} and {base.name} has {base.mean.mean:.3f}"
+    means = candidate.mean, base.mean
+    listing = (
+        f"{candidate.name} has {candidate.mean.mean:.3f} and {base.name} has {base.mean.mean:.3f}"
+    )
     if all(mean.mean >= CEILING for mean in means):
         return f"all arms are at the ceiling: {listing}"
     chance = max(chances)
@@ -250,20 +255,21 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
     return ""
 
 
-def best_losses(own: StudyArm, base: StudyArm) -> str:
+def best_losses(candidate: StudyArm, base: StudyArm) -> str:
     """Name the arm with the higher loss at its best learning rate.
 
     An arm with equally high losses at all learning rates has a small sensitivity.
     """
-    losses = best_loss(own), best_loss(base)
+    losses = best_loss(candidate), best_loss(base)
     if math.inf in losses:
         return ""
     text = (
-        f"loss at the best learning rate: {own.name} {losses[0]:.4g}, {base.name} {losses[1]:.4g}"
+        f"loss at the best learning rate: {candidate.name} {losses[0]:.4g}, "
+        f"{base.name} {losses[1]:.4g}"
     )
     if losses[0] == losses[1]:
         return text
-    worse = own if losses[0] > losses[1] else base
+    worse = candidate if losses[0] > losses[1] else base
     return f"{text} ({worse.name} is worse)"
 
 
@@ -275,12 +281,13 @@ def best_loss(arm: StudyArm) -> float:
     return min((sum(values) / len(values) for values in losses.values()), default=math.inf)
 
 
-def size_words(own: StudyArm, base: StudyArm) -> str:
+def size_words(candidate: StudyArm, base: StudyArm) -> str:
     """State whether two arms have equally many parameters; "" if the numbers are not recorded."""
-    sizes = [arm.runs[0].facts.parameters for arm in (own, base) if arm.runs]
+    sizes = [arm.runs[0].facts.parameters for arm in (candidate, base) if arm.runs]
     if len(sizes) < 2 or not (sizes[0] and sizes[1]):
         return ""
     share = sizes[0] / sizes[1] - 1
     if abs(share) <= TOLERANCE:
         return f"at equal parameters (within {percent(float(TOLERANCE))})"
-    return f"{own.name} has {percent(abs(share))} {'more' if share > 0 else 'fewer'} parameters"
+    word = "more" if share > 0 else "fewer"
+    return f"{candidate.name} has {percent(abs(share))} {word} parameters"

@@ -25,13 +25,13 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Slopes, Slopes]:
     if its runs ended at every size.
     """
     sides = [[arms[name] for name in side] for side in zip(*rule.pairs, strict=True)]
-    own_arms, base_arms = sides
-    if not all(arm.runs for arm in (*own_arms, *base_arms)):
+    candidate_arms, base_arms = sides
+    if not all(arm.runs for arm in (*candidate_arms, *base_arms)):
         return {}, {}
-    parameters = {arm.name: parameters_of(arm) for arm in (*own_arms, *base_arms)}
+    parameters = {arm.name: parameters_of(arm) for arm in (*candidate_arms, *base_arms)}
     check_sizes(rule, parameters)
-    sizes = [math.sqrt(parameters[own] * parameters[base]) for own, base in rule.pairs]
-    return side_slopes(sizes, own_arms), side_slopes(sizes, base_arms)
+    sizes = [math.sqrt(parameters[candidate] * parameters[base]) for candidate, base in rule.pairs]
+    return side_slopes(sizes, candidate_arms), side_slopes(sizes, base_arms)
 
 
 def side_slopes(sizes: list[float], arms: list[StudyArm]) -> Slopes:
@@ -69,9 +69,9 @@ def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     runs = [run for name in (rule.arm, rule.against) for run in arms[name].runs]
     if len({run.planned_tokens for run in runs}) > 1:
         return ""
-    own, base = (
+    candidate, base = (
         {run.seed: run.curve for run in arms[name].runs if not run.diverged}
         for name in (rule.arm, rule.against)
     )
-    trend = gap_trend(own, base)
+    trend = gap_trend(candidate, base)
     return ascii_minus(trend_sentence(rule.arm, rule.against, trend)) if trend else ""

@@ -62,11 +62,11 @@ def test_p_values_and_welch_intervals_in_report_csv_match_scipy(four):
     holm = [3 * ps[0], 2 * ps[1], ps[2]]
     assert [float(line["gap_p_holm"]) for line in lines[1:]] == pytest.approx(holm)
     for line in lines[1:]:
-        own = LOSSES[line["variant"]]
-        interval = stats.ttest_ind(own, base, equal_var=False).confidence_interval()
+        candidate = LOSSES[line["variant"]]
+        interval = stats.ttest_ind(candidate, base, equal_var=False).confidence_interval()
         found = float(line["gap_welch_low"]), float(line["gap_welch_high"])
         assert found == pytest.approx(tuple(interval))
-        assert float(line["seed_correlation"]) == pytest.approx(stats.pearsonr(own, base)[0])
+        assert float(line["seed_correlation"]) == pytest.approx(stats.pearsonr(candidate, base)[0])
         assert (line["diverged_low"], line["diverged_p"]) == ("0.0", "1.0")
     assert {lines[0][name] for name in ("gap_p", "gap_p_holm", "seed_correlation")} == {""}
 
@@ -180,7 +180,7 @@ def test_variant_is_not_significantly_better_if_more_runs_diverged():
     assert gated.p_holm == 1
     assert diff_v1.p_holm < 0.05
     assert diff_v2.gap is diff_v2.baseline is diff_v2.p_holm is None
-    assert diff_v2.outcome.own == Share(4, 4)
+    assert diff_v2.outcome.candidate == Share(4, 4)
     assert diff_v2.values["diverged_p"] == pytest.approx(stats.fisher_exact([[4, 0], [0, 4]])[1])
     assert diff_v2.values["diverged_low"] == pytest.approx(0.025**0.25)
     lines = gap_cells(found)
