@@ -197,6 +197,11 @@ def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dic
     return dict(found)
 
 
+def question_of(result: Line) -> Line:
+    """Return what an evaluation measured, without the checkpoint: documents, settings, corpus."""
+    return {name: value for name, value in result["key"].items() if name != "checkpoint"}
+
+
 def read_first(file: Path) -> Line:
     """Read the first line of a results file, and check its fields and the checksum of the file.
 

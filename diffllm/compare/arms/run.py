@@ -31,6 +31,8 @@ from diffllm.metrics.records import (
 from diffllm.metrics.steps import read_steps
 
 VISIBLE_KEYS = "data/visible_keys"
+EVAL_LOSS = "eval/loss"
+"""Logged metric whose curve reports and studies compare: the loss of the held-out sample."""
 DIGITS = 7
 """Significant digits of document losses in values.json, and so in all comparisons of runs."""
 

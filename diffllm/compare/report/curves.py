@@ -9,7 +9,7 @@ import numpy as np
 
 from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.budget import BUDGETS, Budget
-from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.report.rows import EqualGap, Row
 from diffllm.statistics.estimates import CONFIDENCE, Estimate
 from diffllm.statistics.gap_tests import paired
@@ -18,7 +18,6 @@ from diffllm.statistics.seed_variance import pooled_variance
 Array = np.ndarray
 Losses = dict[tuple[int, int], float]
 """Losses by (seed, model.init_seed)."""
-LOSS = "eval/loss"
 POINTS = 300
 
 
@@ -140,9 +139,9 @@ def gap_band(row: Row) -> Band | None:
     """
     if row.baseline is None or not have_equal_tokens(row, row.baseline):
         return None
-    of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
+    of_seeds = {run.seeds: run.series(EVAL_LOSS) for run in row.baseline.runs}
     gaps = []
-    for candidate, other in ((run.series(LOSS), of_seeds.get(run.seeds)) for run in row.runs):
+    for candidate, other in ((run.series(EVAL_LOSS), of_seeds.get(run.seeds)) for run in row.runs):
         if other is not None:
             tokens, i, j = np.intersect1d(candidate.tokens, other.tokens, return_indices=True)
             gaps.append(Series(tokens, candidate.values[i] - other.values[j]))
@@ -176,7 +175,7 @@ def sample_gaps(arm: Arm, base: Arm) -> dict[int, Estimate]:
     pairs = pairs_of_gap(arm, base)
     for pair in pairs:
         for side, run in enumerate(pair):
-            for tokens, loss in zip(*map(np.ndarray.tolist, run.series(LOSS)), strict=True):
+            for tokens, loss in zip(*map(np.ndarray.tolist, run.series(EVAL_LOSS)), strict=True):
                 if np.isfinite(loss):
                     losses.setdefault(tokens, ({}, {}))[side][run.seeds] = loss
     gaps = {}
@@ -200,7 +199,7 @@ def seed_noise(rows: Sequence[Arm]) -> Series | None:
     t the 97.5% quantile of Student's t distribution with the degrees of freedom of s. Half the
     width is t s sqrt(2 / n). Return None if no row has two seeds.
     """
-    curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
+    curves = [[run.series(EVAL_LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
         return None
     from scipy.special import stdtrit

@@ -10,7 +10,7 @@ from diffllm.compare.arms.arm import Arm, Seeds
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import ends, finite
-from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
+from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results, question_of
 from diffllm.metrics.metric import possible_values
 from diffllm.statistics.estimates import Estimate, estimate, wilson
 from diffllm.statistics.gap_tests import paired
@@ -131,7 +131,7 @@ def comparable_checkpoints(
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
-            question = json.dumps([run.tokens_at(step), question_asked(newest)])
+            question = json.dumps([run.tokens_at(step), question_of(newest)])
             if first_question is None:
                 first_question, unit = question, newest["unit"]
             if question == first_question:
@@ -157,21 +157,17 @@ def lines_at_loss(
     return score_lines(scores, bases, unit)
 
 
-def question_asked(result: Line) -> Line:
-    return {k: v for k, v in result["key"].items() if k != "checkpoint"}
-
-
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
     places, losses = run.metrics.columns.get("eval/loss", ((), ()))
     logged = {
         int(run.metrics.steps[place]): float(loss)
         for place, loss in zip(places, losses, strict=True)
     }
-    newest = question_asked(steps[max(steps)][name])
+    newest = question_of(steps[max(steps)][name])
     return [
         Checkpoint(finite(logged.get(step)), by_name(steps[step][name]))
         for step in sorted(steps)
-        if name in steps[step] and question_asked(steps[step][name]) == newest
+        if name in steps[step] and question_of(steps[step][name]) == newest
     ]
 
 

@@ -22,6 +22,7 @@ from diffllm.compare.arms.comparable import (
     starting_point,
     value_text,
 )
+from diffllm.compare.arms.heldout import HELDOUT
 from diffllm.compare.arms.run import Run
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
@@ -37,10 +38,6 @@ from diffllm.core.keys import (
 )
 from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
 
-HELDOUT = "heldout_tokens"
-"""Number of tokens of the final held-out loss; unknown in runs of older versions."""
-HELDOUT_SPLIT = "heldout_split_tokens"
-"""Number of tokens of the whole held-out split; unknown in runs of older versions."""
 SEEDS = [
     name for name, declared in class_declarations(TrainConfig).items() if "seed" in declared.kinds
 ]

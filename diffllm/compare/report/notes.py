@@ -12,6 +12,7 @@ from diffllm.compare.arms.comparable import (
     value_text,
 )
 from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.heldout import HELDOUT, HELDOUT_SPLIT
 from diffllm.compare.arms.run import Run, skipped_text
 from diffllm.compare.arms.sentences import (
     finite,
@@ -22,8 +23,6 @@ from diffllm.compare.arms.sentences import (
 from diffllm.compare.report.keys import (
     FACTS,
     HEADLINE,
-    HELDOUT,
-    HELDOUT_SPLIT,
     SEEDS,
     all_declarations,
     default_values,
@@ -35,7 +34,6 @@ from diffllm.compare.report.results import NAMED, progress, size_against
 from diffllm.compare.report.rows import Row
 from diffllm.config.changes import is_within
 from diffllm.core.keys import declaration_of
-from diffllm.data.shards import thin_heldout
 from diffllm.evaluation.heldout import same_documents
 from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
 
@@ -44,54 +42,6 @@ TOLERANCE = 0.005
 COMPUTE_OPTIMAL = 20
 """Tokens per parameter of compute-optimal training (Hoffmann et al., 2022, arXiv 2203.15556,
 "Chinchilla"). A run with fewer tokens is called early training."""
-
-
-def thin_note(runs: Iterable[Run]) -> str:
-    """Return a warning if a run has too little held-out text for a reliable loss, otherwise ""."""
-    found = []
-    for run in runs:
-        summary, data = run.summary or {}, run.cfg.data
-        whole = measured_whole(run)
-        documents, tokens = (finite(summary.get(f"heldout_{of}")) for of in ("documents", "tokens"))
-        if documents and tokens:
-            masked = data.prompt_column or getattr(data, "answers_only", False)
-            key = "data.heldout_fraction" if whole else "eval.tokens or data.heldout_fraction"
-            thin = thin_heldout(int(documents), None if masked else int(tokens), key)
-            found += [(documents, thin)] if thin else []
-    return min(found, default=(0, ""))[1]
-
-
-def measured_whole(run: Run) -> bool:
-    """Return whether run.json shows that the final loss covers the whole held-out split.
-
-    Older versions did not record the size of the split; the result is then False.
-    """
-    measured, split = (finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT))
-    return measured is not None and split is not None and measured >= split
-
-
-def heldout_text(runs: Iterable[Run]) -> str:
-    """Describe the text of the final held-out loss by the recorded numbers of tokens.
-
-    For example "the whole held-out split (21 documents, 2,048 tokens)". If runs differ in these
-    numbers, or did not record them, return "held-out documents".
-    """
-    sizes = set()
-    for run in runs:
-        if run.final_loss is not None:
-            numbers = [finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT)]
-            sizes.add((*numbers, finite((run.summary or {}).get("heldout_documents"))))
-    tokens, split, documents = sizes.pop() if len(sizes) == 1 else (None, None, None)
-    if tokens is None:
-        return "held-out documents"
-    noun = "document" if documents == 1 else "documents"
-    count = f"{documents:,.0f} " if documents else ""
-    if split is None:
-        return f"{count}held-out {noun} ({tokens:,.0f} tokens)"
-    if tokens < split:
-        return f"{count}{noun} of the held-out split ({tokens:,.0f} of {split:,.0f} tokens)"
-    of_documents = f"{count}{noun}, " if documents else ""
-    return f"the whole held-out split ({of_documents}{tokens:,.0f} tokens)"
 
 
 def run_notes(run: Run) -> list[str]:

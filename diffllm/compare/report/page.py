@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.pages import (
     Block,
     Details,
@@ -23,7 +24,7 @@ from diffllm.compare.report.costs import cost_columns, cost_table, unplanned_sen
 from diffllm.compare.report.differences import differences_table, row_settings_table
 from diffllm.compare.report.evaluations import Evaluated
 from diffllm.compare.report.figures import RC
-from diffllm.compare.report.notes import runs_summary, settings, thin_note
+from diffllm.compare.report.notes import runs_summary, settings
 from diffllm.compare.report.reading import reading_terms
 from diffllm.compare.report.results import (
     few_seeds_note,

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.sentences import exact_note
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import Group, Row
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import finite

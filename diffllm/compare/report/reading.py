@@ -1,8 +1,9 @@
 """Explanations at the end of a report page."""
 
+from diffllm.compare.arms.heldout import heldout_text
 from diffllm.compare.arms.sentences import MISSING
 from diffllm.compare.report.curves import POINTS
-from diffllm.compare.report.notes import COMPUTE_OPTIMAL, heldout_text, is_early
+from diffllm.compare.report.notes import COMPUTE_OPTIMAL, is_early
 from diffllm.compare.report.results import has_intervals
 from diffllm.compare.report.rows import Row
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.directories import shortlist
-from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.arms.sentences import (
     digits_for,
     finite,
@@ -17,7 +17,7 @@ from diffllm.compare.arms.sentences import (
     plural,
     share_words,
 )
-from diffllm.compare.report.curves import LOSS, gap_band
+from diffllm.compare.report.curves import gap_band
 from diffllm.compare.report.rows import Row
 from diffllm.metrics.display import frequency_text
 from diffllm.statistics.estimates import Estimate
@@ -211,7 +211,7 @@ def loss_interval(row: Arm) -> tuple[float, float] | None:
 
 def sample_range(row: Arm) -> tuple[float, float] | None:
     """Return the range over seeds of the last held-out sample loss."""
-    curves = [run.series(LOSS).values for run in row.runs]
+    curves = [run.series(EVAL_LOSS).values for run in row.runs]
     last = [float(curve[-1]) for curve in curves if len(curve) and np.isfinite(curve[-1])]
     return (min(last), max(last)) if last else None
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.arms.budget import BUDGETS
+from diffllm.compare.arms.heldout import heldout_text
 from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Section
-from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import FEW, Bands, draw_curves, draw_gaps, to_image
-from diffllm.compare.report.notes import heldout_text
 from diffllm.compare.report.results import (
     has_intervals,
     noise_floor_note,
@@ -269,7 +269,7 @@ class Figures:
         for budget in BUDGETS.values():
             bands = []
             for row in self.rows:
-                band = curves.over_seeds(run.series(curves.LOSS) for run in row.runs)
+                band = curves.over_seeds(run.series(EVAL_LOSS) for run in row.runs)
                 bands.append(curves.over_cost(band, row.runs, budget) if band else None)
             plot = Curve(f"Loss over {budget.unit}", clip=True)
             caption = f"Held-out sample loss. {budget.meaning}."

@@ -3,6 +3,7 @@
 import os
 from textwrap import wrap
 
+from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.sentences import (
     MISSING,
     ascii_minus,
@@ -10,7 +11,7 @@ from diffllm.compare.arms.sentences import (
     with_interval,
 )
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.notes import is_early, thin_note, training_length
+from diffllm.compare.report.notes import is_early, training_length
 from diffllm.compare.report.results import (
     divergence,
     few_seeds_note,

@@ -187,6 +187,11 @@ class StudyArm:
         return list(self.known.values())
 
     @property
+    def curves(self) -> dict[int, Series]:
+        """Curve of the metric by seed, without diverged runs."""
+        return {run.seed: run.curve for run in self.runs if not run.diverged}
+
+    @property
     def mean(self) -> Estimate | None:
         return estimate(self.finite) if self.finite else None
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.comparable import HASH
-from diffllm.compare.arms.run import Run, load_run, run_value
-from diffllm.compare.report.curves import LOSS
-from diffllm.compare.report.notes import thin_note
+from diffllm.compare.arms.heldout import thin_note
+from diffllm.compare.arms.run import EVAL_LOSS, Run, load_run, run_value
 from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
@@ -67,11 +66,15 @@ class Evidence:
         missing: list[str] = []
         values: dict[int, float | None] = {}
         for seed in study.seeds:
-            names = [planned.name for planned in deciding_runs(study, name, seed, lr)]
-            ended = [self.runs[run] for run in names if run in self.runs]
+            ended: list[StudyRun] = []
+            planned_runs = deciding_runs(study, name, seed, lr)
+            for planned in planned_runs:
+                if planned.name in self.runs:
+                    ended.append(self.runs[planned.name])
+                else:
+                    missing.append(planned.name)
             runs += ended
-            missing += [run for run in names if run not in self.runs]
-            if len(ended) == len(names):
+            if len(ended) == len(planned_runs):
                 values[seed] = value_of(ended, study)
         return StudyArm(name, lr, runs, values, missing)
 
@@ -118,7 +121,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     `planned` is the run's entry in the study's plan. Raises ConfigError if the run did not log the
     study's metric.
     """
-    logged = LOSS if study.metric in LOSSES else study.metric
+    logged = EVAL_LOSS if study.metric in LOSSES else study.metric
     curve = run.series(logged)
     where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):

@@ -155,12 +155,11 @@ def planned_by_name(study: Study) -> dict[str, Planned]:
 
     The field `lr` of a run is its learning rate in a study with `lr_sweep`, otherwise None.
     """
-    return {
-        run.name: run
-        for arm in study.arms
-        for seed in study.seeds
-        for run in deciding_runs(study, arm, seed, None)
-    }
+    runs: list[Planned] = []
+    for arm in study.arms:
+        for seed in study.seeds:
+            runs += deciding_runs(study, arm, seed, None)
+    return {run.name: run for run in runs}
 
 
 def first_runs(study: Study, seed: int | None = None) -> list[Planned]:
@@ -367,13 +366,17 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
     contains the runs that the study's rules compare.
     """
     choices = choose_rates(study, rate_runs(out))
-    if wanted := [run for choice in choices for run in choice.wanted]:
-        return wanted
-    rates = {choice.arm: choice.lr for choice in choices if choice.lr is not None}
-    runs = [
-        run
-        for seed in study.seeds
-        for arm in (rates if study.lr else study.arms)
-        for run in deciding_runs(study, arm, seed, rates.get(arm))
-    ]
+    runs_of_grid: list[Planned] = []
+    for choice in choices:
+        runs_of_grid += choice.wanted
+    if runs_of_grid:
+        return runs_of_grid
+    rates: dict[str, float | None] = dict.fromkeys(study.arms)
+    if study.lr:
+        # An arm that diverged at every rate has no compared runs.
+        rates = {choice.arm: choice.lr for choice in choices if choice.lr is not None}
+    runs: list[Planned] = []
+    for seed in study.seeds:
+        for arm, lr in rates.items():
+            runs += deciding_runs(study, arm, seed, lr)
     return [run for run in runs if not is_ended(out / run.name)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from diffllm.compare.arms.sentences import ascii_minus
-from diffllm.compare.report.trends import trend_sentence
+from diffllm.compare.arms.trend import trend_sentence
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.trend_data import check_sizes
@@ -24,11 +24,12 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Slopes, Slopes]:
     The number of parameters of a size is the geometric mean of both arms. A seed is included only
     if its runs ended at every size.
     """
-    sides = [[arms[name] for name in side] for side in zip(*rule.pairs, strict=True)]
-    candidate_arms, base_arms = sides
-    if not all(arm.runs for arm in (*candidate_arms, *base_arms)):
+    candidate_arms = [arms[candidate] for candidate, _ in rule.pairs]
+    base_arms = [arms[base] for _, base in rule.pairs]
+    all_arms = candidate_arms + base_arms
+    if not all(arm.runs for arm in all_arms):
         return {}, {}
-    parameters = {arm.name: parameters_of(arm) for arm in (*candidate_arms, *base_arms)}
+    parameters = {arm.name: parameters_of(arm) for arm in all_arms}
     check_sizes(rule, parameters)
     sizes = [math.sqrt(parameters[candidate] * parameters[base]) for candidate, base in rule.pairs]
     return side_slopes(sizes, candidate_arms), side_slopes(sizes, base_arms)
@@ -66,12 +67,8 @@ def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     rule = study.rule
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
         return ""
-    runs = [run for name in (rule.arm, rule.against) for run in arms[name].runs]
-    if len({run.planned_tokens for run in runs}) > 1:
+    candidate, base = arms[rule.arm], arms[rule.against]
+    if len({run.planned_tokens for run in (*candidate.runs, *base.runs)}) > 1:
         return ""
-    candidate, base = (
-        {run.seed: run.curve for run in arms[name].runs if not run.diverged}
-        for name in (rule.arm, rule.against)
-    )
-    trend = gap_trend(candidate, base)
+    trend = gap_trend(candidate.curves, base.curves)
     return ascii_minus(trend_sentence(rule.arm, rule.against, trend)) if trend else ""

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from diffllm.compare.arms.comparable import Comparand, Terms, differences
 from diffllm.compare.arms.run import Run
-from diffllm.compare.report.evaluations import question_asked
 from diffllm.compare.study.file import PARAMETERS, POSITION, Rule, Study
 from diffllm.compare.study.unequal import allowed_names, difference_words
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError, listed
-from diffllm.evaluation.evaluation import all_results
+from diffllm.evaluation.evaluation import all_results, question_of
 from diffllm.evaluation.position import DOCUMENTS
 from diffllm.metrics.records import finite
 
@@ -40,7 +39,8 @@ def position_losses(run: Run) -> PositionLosses:
     """
     problems: dict[str, list[str]] = {}
     results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
-    if (found := results.get(POSITION)) is None:
+    result = results.get(POSITION)
+    if result is None:
         unusable = [reason for reason, files in problems.items() if f"{POSITION}.jsonl" in files[0]]
         why = f" ({unusable[0]})" if unusable else ""
         command = shlex.join(["diffllm", "evaluate", f"run={run.path}", f"tasks=[{POSITION}]"])
@@ -48,14 +48,14 @@ def position_losses(run: Run) -> PositionLosses:
             f"{run.path} has no results of the task {POSITION} at the last step{why}; "
             f"run: {command}"
         )
-    octaves = {
-        start: finite(score["value"])
-        for score in found["scores"]
-        if (start := finite((score.get("level") or {}).get(POSITION)))
-    }
+    octaves: dict[float, float | None] = {}
+    for score in result["scores"]:
+        start = finite((score.get("level") or {}).get(POSITION))
+        if start:  # 0 and scores without a position are omitted.
+            octaves[start] = finite(score["value"])
     positions = sorted(octaves)
     losses = [octaves[position] for position in positions]
-    return PositionLosses(positions, losses, json.dumps(question_asked(found)))
+    return PositionLosses(positions, losses, json.dumps(question_of(result)))
 
 
 def unequal_positions(settings: Collection[str]) -> list[str]:
@@ -94,7 +94,9 @@ def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
     Args:
         parameters: number of parameters by arm.
     """
-    sizes = [sorted([parameters[own], parameters[base]]) for own, base in rule.pairs]
+    sizes = []
+    for candidate, base in rule.pairs:
+        sizes.append(sorted([parameters[candidate], parameters[base]]))
     ordered = sorted(sizes)
     is_overlapping = any(small[1] >= large[0] for small, large in pairwise(ordered))
     if is_overlapping or ordered[-1] != sizes[-1]:

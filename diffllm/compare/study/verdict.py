@@ -12,7 +12,7 @@ from diffllm.compare.arms.comparable import (
     differences,
 )
 from diffllm.compare.arms.sentences import plural
-from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
@@ -48,33 +48,44 @@ class Verdict:
     """Differences between the arms that the study declares or that have no influence."""
 
     def numbers(self) -> dict[str, Any]:
-        facts = [vars(run.facts) for arm in self.arms for run in arm.runs]
+        """Return the content of verdict.json."""
+        learning_rates = {}
+        for choice in self.choices:
+            losses = {f"{lr:g}": finite(loss) for lr, loss in choice.losses.items()}
+            learning_rates[choice.arm] = {"lr": choice.lr, "losses": losses}
         return {
             "verdict": self.verdict,
             "would_be": self.would_be,
             "reasons": self.reasons,
-            **{key: getattr(self.study, key) for key in ("claim", "source", "metric", "scale")},
+            "claim": self.study.claim,
+            "source": self.study.source,
+            "metric": self.study.metric,
+            "scale": self.study.scale,
             "study": str(self.study.path),
             "hash": self.study.hash,
             "study_hash": self.evidence.hash_of(self.study),
             "unequal": self.study.unequal,
             "budget": spending_numbers(self.study, self.arms),
             "differences": [difference._asdict() for difference in self.differences],
-            "rules": [tested_numbers(each) for each in self.tested],
+            "rules": [tested_numbers(rule) for rule in self.tested],
             "arms": {arm.name: arm.numbers(self.study.limits) for arm in self.arms},
-            "learning_rates": {
-                choice.arm: {
-                    "lr": choice.lr,
-                    "losses": {f"{lr:g}": finite(loss) for lr, loss in choice.losses.items()},
-                }
-                for choice in self.choices
-            },
-            "facts": {
-                name: sorted({str(each[name]) for each in facts if each[name] is not None})
-                for name in fact_declarations()
-                if name not in TOLERANCES
-            },
+            "learning_rates": learning_rates,
+            "facts": self.facts,
         }
+
+    @property
+    def facts(self) -> dict[str, list[str]]:
+        """All values of each fact of run.json as text, without facts that differ by arm."""
+        texts: dict[str, set[str]] = {}
+        for name in fact_declarations():
+            if name not in TOLERANCES:
+                texts[name] = set()
+        for run in runs_of(self.arms):
+            for name, values in texts.items():
+                value = getattr(run.facts, name)
+                if value is not None:
+                    values.add(str(value))
+        return {name: sorted(values) for name, values in texts.items()}
 
 
 def judge(study: Study, out: Path) -> Verdict:
@@ -96,35 +107,49 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     by_name = {arm.name: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
-    apart = differences(comparands(arms), terms_of(study))
-    if problems := [*not_comparable(study, arms, choices), *undeclared(apart)]:
+    differences_of_arms = differences(comparands(arms), terms_of(study))
+    problems = not_comparable(study, arms, choices) + undeclared(differences_of_arms)
+    if problems:
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
-    if problems := exploratory(study, arms, choices, evidence):
-        verdict, reasons = EXPLORATORY, [*problems, *reasons]
+    causes = exploratory(study, arms, choices, evidence)
+    if causes:
+        verdict, reasons = EXPLORATORY, [*causes, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
-        reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
-    # Studies that began under an older version can have rules with a margin.
-    reasons += dict.fromkeys(note for rule in study.rules if (note := margin_note(rule)))
-    shown = [difference for difference in apart if difference.role != "condition"]
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, shown)
+        warnings = {run.thin for run in runs_of(arms)} - {""}
+        reasons += sorted(warnings)[:1]
+    for rule in study.rules:
+        # Studies that began under an older version can have rules with a margin.
+        note = margin_note(rule)
+        if note and note not in reasons:
+            reasons.append(note)
+    allowed = [difference for difference in differences_of_arms if difference.role != "condition"]
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, allowed)
+
+
+def runs_of(arms: list[StudyArm]) -> list[StudyRun]:
+    return [run for arm in arms for run in arm.runs]
 
 
 def comparands(arms: list[StudyArm]) -> list[Comparand]:
-    return [Comparand(arm.name, run.seed, run.conditions) for arm in arms for run in arm.runs]
+    return [Comparand(run.arm, run.seed, run.conditions) for run in runs_of(arms)]
 
 
 def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
     """Return why the runs of a study cannot be compared, except undeclared differences."""
-    problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
-    runs = [run for arm in arms for run in arm.runs]
-    if strayed := [run for run in runs if run.strayed]:
+    problems = []
+    for choice in choices:
+        if choice.problem:
+            problems.append(f"learning rate of {choice.arm}: {choice.problem}")
+    runs = runs_of(arms)
+    strayed = [run for run in runs if run.strayed]
+    if strayed:
         more = ""
         if len(strayed) > 1:
             more = f"; runs that differ from the study: {len(strayed)}"
         first = strayed[0]
         problems.append(f"{first.name} is not the run of the study: {first.strayed}{more}")
-    notes = {run.facts.corpus_note for run in runs if run.facts.corpus_note}
+    notes = {run.facts.corpus_note or "" for run in runs} - {""}
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
@@ -139,17 +164,20 @@ def exploratory(
     study: Study, arms: list[StudyArm], choices: list[ChosenRate], evidence: Evidence
 ) -> list[str]:
     """Return the reasons why the claim was not fixed before all runs ended."""
-    marks = [run.mark for arm in arms for run in arm.runs]
+    marks = [run.mark for run in runs_of(arms)]
     if choices:
         marks += evidence.rate_marks.values()
-    expected = evidence.hash_of(study)
-    edited = [mark for mark in marks if mark.partition("/")[0] != expected]
+    planned_hash = evidence.hash_of(study)
+    edited = [mark for mark in marks if mark.partition("/")[0] != planned_hash]
     problems = []
     if edited:
         began = f"began under another version of {study.path.name}, or outside of a study"
         problems.append(f"{len(edited)} of {len(marks)} runs {began}")
-    waiting = [name for arm in arms for name in arm.missing]
-    waiting += [run.name for choice in choices for run in choice.wanted]
+    waiting: list[str] = []
+    for arm in arms:
+        waiting += arm.missing
+    for choice in choices:
+        waiting += [run.name for run in choice.wanted]
     if waiting:
         verb = "has" if len(waiting) == 1 else "have"
         names = ", ".join(waiting[:3])
