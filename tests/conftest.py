@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # runs/, tiers.py
@@ -81,6 +82,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         by_hypothesis = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
         if by_hypothesis or "rng" in getattr(item, "fixturenames", ()):
             item.add_marker("fuzz")
+    mark_slow_cases(items)
+
+
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test as slow after the first N, which `fast_cases(N)` states."""
+    fast_cases: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("fast_cases")
+        if marker is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        fast_cases[test] += 1
+        if fast_cases[test] > marker.args[0]:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -106,6 +106,7 @@ def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
     return [(file, function) for file, function in json.loads(printed[-1])]
 
 
+@pytest.mark.slow
 def test_training_step_calls_code_in_limited_number_of_source_files(tmp_path):
     calls = calls_of_a_step(tmp_path)
     assert calls[0] == ("distributed/watch.py", "reached")
@@ -117,6 +118,7 @@ def test_training_step_calls_code_in_limited_number_of_source_files(tmp_path):
     assert changes <= CHANGES, [name for name, _ in itertools.groupby(packages)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("masked", ["false", "true"])
 def test_unlogged_training_step_reads_no_tensor_value_on_host(tmp_path, masked):
     printed = trained_by(HOST, tmp_path, f"data.mask_documents={masked}")

@@ -42,6 +42,7 @@ def measured(folder, items, resume=False, seconds=1000, **changes):
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
 
 
+@pytest.mark.slow
 def test_gpu_harness_runs_remaining_measurements_after_failure_or_timeout(tmp_path):
     child = tmp_path / "child"
     hanging = {"how": "hangs", "child": str(child)}

@@ -29,6 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("words", "allowed"),
     [

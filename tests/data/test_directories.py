@@ -131,6 +131,7 @@ def test_column_key_with_only_plain_text_files_raises_error_with_fix(
 LEADS = (b"", BOM_UTF8, b"\n", b"\r\n", BOM_UTF8 + b" \n\n")
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("ending", [name for name, kind in TEXT_FORMATS.items() if kind == "json"])
 @pytest.mark.parametrize("packed", ["", *COMPRESSIONS])
 @pytest.mark.parametrize("array", [True, False])

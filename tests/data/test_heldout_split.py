@@ -27,6 +27,7 @@ def of_lines(documents: int, lines: int) -> list[str]:
     return ["\n".join(LINES[i * lines : (i + 1) * lines]) for i in range(documents)]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("texts", "fraction", "enough"),
     [

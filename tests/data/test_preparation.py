@@ -162,6 +162,7 @@ def test_one_of_several_processes_prints_changed_list_of_skipped_files(
     assert skipped_text(tmp_path).startswith("data.paths: skipped 1 entry")
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("trains_tokenizer", [True, False])
 @pytest.mark.parametrize("prompt_column", [None, "before"])
 @pytest.mark.parametrize("names", [("a.jsonl", "b.json", "c.md"), ("a.jsonl", "c.md")])

@@ -98,6 +98,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
+@pytest.mark.slow
 def test_evaluate_command_compares_sweep_variants_with_baseline(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     )
 
 
+@pytest.mark.slow
 def test_logged_bits_per_byte_divide_by_bytes_of_sampled_text(corpus, straight, tmp_path):
     """The corpus is ASCII, so the bytes of cut sequences can be counted separately."""
     data, cfg = data_of(corpus), load_run_config(straight)

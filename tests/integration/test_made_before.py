@@ -194,6 +194,7 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
+@pytest.mark.slow
 def test_repeated_sweep_of_older_version_changes_no_run(place: Path, diffllm: Any) -> None:
     sweep = place / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")

@@ -10,6 +10,7 @@ from diffllm.compare.report import write_report
 RAMP = "data.curriculum=[{at: 0.1, weights: {code: 3, prose: 1}}, {at: 0.9, weights: {prose: 1}}]"
 
 
+@pytest.mark.slow
 def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     run, prose = tmp_path / "run", tmp_path / "prose.jsonl"
     code = write_jsonl(tmp_path / "code.jsonl", documents(60), "content")

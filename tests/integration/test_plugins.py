@@ -246,6 +246,7 @@ def edited_copy(run: Path, name: str, **values: int) -> None:
     (path / "config.yaml").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_report_distinguishes_runs_by_plugin_keys_only_of_numbers_and_order(
     trained, place, tmp_path
 ):

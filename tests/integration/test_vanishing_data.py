@@ -71,6 +71,7 @@ def undisturbed(workplace: Path, ranks: int) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
 def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
     workplace, tmp_path, damage, ranks, workers

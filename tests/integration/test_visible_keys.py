@@ -85,6 +85,7 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
     assert summary["flops_per_token"] == pytest.approx(whole - per_key * fewer, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_visible_keys_metric_matches_reference_if_resume_changes_rank_count(corpus, tmp_path):
     """The run stops between logged steps; micro-batches and ranks differ before and after."""
     run = tmp_path / "run"

@@ -38,6 +38,7 @@ VARIABLES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment):
     """The command runs in a shell without the variables of training."""
     words = [*tiny, "wandb.mode=offline", "wandb.tags=[mine]", "run.name=a"]

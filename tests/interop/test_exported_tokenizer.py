@@ -66,6 +66,7 @@ def run_of(make_run):
     return make
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_and_run_encode_and_decode_alike(run_of, tmp_path, kind):
     run, out = run_of(kind), tmp_path / "hf"

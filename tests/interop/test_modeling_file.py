@@ -273,6 +273,7 @@ def test_modeling_file_raises_value_error_for_unsupported_rope_settings(rope, sa
         DiffLLMForCausalLM(config)
 
 
+@pytest.mark.slow
 def test_modeling_file_raises_import_error_if_transformers_is_too_old(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"

@@ -71,6 +71,7 @@ def test_context_scale_multiplies_attention_output(variant):
     torch.testing.assert_close(scaled["context"], 0.5 * shown["context"], rtol=0, atol=1e-15)
 
 
+@pytest.mark.fast_cases(22)
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_equals_paper_reference_at_any_sequence_length(variant, length):

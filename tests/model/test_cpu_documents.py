@@ -68,6 +68,7 @@ def allocated(length):
     return max(each), kept_bytes(forward)
 
 
+@pytest.mark.slow
 def test_memory_of_document_attention_grows_linearly_with_length():
     short, long = allocated(1024), allocated(8192)
     for of_short, of_long in zip(short, long, strict=True):

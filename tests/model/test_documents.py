@@ -86,6 +86,7 @@ def grads_of(model, scalar):
     return torch.autograd.grad(scalar, list(model.parameters()))
 
 
+@pytest.mark.fast_cases(15)
 @pytest.mark.parametrize(("variant", "extra"), EVERY)
 @pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
 def test_outputs_of_masked_documents_match_separate_forward_passes(variant, extra, shape):

@@ -348,6 +348,7 @@ def test_appended_tokens_do_not_change_logits_of_earlier_tokens(variant, data):
     close(model(tokens)[:, :kept], model(tokens[:, :kept]))
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(data=st.data())
 @few

@@ -109,6 +109,7 @@ def by_definition(shape, truncate):
     return full
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("truncate", [None, 3, 1])
 @pytest.mark.parametrize(
     "shape", [(300, 300), (5, 90, 500), (2, 3, 3, 260), (2, 100_003), (3, 4), (700,)]

@@ -76,6 +76,7 @@ MIXTURES = [(variant, (4, 2, 8), MIXTURE) for variant in VARIANTS]
 FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
 
 
+@pytest.mark.fast_cases(16)
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
 def test_decoding_with_kv_cache_equals_full_forward_pass(variant, shape, extra):

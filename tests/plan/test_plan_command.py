@@ -134,6 +134,7 @@ def test_plan_command_prints_whether_config_fits_gpu_memory(capsys):
     assert "assumed balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
 
 
+@pytest.mark.slow
 def test_plan_of_compiled_run_logs_no_warning_of_torch(monkeypatch):
     logged = []
     monkeypatch.setattr(common.log, "warning", lambda *message: logged.append(message))

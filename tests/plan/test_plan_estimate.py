@@ -66,6 +66,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "overrides", "words"), slow_but(CHANGES[:1], CHANGES))
 def test_plan_suggests_smallest_config_change_that_fits_memory(gpus, overrides, words):
     overrides = [*SMALL, *overrides]
@@ -79,6 +80,7 @@ def test_plan_suggests_smallest_config_change_that_fits_memory(gpus, overrides, 
     assert change.words == words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", slow_but([2], [1, 2]))
 def test_longest_sequence_fits_and_a_slightly_longer_one_does_not(context):
     def fits(gib, length=512):
@@ -123,6 +125,7 @@ def test_longest_length_is_at_most_two_percent_too_short(peak, room):
     assert len(tried) <= 11
 
 
+@pytest.mark.slow
 def test_outcome_function_returns_none_only_for_invalid_change():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None

@@ -65,6 +65,7 @@ def test_default_compile_setting_on_cpu_depends_on_run_length_and_compiler(
     assert chosen_compile(False, CPU, flops, kept) == (False, "asked for")
 
 
+@pytest.mark.slow
 def test_broken_cpp_compiler_gives_single_line_error(tmp_path):
     code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

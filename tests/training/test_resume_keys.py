@@ -82,6 +82,7 @@ def with_other_value(cfg: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
             yield f"{prefix}{name}", changed
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_key_may_change_at_resume_if_and_only_if_declared(tmp_path, monkeypatch, name):
     cfg = load_config(CONFIGS[name])

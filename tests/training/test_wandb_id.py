@@ -43,6 +43,7 @@ def begun(path: Path, tmp_path: Path, mode: tuple[str, ...], logged: int, saved:
     directory.lock.release()
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("overrides", "logged", "saved", "reason"),
     [

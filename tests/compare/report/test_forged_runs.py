@@ -158,6 +158,7 @@ def backwards(texts: list[str], number: int) -> list[str]:
     return [json.dumps({**line, **place}) for place in places]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     "forge",
     [

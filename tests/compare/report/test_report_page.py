@@ -95,6 +95,7 @@ class Reader(HTMLParser):
             self.text += data
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", slow_but(["one run", "nine rows", "hostile names"], CASES))
 def test_report_page_is_valid_html_without_external_resources(case):
     text = html_of(case)

@@ -226,6 +226,7 @@ SWEPT = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("case", SWEPT)
 def test_loss_gap_uses_baseline_run_with_same_swept_values(tmp_path, case):
     runs, baseline, expected = SWEPT[case]

@@ -109,6 +109,7 @@ def test_loss_gap_has_no_trend_if_runs_have_only_two_evaluations(tmp_path):
     assert "per doubling" not in whole_text(found)
 
 
+@pytest.mark.slow
 def test_report_describes_only_largest_trend_if_many_variants_exist():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8

@@ -97,6 +97,7 @@ def judged(tmp_path, unequal, override="", half=None, v2=None):
     return judge(study, out)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("word", [word for word in IN_CONFIG if word not in SIZES | {"flops": 0}])
 def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, word):
     override, said = IN_CONFIG[word]

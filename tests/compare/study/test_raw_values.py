@@ -62,6 +62,7 @@ KINDS = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("left", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, capsys, kind, left):

@@ -123,6 +123,7 @@ def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("counts", [(2, 60_000), (20, 49_999), (20, 50_000)])
 @pytest.mark.parametrize(
     "words",
@@ -629,6 +630,7 @@ def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):
     assert "0 of 0 runs of half reach it" in found.reasons[-1]
 
 
+@pytest.mark.slow
 def test_judge_function_composes_config_only_once_per_arm(tmp_path, monkeypatch):
     counts = []
     for seeds in (4, 40):

@@ -116,6 +116,7 @@ def groups(*words: str) -> dict[str, str]:
     return {run["name"]: run["group"] for run in runs}
 
 
+@pytest.mark.slow
 def test_groups_of_sweep_contain_values_of_all_swept_keys_except_seed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = groups("attention=standard,diff_v2", "optim.lr=1e-3,3e-3", "seed=0,1")

@@ -141,6 +141,7 @@ def test_resumed_sweep_raises_error_if_command_does_not_set_all_swept_keys() -> 
 VARIANTS = "attention=standard,gated"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("first", "more", "expected"),
     [
