@@ -72,10 +72,10 @@ def read(
         baseline: variant to compare others with; default: `standard` if present, else the first.
         step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
-    found = find_runs(paths)
+    directories = find_runs(paths)
     runs: list[Run] = []
     unreadable: dict[Path, str] = {}
-    for path in found.runs:
+    for path in directories.runs:
         try:
             runs.append(load_run(path))
         except CheckpointError as error:
@@ -84,12 +84,12 @@ def read(
         first, *others = unreadable.values()
         more = f"; {plural(len(others), 'more run')} cannot be read" if others else ""
         raise ConfigError(f"none of the runs can be read: {first}{more}")
-    comparison = compare(runs, baseline, found.title, step)
-    waiting = [note for sweep in found.sweeps for note in sweep_notes(sweep)]
+    comparison = compare(runs, baseline, directories.title, step)
+    waiting = [note for sweep in directories.sweeps for note in sweep_notes(sweep)]
     skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
     notes = skipped + waiting + comparison.notes
     score_notes = skipped + comparison.score_notes
-    return replace(comparison, notes=notes, score_notes=score_notes), found.home
+    return replace(comparison, notes=notes, score_notes=score_notes), directories.home
 
 
 def compare(
@@ -205,15 +205,25 @@ def baseline_arm(row: Arm, rows: Sequence[Arm], baseline: str | None) -> Arm | N
     """
     if baseline is None or row.runs[0].changes:
         return None
-    sizes = {key: v for key, v in row.keys.items() if key in MATCHES}
-    alike = {k: v for k, v in row.keys.items() if k not in MATCHES and not k.startswith(ATTENTION)}
-    alike["attention"] = baseline
-    found = [other for other in rows if alike.items() <= other.keys.items()]
-    same = [other for other in found if sizes.items() <= other.keys.items()]
-    found = same or [o for o in found if all(sizes_comparable(row, o, key) for key in sizes)]
-    if len(found) > 1:
-        found = [other for other in found if not overrides(other.runs[0])]
-    return found[0] if found else None
+    sizes = {}
+    equal_keys = {}
+    for key, value in row.keys.items():
+        if key in MATCHES:
+            sizes[key] = value
+        elif not key.startswith(ATTENTION):
+            equal_keys[key] = value
+    equal_keys["attention"] = baseline
+    candidates = [other for other in rows if equal_keys.items() <= other.keys.items()]
+    equal_sizes = [other for other in candidates if sizes.items() <= other.keys.items()]
+    if equal_sizes:
+        candidates = equal_sizes
+    else:
+        candidates = [
+            other for other in candidates if all(sizes_comparable(row, other, key) for key in sizes)
+        ]
+    if len(candidates) > 1:
+        candidates = [other for other in candidates if not overrides(other.runs[0])]
+    return candidates[0] if candidates else None
 
 
 def sizes_comparable(row: Arm, other: Arm, match: str) -> bool:
@@ -224,8 +234,10 @@ def sizes_comparable(row: Arm, other: Arm, match: str) -> bool:
     are comparable. A row whose value is the row's own variant is comparable with every row, because
     its model keeps the default size.
     """
-    own, theirs = row.keys[match], other.keys[match]
-    return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
+    size, other_size = row.keys[match], other.keys[match]
+    if size == other_size:
+        return True
+    return size == row.keys["attention"] or other_size == other.keys["attention"]
 
 
 def seed_notes(arm: Arm, base: Arm) -> list[str]:

@@ -75,8 +75,12 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
     # Curves of single seeds reach one point further, where they meet the mean of all seeds.
     shows_single = np.convolve(alone, [1, 1, 1])[1:-1] > 0
     singles = [y for y in np.where(shows_single, seeds, np.nan) if np.isfinite(y).any()]
-    last = [np.flatnonzero(np.isfinite(y))[-1:] for y in seeds]
-    stops = [(x[i], y[i]) for y, at in zip(seeds, last, strict=True) for i in at if i < len(x) - 1]
+    stops = []
+    for y in seeds:
+        places = np.flatnonzero(np.isfinite(y))
+        # A curve without finite values has no last point.
+        if len(places) and places[-1] < len(x) - 1:
+            stops.append((x[places[-1]], y[places[-1]]))
     together = np.where(alone, np.nan, seeds)
     mean, low, high = together.mean(axis=0), together.min(axis=0), together.max(axis=0)
     return Band(x, mean, low, high, singles, stops)
@@ -139,12 +143,13 @@ def gap_band(row: Row) -> Band | None:
     """
     if row.baseline is None or not have_equal_tokens(row, row.baseline):
         return None
-    of_seeds = {run.seeds: run.series(EVAL_LOSS) for run in row.baseline.runs}
+    base_curves = {run.seeds: run.series(EVAL_LOSS) for run in row.baseline.runs}
     gaps = []
-    for candidate, other in ((run.series(EVAL_LOSS), of_seeds.get(run.seeds)) for run in row.runs):
-        if other is not None:
-            tokens, i, j = np.intersect1d(candidate.tokens, other.tokens, return_indices=True)
-            gaps.append(Series(tokens, candidate.values[i] - other.values[j]))
+    for run in row.runs:
+        candidate, base = run.series(EVAL_LOSS), base_curves.get(run.seeds)
+        if base is not None:
+            tokens, i, j = np.intersect1d(candidate.tokens, base.tokens, return_indices=True)
+            gaps.append(Series(tokens, candidate.values[i] - base.values[j]))
     return over_seeds(gaps)
 
 
@@ -199,18 +204,25 @@ def seed_noise(rows: Sequence[Arm]) -> Series | None:
     t the 97.5% quantile of Student's t distribution with the degrees of freedom of s. Half the
     width is t s sqrt(2 / n). Return None if no row has two seeds.
     """
-    curves = [[run.series(EVAL_LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
-    if not curves:
+    rows = [row for row in rows if len(row.runs) > 1]
+    if not rows:
         return None
     from scipy.special import stdtrit
 
-    x = reduce(np.intersect1d, [curve.tokens for row in curves for curve in row])
-    losses = [np.stack([curve.values[np.isin(curve.tokens, x)] for curve in row]) for row in curves]
-    variance, free = pooled_variance(losses)
-    fewest = min(map(len, losses))
-    half = stdtrit(free, (1 + CONFIDENCE) / 2) * np.sqrt(variance * 2 / fewest)
-    known = np.isfinite(half)
-    return Series(x[known], half[known]) if known.any() else None
+    tokens = reduce(
+        np.intersect1d, [run.series(EVAL_LOSS).tokens for row in rows for run in row.runs]
+    )
+    losses = []
+    for row in rows:
+        curves = [run.series(EVAL_LOSS) for run in row.runs]
+        # (seeds, tokens)
+        losses.append(np.stack([c.values[np.isin(c.tokens, tokens)] for c in curves]))
+    variance, degrees_of_freedom = pooled_variance(losses)
+    fewest_seeds = min(map(len, losses))
+    quantile = stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)
+    half_width = quantile * np.sqrt(variance * 2 / fewest_seeds)
+    is_known = np.isfinite(half_width)
+    return Series(tokens[is_known], half_width[is_known]) if is_known.any() else None
 
 
 def equal_gaps(arm: Arm, base: Arm, gap: Estimate) -> dict[str, EqualGap]:

@@ -199,13 +199,15 @@ def subgroup_scores(scores: Lines) -> Lines:
     the examples with this depth. For example, if the score "512" has a field `by_depth` with the
     key 0.25, the name of this subgroup is "512, depth 0.25".
     """
-    return {
-        f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
-        for of, score in scores.items()
-        for key, parts in score.items()
-        if key.startswith("by_") and isinstance(parts, dict)
-        for value, part in parts.items()
-    }
+    subgroups = {}
+    for score_name, score in scores.items():
+        for key, parts in score.items():
+            if not key.startswith("by_") or not isinstance(parts, dict):
+                continue
+            for level, value in parts.items():
+                name = f"{score_name}, {key.removeprefix('by_')} {level}"
+                subgroups[name] = {"value": value, "range": score.get("range")}
+    return subgroups
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
@@ -214,7 +216,11 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
     This is the largest of the lowest losses of the runs. Only the losses of evaluated checkpoints
     count. Return None if all runs have the same lowest loss.
     """
-    lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
+    lowest = []
+    for checkpoints_of_run in runs:
+        losses = [point.loss for point in checkpoints_of_run if point.loss is not None]
+        if losses:
+            lowest.append(min(losses))
     return max(lowest) if len({*lowest}) > 1 else None
 
 
@@ -223,21 +229,30 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
 
     Return {} if `loss` is outside of the range of the checkpoints' losses.
     """
-    known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
-    for at, scores in known:
-        if at == loss:
+    points = [(point.loss, point.scores) for point in checkpoints if point.loss is not None]
+    for point_loss, scores in points:
+        if point_loss == loss:
             return scores
-    for (first, before), (last, after) in pairwise(known):
-        if first > loss > last:
-            share = (first - loss) / (first - last)
-            found: dict[str, Line] = {}
-            for of in (of for of in after if of in before):
-                start, end = (finite(scores[of].get("value")) for scores in (before, after))
-                value = None if start is None or end is None else (1 - share) * start + share * end
-                same = {key: after[of].get(key) for key in ("chance", "range")}
-                found[of] = {"of": of, "value": value, **same}
-            return found
+    for (first_loss, first_scores), (last_loss, last_scores) in pairwise(points):
+        if first_loss > loss > last_loss:
+            share = (first_loss - loss) / (first_loss - last_loss)
+            return interpolated(first_scores, last_scores, share)
     return {}
+
+
+def interpolated(first: Lines, last: Lines, share: float) -> Lines:
+    """Return the scores that two checkpoints have, at the fraction `share` between them."""
+    scores: dict[str, Line] = {}
+    for name, score in last.items():
+        if name not in first:
+            continue
+        start, end = finite(first[name].get("value")), finite(score.get("value"))
+        value = None
+        if start is not None and end is not None:
+            value = (1 - share) * start + share * end
+        chance, limits = score.get("chance"), score.get("range")
+        scores[name] = {"of": name, "value": value, "chance": chance, "range": limits}
+    return scores
 
 
 def score_lines(
@@ -252,24 +267,51 @@ def score_lines(
         results: for each report row, the scores by seed, then by name.
         bases: for each report row, the index of its baseline row; None if it has no baseline.
     """
+    names: dict[str, None] = {}
+    for scores_by_seed in results:
+        for scores in scores_by_seed.values():
+            names |= dict.fromkeys(scores)
     lines = []
-    for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
-        every = [scores[of] for own in results for scores in own.values() if of in scores]
-        read = [{k: finite(s.get(of, {}).get("value")) for k, s in own.items()} for own in results]
-        values = [{seeds: x for seeds, x in own.items() if x is not None} for own in read]
-        cells: list[ScoreCell | None] = []
-        for own, base, scores in zip(values, bases, results, strict=True):
-            theirs = {} if base is None else values[base]
-            gap = found.estimate if (found := paired(own, theirs)) else None
-            cell = ScoreCell(estimate(list(own.values())), gap) if own else None
-            counts = [independent_examples(s[of]) for s in scores.values() if of in s]
-            examples = min(counts, default=0)
-            limits = limits_of(unit, every[0])
-            cell = limited(cell, limits) if cell else None
-            cells.append(over_examples(cell, examples) if cell and unit == SHARE else cell)
-        if any(cells):
-            lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))
+    for name in names:
+        line = score_line(name, results, bases, unit)
+        if any(line.cells):
+            lines.append(line)
     return lines
+
+
+def score_line(
+    name: str, results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
+) -> ScoreLine:
+    """Return the cells of one score, see `score_lines`."""
+    scores_of_rows: list[dict[Seeds, Line]] = []
+    values_of_rows: list[dict[Seeds, float]] = []
+    all_scores: list[Line] = []
+    for row_results in results:
+        scores: dict[Seeds, Line] = {}
+        values: dict[Seeds, float] = {}
+        for seeds, results_of_run in row_results.items():
+            if name not in results_of_run:
+                continue
+            scores[seeds] = results_of_run[name]
+            value = finite(scores[seeds].get("value"))
+            if value is not None:
+                values[seeds] = value
+        scores_of_rows.append(scores)
+        values_of_rows.append(values)
+        all_scores += scores.values()
+    limits = limits_of(unit, all_scores[0])
+    cells: list[ScoreCell | None] = []
+    for scores, values, base in zip(scores_of_rows, values_of_rows, bases, strict=True):
+        if not values:
+            cells.append(None)
+            continue
+        gap = None if base is None else paired(values, values_of_rows[base])
+        mean = estimate(list(values.values()))
+        cell = limited(ScoreCell(mean, gap.estimate if gap else None), limits)
+        if unit == SHARE:
+            cell = over_examples(cell, min(map(independent_examples, scores.values())))
+        cells.append(cell)
+    return ScoreLine(name, finite(all_scores[0].get("chance")), cells)
 
 
 def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
