@@ -198,7 +198,7 @@ def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dic
 
 
 def question_of(result: Line) -> Line:
-    """Return what an evaluation measured, without the checkpoint: documents, settings, corpus."""
+    """Return the documents, settings and corpus of an evaluation, without its checkpoint."""
     return {name: value for name, value in result["key"].items() if name != "checkpoint"}
 
 
