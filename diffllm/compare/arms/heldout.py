@@ -1,6 +1,5 @@
 """The held-out text of runs: its size, in words, and a warning about too little text."""
 
-import math
 from collections.abc import Iterable
 
 from diffllm.compare.arms.run import Run
@@ -18,22 +17,22 @@ def thin_note(runs: Iterable[Run]) -> str:
 
     If several runs have too little text, the warning is about the run with the fewest documents.
     """
-    fewest = math.inf
-    note = ""
+    warnings = []
     for run in runs:
         summary = run.summary or {}
         documents = finite(summary.get("heldout_documents"))
         tokens = finite(summary.get("heldout_tokens"))
         if not documents or not tokens:
             continue
-        # The loss of some tokens only says little about the size of the text.
+        # With masked tokens, `tokens` does not count the prompts of the held-out text.
         is_masked = run.cfg.data.prompt_column or getattr(run.cfg.data, "answers_only", False)
         key = "eval.tokens or data.heldout_fraction"
         if is_whole_split(run):
             key = "data.heldout_fraction"
         warning = thin_heldout(int(documents), None if is_masked else int(tokens), key)
-        if warning and documents < fewest:
-            fewest, note = documents, warning
+        if warning:
+            warnings.append((documents, warning))
+    _, note = min(warnings, default=(0, ""))
     return note
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -204,19 +205,19 @@ def seed_noise(rows: Sequence[Arm]) -> Series | None:
     t the 97.5% quantile of Student's t distribution with the degrees of freedom of s. Half the
     width is t s sqrt(2 / n). Return None if no row has two seeds.
     """
-    rows = [row for row in rows if len(row.runs) > 1]
-    if not rows:
+    curves_of_rows = []
+    for row in rows:
+        if len(row.runs) > 1:
+            curves_of_rows.append([run.series(EVAL_LOSS) for run in row.runs])
+    if not curves_of_rows:
         return None
     from scipy.special import stdtrit
 
-    tokens = reduce(
-        np.intersect1d, [run.series(EVAL_LOSS).tokens for row in rows for run in row.runs]
-    )
+    tokens = reduce(np.intersect1d, [curve.tokens for curve in chain(*curves_of_rows)])
     losses = []
-    for row in rows:
-        curves = [run.series(EVAL_LOSS) for run in row.runs]
-        # (seeds, tokens)
-        losses.append(np.stack([c.values[np.isin(c.tokens, tokens)] for c in curves]))
+    for curves in curves_of_rows:
+        common = [curve.values[np.isin(curve.tokens, tokens)] for curve in curves]
+        losses.append(np.stack(common))  # (seeds, tokens)
     variance, degrees_of_freedom = pooled_variance(losses)
     fewest_seeds = min(map(len, losses))
     quantile = stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)

@@ -11,7 +11,7 @@ from diffllm.compare.arms.budget import TOLERANCE
 from diffllm.compare.arms.comparable import exact_text
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
-from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.arms import StudyArm, StudyRun, runs_of
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
     choose_from,
@@ -226,9 +226,8 @@ def other_facts(study: Study, run: StudyRun) -> list[str]:
 def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
     """Return the facts in which runs differ from the machine of the profile."""
     texts: dict[str, None] = {}
-    for arm in arms:
-        for run in arm.runs:
-            texts |= dict.fromkeys(other_facts(study, run))
+    for run in runs_of(arms):
+        texts |= dict.fromkeys(other_facts(study, run))
     return list(texts)
 
 
@@ -305,7 +304,7 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
         f"Profile of {study.profile.date}: {profile_words(study)}.",
     ]
     if words := machine_differences(study, arms):
-        runs = [run for arm in arms for run in arm.runs]
+        runs = runs_of(arms)
         count = sum(bool(other_facts(study, run)) for run in runs)
         sentences.append(
             f"{count} of {plural(len(runs), 'run')} used another machine ({listed(words)}). The "

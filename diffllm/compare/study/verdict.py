@@ -12,7 +12,7 @@ from diffllm.compare.arms.comparable import (
     differences,
 )
 from diffllm.compare.arms.sentences import plural
-from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.arms import StudyArm, runs_of
 from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def facts(self) -> dict[str, list[str]]:
-        """All values of each fact of run.json as text, without facts that differ by arm."""
+        """Values of each fact of run.json as text, except facts of the model size (TOLERANCES)."""
         texts: dict[str, set[str]] = {}
         for name in fact_declarations():
             if name not in TOLERANCES:
@@ -112,9 +112,9 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     if problems:
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
-    causes = exploratory(study, arms, choices, evidence)
-    if causes:
-        verdict, reasons = EXPLORATORY, [*causes, *reasons]
+    exploratory_reasons = exploratory(study, arms, choices, evidence)
+    if exploratory_reasons:
+        verdict, reasons = EXPLORATORY, [*exploratory_reasons, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
         warnings = {run.thin for run in runs_of(arms)} - {""}
         reasons += sorted(warnings)[:1]
@@ -125,10 +125,6 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
             reasons.append(note)
     allowed = [difference for difference in differences_of_arms if difference.role != "condition"]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, allowed)
-
-
-def runs_of(arms: list[StudyArm]) -> list[StudyRun]:
-    return [run for arm in arms for run in arm.runs]
 
 
 def comparands(arms: list[StudyArm]) -> list[Comparand]:
