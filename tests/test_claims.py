@@ -23,7 +23,7 @@ def commands(start: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("words", commands("train"), ids=" ".join)
 def test_every_training_command_on_claims_page_has_valid_configs(words):
     given = [word for word in words if word != "-m" and not word.startswith("resume=")]

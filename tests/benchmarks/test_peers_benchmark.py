@@ -51,6 +51,7 @@ def test_benchmark_skips_framework_that_is_not_installed(tmp_path, monkeypatch, 
     assert skipped == ["LitGPT: skipped, not installed (see docs/speed.md)"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contestant", slow_but(["diffllm"], ["diffllm", "diffllm trainer"]))
 def test_benchmark_measures_speed_of_diffllm_on_tiny_model(contestant, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "SHAPES", {"A": TINY})

@@ -57,6 +57,7 @@ def version(directory: Path, name: str) -> str:
     return plugin_versions([name])[name]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
 def test_plugin_version_changes_after_edit_of_an_imported_file(mine, name):
     found = {}

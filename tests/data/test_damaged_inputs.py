@@ -100,6 +100,7 @@ def documents(found: list[str | None]) -> list[str]:
     return [text for text in found if text and text.strip()]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WHOLE)
 def test_damaged_corpus_file_returns_original_documents_or_raises_error(

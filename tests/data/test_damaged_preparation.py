@@ -101,6 +101,7 @@ def break_line(path: Path) -> None:
     path.write_bytes(b"".join(lines))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )

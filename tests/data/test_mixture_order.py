@@ -26,6 +26,7 @@ def read(order, first, count):
     return order.places(np.arange(first, first + count))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
 def test_mixture_order_distributes_samples_of_each_source_evenly(weights, first):

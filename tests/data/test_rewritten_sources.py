@@ -58,6 +58,7 @@ def prepared_with(make_config: MakeConfig, prepared: TokenData) -> Callable[[Sou
     return lambda source: prepare(make_config(source.path, tokenizer=tokenizer))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
 def test_prepare_detects_rewritten_file_if_size_and_time_are_unchanged(

@@ -94,6 +94,7 @@ def check(one, several):
             np.testing.assert_allclose(own[name], value, atol=near, rtol=1e-5, err_msg=str(name))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("words", slow_but(MAIN, [*MAIN, *MORE]))
 def test_training_on_slices_matches_training_on_whole_sequences(words, tmp_path):
     compare(tmp_path, 2, words.split())
@@ -117,6 +118,7 @@ CASES = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", slow_but(["documents and ignored targets", "mixture"], CASES))
 def test_training_on_slices_matches_whole_sequences_with_other_features(case, tmp_path):
     ranks, words, options = CASES[case]

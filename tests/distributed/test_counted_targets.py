@@ -115,6 +115,7 @@ def reference(overrides, padded):
     return losses, squares, counted / targets.numel(), routers
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("ranks", "overrides", "padded"),
     slow_but(

@@ -192,6 +192,7 @@ def test_moe_training_on_four_ranks_matches_training_on_single_rank(
     assert_alike(one, run_ranks(trained, ranks, tmp_path, more)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [

@@ -129,6 +129,7 @@ def test_attention_map_table_equals_statistics_of_attention_maps(make_run, comma
     assert len(rows) == 4
 
 
+@pytest.mark.slow
 def test_attention_map_command_writes_figure_of_single_head(make_run, command, tmp_path):
     run = make_run()
     code, out, _ = command(f"run={run}", "prompt=x", "head=2")

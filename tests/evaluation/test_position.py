@@ -88,6 +88,7 @@ def lines_of(subject: Subject, limit: int | None = None, seq_len: int | None = N
     return POSITION.lines(subject, POSITION.settings(subject, Asked(limit=limit, seq_len=seq_len)))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("seq_len", [None, 16, 100])
 @torch.no_grad()
 def test_batched_position_evaluation_matches_float64_reference(

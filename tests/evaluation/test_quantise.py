@@ -87,6 +87,7 @@ MOE = ("model.moe.n_experts=4", "model.moe.expert_dim=16", "model.moe.n_shared=1
 BOTH = Rounding(4, by_row=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "words",
     [("attention=diff_v2",), ("attention=gated",), ("attention=diff_v1", *MOE)],
@@ -169,6 +170,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return subject_of(directory / "run")
 
 
+@pytest.mark.fast_cases(1)
 @torch.no_grad()
 def test_losses_of_quantise_evaluation_match_reference(
     measured: Subject,

@@ -43,6 +43,7 @@ def assert_complete(run: Path) -> None:
 # One run
 
 
+@pytest.mark.slow
 def test_train_command_changes_no_file_of_finished_run(workplace, finished_run, tiny, environment):
     assert_complete(finished_run)
     before = snapshot(workplace)
@@ -78,6 +79,7 @@ def test_run_log_contains_output_of_every_launch_except_refused_launches(
     assert "resumes from step 4" in text
 
 
+@pytest.mark.slow
 def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finished_run):
     result = command(train_command([*tiny, "attention=gated"]), tmp_path, environment)
     assert result.code == 0, result.err

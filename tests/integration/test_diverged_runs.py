@@ -43,6 +43,7 @@ def strict(file: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
 def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
     path = tmp_path / "run"

@@ -42,6 +42,7 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
     assert json.loads(line)["changes"].keys() == {"steps", *changed}
 
 
+@pytest.mark.fast_cases(1)
 def test_resume_with_edited_corpus_requires_allow_changes(
     begun: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -220,6 +220,7 @@ def test_command_prints_single_error_line_if_plugin_import_fails(place, tmp_path
 # `documents` decides the order, and `initial` has no declared effect.
 
 
+@pytest.mark.slow
 def test_resume_accepts_changes_of_plugin_keys_only_if_keys_decide_speed(trained, place, words):
     cwd, env = place
     again = [*words, f"run.dir={shutil.copytree(trained, cwd / 'again')}"]

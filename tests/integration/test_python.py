@@ -72,6 +72,7 @@ def session(words: list[str]) -> int:
     return 0
 
 
+@pytest.mark.fast_cases(1)
 def test_train_function_and_train_command_produce_equal_weights(
     tmp_path, tiny, environment, straight
 ):

@@ -46,6 +46,7 @@ READERS: dict[str, tuple[tuple[str, ...], list[str]]] = {
 KINDS = [(command, kind) for command in READERS for kind in SPECIAL]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("command", "kind"), slow_but([("train", "fifo"), ("generate", "loop")], KINDS)
 )

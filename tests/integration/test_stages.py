@@ -59,6 +59,7 @@ def moments(run: Path, step: int, name: str = "layers.0.attention.wq.weight"):
     return tensors.values()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_stage_carries_parameters_and_optimizer_state_and_weights_only_parameters(
     corpus, first, tmp_path, ranks
@@ -82,6 +83,7 @@ def assert_same_values(one: Path, step: int, other: Path, other_step: int) -> No
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_killed_stage_resumes_bit_identically(corpus, first, tmp_path, ranks):
     words = [*WORDS, *LONGER, f"resume=stage:{first}"]

@@ -100,6 +100,7 @@ def offline(run: Path, environment: dict[str, str], *words: str) -> OfflineRun:
     return OfflineRun(run)
 
 
+@pytest.mark.slow
 def test_command_writes_logged_steps_and_same_id_of_run_without_run_json(tmp_path, environment):
     run = write_run(tmp_path / "old", "attention=gated")
     (run / "run.json").unlink()
@@ -175,6 +176,7 @@ def test_command_refuses_bad_input_and_writes_nothing(
     assert not list(tmp_path.glob("*/wandb/*run-*"))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("mode", ["online", "shared", "offline", "disabled"])
 def test_command_on_run_in_training_depends_on_wandb_mode_of_run(tmp_path, environment, mode):
     facts = {"wandb_id": "x", "environment": {"variables": {"WANDB_MODE": mode}}}

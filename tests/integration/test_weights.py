@@ -64,6 +64,7 @@ def heldout(run: Path) -> float:
 NAMES = ("run", "checkpoint", "export", "import", "converted")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
 def test_resume_from_weights_accepts_every_kind_of_source(corpus, sources, tmp_path, name, ranks):
@@ -93,6 +94,7 @@ def test_paths_in_suggested_commands_are_quoted_for_shell(sources, command, key,
     assert value.format(**sources) in [unquoted(word.partition("=")[2]) for word in words]
 
 
+@pytest.mark.slow
 def test_training_from_weights_of_run_matches_training_from_export(corpus, sources, tmp_path):
     for name in ("run", "export"):
         words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]

@@ -38,6 +38,7 @@ def model_directory(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: P
     return place
 
 
+@pytest.mark.fast_cases(1)
 @torch.no_grad()
 def test_imported_model_continues_prompts_like_transformers(model_directory, tmp_path, capsys):
     run, again = tmp_path / "run", tmp_path / "again"

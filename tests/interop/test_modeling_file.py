@@ -95,6 +95,7 @@ def test_exported_model_refuses_unsupported_attn_implementation(opened, name):
             model(IDS)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_continuous_batching_returns_same_tokens_as_generate(opened, name, implementation):

@@ -113,6 +113,7 @@ def write_events(run: Path, events: list[Event], end: bytes = b"") -> None:
     (run / EVENTS).write_bytes(b"".join(event.line() for event in events) + end)
 
 
+@pytest.mark.slow
 def test_offline_run_has_table_of_newest_events_in_summary_and_no_line_or_alert(
     tmp_path, monkeypatch
 ):

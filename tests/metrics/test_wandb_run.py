@@ -427,6 +427,7 @@ def test_wandb_resume_variable_is_ignored(tmp_path, monkeypatch):
     assert os.environ["WANDB_RESUME"] == "must"
 
 
+@pytest.mark.slow
 def test_earlier_steps_may_take_longer_than_last_call_of_wandb(tmp_path, monkeypatch, capfd):
     """Each line counts as progress, so that the replay of a long run is not cut."""
     fake, lines = Broken(), []

@@ -31,6 +31,7 @@ def as_json(capsys, *words):
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
     out = as_json(

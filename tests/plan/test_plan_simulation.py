@@ -66,6 +66,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [

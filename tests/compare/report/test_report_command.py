@@ -43,7 +43,7 @@ def files(root):
 # Search for runs, and location of the report
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("words", "home", "title", "found"),
     [
@@ -184,7 +184,7 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
 # Runs that cannot be read
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -70,6 +70,7 @@ def diverging(root, *, gave_up=False):
     return compare(loaded(sorted(root.iterdir())))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("gave_up", [False, True])
 def test_diverged_seed_is_reported_in_every_output_format(tmp_path, gave_up):
     found = diverging(tmp_path, gave_up=gave_up)

@@ -89,6 +89,7 @@ def test_report_page_contains_metadata_and_generated_text_of_run(tmp_path):
     assert variant_line("gated", variant_config("gated")) in text
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
 def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
@@ -102,6 +103,7 @@ def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     assert "commit" not in text.partition("How to read")[0]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("split", "text"),
     [
@@ -122,6 +124,7 @@ def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split,
     assert ("whole held-out split" in shown) == (split == 5000)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("steps", "early"), [(2000, True), (100_000, False)])
 def test_report_names_early_training_below_20_tokens_per_parameter(tmp_path, steps, early):
     words = ("attention=gated", f"steps={steps}")

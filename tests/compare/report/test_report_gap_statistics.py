@@ -91,6 +91,7 @@ def test_report_states_number_of_significant_gaps_after_holm_correction(four, sh
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
+@pytest.mark.slow
 def test_gap_figure_fills_marker_only_if_gap_is_significant(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "significant after Holm's correction over the 3 gaps" in card.caption
@@ -115,6 +116,7 @@ def test_report_of_single_seed_mentions_no_interval_and_no_test():
     assert "95% interval" in two
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("gaps", "sentence"),
     [
@@ -134,6 +136,7 @@ def test_single_gap_is_reported_with_p_and_without_holm_correction(gaps, sentenc
     assert text.count("Warning: an interval from two seeds has one degree of freedom") == 1
 
 
+@pytest.mark.slow
 def test_report_explains_overlapping_losses_of_significant_paired_gap():
     """Seeds move both rows by 0.2, but their gap is 0.1 for every seed up to 0.002."""
     together = {"standard": [4.0, 4.2, 4.4], "gated": [3.9, 4.101, 4.302]}

@@ -142,6 +142,7 @@ def test_report_figures_are_svg_images_with_alternative_text(case):
         assert "</title></svg><img src=x onerror=alert(1)>" in words
 
 
+@pytest.mark.slow
 def test_report_figures_have_legend_with_label_of_every_curve():
     labels = [row.label for row in comparison_of("nine rows").rows]
     figures = figures_of(html_of("nine rows"))
@@ -359,6 +360,7 @@ def test_loss_axis_range_ignores_spike():
     assert len(axes.figure.legends[0].get_texts()) == 2, "shortened names are equal"
 
 
+@pytest.mark.slow
 def test_logarithmic_axis_omits_zero_values():
     y = np.linspace(9, 3, 50)
     y[20] = 0

@@ -58,6 +58,7 @@ def sentence(found):
     return said
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("start", "slope", "words"),
     [

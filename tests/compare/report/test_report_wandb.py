@@ -156,6 +156,7 @@ def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
     assert second.config["rows"] == first.config["rows"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("command", ["report", "wandb"])
 def test_gaps_after_wandb_sync_are_in_new_wandb_run(swept, command):
     words = {"report": [str(swept), "wandb=true"], "wandb": [f"sweep={swept}"]}

@@ -109,6 +109,7 @@ def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, wor
     assert f"Differences that the study declares: {word}." in verdict_page(found).markdown()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("word", IN_FACTS)
 def test_undeclared_run_json_difference_makes_verdict_not_comparable(tmp_path, word):
     facts, said = IN_FACTS[word]
@@ -151,6 +152,7 @@ CHANGES = {
 """By entry of `unequal`: an override of one arm."""
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("word", CHANGES)
 def test_each_key_that_decides_results_is_a_condition(tmp_path, monkeypatch, word):
     reason = f"add {word} to unequal)"

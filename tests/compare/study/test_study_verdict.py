@@ -123,7 +123,7 @@ def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("counts", [(2, 60_000), (20, 49_999), (20, 50_000)])
 @pytest.mark.parametrize(
     "words",
