@@ -124,7 +124,7 @@ def verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
             f"[{name}]({name}/verdict.md)",
             claim_words(rule, QUANTITIES[study.metric]),
             verdict_words(numbers["verdict"], rule),
-            result_words(rule, {arm.name: arm for arm in verdict.arms}),
+            result_words(rule, {arm.label: arm for arm in verdict.arms}),
             p_words(rule),
             range_words(arm["parameters"] for arm in arms.values()),
             f"{tokens} ({ratios})",
@@ -150,7 +150,7 @@ def rate_rows(verdict: Verdict) -> Iterator[list[str]]:
         sensitivity = arm.mean.mean if arm.mean else None
         diverged = f"{arm.diverged} of {len(arm.runs)}"
         best_words = f"{best:g}", fixed(means[best], 3)
-        yield [label(arm.name), fixed(sensitivity, 3), diverged, *best_words, *events]
+        yield [label(arm.label), fixed(sensitivity, 3), diverged, *best_words, *events]
 
 
 def gradient_rows() -> Iterator[list[str]]:

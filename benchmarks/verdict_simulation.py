@@ -153,7 +153,7 @@ def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm],
 
 
 def arm_of(name: str, runs: list[StudyRun]) -> StudyArm:
-    return StudyArm(name, None, runs, {run.seed: run.value for run in runs})
+    return StudyArm(name, {run.seed: run.value for run in runs}, runs=runs)
 
 
 def losses_of(losses: np.ndarray) -> DocumentLosses:

@@ -1,16 +1,34 @@
 """The gap between two arms: seeds, documents, diverged runs, and keys of reports and studies."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.gap import arm_gap
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.statistics.divergence import Share
 from diffllm.statistics.document_error import document_error
 
 TOKENS = np.array([50, 120, 80, 200])
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentedArm(Arm):
+    """An arm with losses of documents."""
+
+    losses: dict
+
+    @property
+    def documents(self):
+        return self.losses
+
+
+def gap_of(candidate, base, candidate_documents=None, base_documents=None, is_log=False):
+    candidate_arm = DocumentedArm("candidate", candidate, candidate_documents or {})
+    return arm_gap(candidate_arm, DocumentedArm("base", base, base_documents or {}), is_log)
 
 
 def by_seed(values):
@@ -30,29 +48,29 @@ def losses_of_documents(seeds, gap, seed=0):
 def test_p_value_is_1_if_better_arm_diverges_more_often():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
-    found = arm_gap(better, base)
+    found = gap_of(better, base)
     assert found.paired.seeds == 3
     assert found.welch.base_seeds == 4
     assert (found.candidate, found.base) == (Share(1, 4), Share(0, 4))
     assert found.paired.p < 0.01
     assert found.p == 1
     assert found.favours_diverging
-    assert arm_gap({**better, 3: math.nan}, base) == found
-    other_way = arm_gap(base, better)
+    assert gap_of({**better, 3: math.nan}, base) == found
+    other_way = gap_of(base, better)
     assert other_way.favours_diverging
     assert other_way.p == 1
-    worse = arm_gap({seed: 5 + 0.1 * seed**2 for seed in range(3)} | {3: math.inf}, base)
+    worse = gap_of({seed: 5 + 0.1 * seed**2 for seed in range(3)} | {3: math.inf}, base)
     assert not worse.favours_diverging
     assert worse.p == worse.paired.p < 0.05
-    both = arm_gap(better, {**base, 3: None})
+    both = gap_of(better, {**base, 3: None})
     assert both.p == both.paired.p
 
 
 def test_only_divergence_is_tested_if_all_runs_of_one_arm_diverge():
-    found = arm_gap({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
+    found = gap_of({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
-    assert arm_gap(by_seed([4.0] * 3), by_seed([4.1] * 5)).p_diverged == 1
+    assert gap_of(by_seed([4.0] * 3), by_seed([4.1] * 5)).p_diverged == 1
 
 
 @pytest.mark.parametrize("is_log", [False, True])
@@ -62,7 +80,7 @@ def test_gap_over_documents_adds_variances_of_seeds_and_documents(is_log):
     )  # fmt: skip
     if is_log:
         candidate, base = ({s: math.log(x) for s, x in side.items()} for side in (candidate, base))
-    found = arm_gap(candidate, base, candidate_documents, base_documents, is_log)
+    found = gap_of(candidate, base, candidate_documents, base_documents, is_log)
     candidate_nats, base_nats = (
         np.stack([side[s].nats for s in range(5)]) for side in (candidate_documents, base_documents)
     )
@@ -79,9 +97,9 @@ def test_gap_does_not_depend_on_type_or_order_of_seeds():
     base, base_documents = losses_of_documents(4, 0.0, seed=1)
     base[3], base_documents[3] = None, None
     sides = candidate, base, candidate_documents, base_documents
-    expected = arm_gap(*sides)
+    expected = gap_of(*sides)
     pairs = [{(s, s + 10): side[s] for s in (2, 0, 3, 1)} for side in sides]
-    assert arm_gap(*pairs) == expected
+    assert gap_of(*pairs) == expected
     assert (expected.paired.seeds, expected.base) == (3, Share(1, 4))
     assert expected.over_documents is not None, "a diverged run needs no losses of documents"
 
@@ -89,10 +107,10 @@ def test_gap_does_not_depend_on_type_or_order_of_seeds():
 def test_gap_states_why_documents_are_not_included():
     candidate, candidate_documents = losses_of_documents(3, -0.1)
     base, base_documents = losses_of_documents(3, 0.0, seed=1)
-    plain = arm_gap(candidate, base)
+    plain = gap_of(candidate, base)
     assert (plain.over_documents, plain.no_documents, plain.undocumented) == (None, "", ())
     assert plain.full is plain.paired
-    missing = arm_gap(candidate, base, candidate_documents, {0: base_documents[0]})
+    missing = gap_of(candidate, base, candidate_documents, {0: base_documents[0]})
     assert missing.undocumented == (1, 2)
     assert missing.no_documents == "runs have no losses of documents"
     losses = base_documents[0]
@@ -101,7 +119,7 @@ def test_gap_states_why_documents_are_not_included():
         (losses.nats * math.inf, losses.tokens, "a document's loss is not finite"),
     ):
         other = DocumentLosses(nats, tokens, losses.bytes, losses.texts, losses.sources)
-        found = arm_gap(candidate, base, candidate_documents, {**base_documents, 0: other})
+        found = gap_of(candidate, base, candidate_documents, {**base_documents, 0: other})
         assert (found.over_documents, found.no_documents) == (None, reason)
     one = ({0: side[0]} for side in (candidate, base, candidate_documents, base_documents))
-    assert arm_gap(*one).no_documents == "there is a single seed"
+    assert gap_of(*one).no_documents == "there is a single seed"

@@ -1,39 +1,93 @@
 """Arms: runs that differ only in the seed."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
-from diffllm.compare.arms.run import Run, run_value
+from diffllm.compare.arms.run import EVAL_LOSS, Run, Series, run_value
 from diffllm.compare.arms.sentences import finite
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate, Rate, estimate
+from diffllm.statistics.gap_tests import Seed
 
 Seeds = tuple[int, int]
 """The pair (seed, model.init_seed) of a run."""
 
 
 @dataclass(frozen=True, eq=False)
-class Arm:
-    """Runs that differ only in the seed, and statistics over these runs."""
+class Arm(Generic[Seed]):
+    """Runs that differ only in the seed, with the compared value of each seed."""
 
     label: str
-    """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
+    seed_values: Mapping[Seed, float | None]
+    """Value of each ended seed, such as the final loss; None, NaN or infinity if it diverged."""
+
+    @property
+    def finite_values(self) -> dict[Seed, float]:
+        """Values by seed, without those of diverged seeds."""
+        numbers = {}
+        for seed, value in self.seed_values.items():
+            if value is not None and math.isfinite(value):
+                numbers[seed] = value
+        return numbers
+
+    @property
+    def mean(self) -> Estimate | None:
+        """Mean of the finite values; None without a finite value."""
+        numbers = [*self.finite_values.values()]
+        return estimate(numbers) if numbers else None
+
+    @property
+    def documents(self) -> Mapping[Seed, DocumentLosses]:
+        """Losses of held-out documents, whose mean is the value; {} if they are unknown."""
+        return {}
+
+    @property
+    def curves(self) -> Mapping[Seed, Series]:
+        """Values that were logged during training, without those of diverged seeds."""
+        return {}
+
+    @property
+    def planned_tokens(self) -> set[int]:
+        """Planned training tokens of the runs."""
+        return set()
+
+
+def have_equal_tokens(arm: Arm[Seed], base: Arm[Seed]) -> bool:
+    """Return whether all runs of two arms train on equally many tokens.
+
+    Otherwise, the learning rates of the arms differ after equal tokens.
+    """
+    return len(arm.planned_tokens | base.planned_tokens) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class RunArm(Arm[Seeds]):
+    """Run directories that differ only in the seed. The compared value is the final loss."""
+
     keys: dict[str, Any]
     """Values of the keys that distinguish the arms."""
     runs: Sequence[Run]
     """Sorted by seed."""
-    differing: dict[str, Any] = field(default_factory=dict)
+    differing: dict[str, Any]
     """Values of the keys in `keys`, and of the keys that must agree in compared arms."""
     group: str = ""
     """Letter of the group of comparable arms; "" if all arms are comparable."""
+
+    @classmethod
+    def of(
+        cls, label: str, keys: dict[str, Any], runs: Sequence[Run], differing: dict[str, Any]
+    ) -> "RunArm":
+        """Return the arm of `runs`, with the final losses of ended runs as values."""
+        losses = {run.seeds: run.final_loss for run in runs if run.ended}
+        return cls(label, losses, keys, runs, differing)
 
     @property
     def finished(self) -> list[Run]:
@@ -48,25 +102,26 @@ class Arm:
         """Runs with a finite final loss."""
         return {run.seeds: run for run in self.runs if run.final_loss is not None}
 
-    @property
-    def losses(self) -> dict[Seeds, float | None]:
-        """Final losses of ended runs in nats per token; None for a diverged run."""
-        return {run.seeds: run.final_loss for run in self.ended}
-
     @cached_property
     def documents(self) -> dict[Seeds, DocumentLosses]:
-        """Losses of held-out documents of the measured runs that stored them."""
         losses = {}
         for seeds, run in self.measured.items():
             if run.documents is not None:
                 losses[seeds] = run.documents
         return losses
 
+    @property
+    def curves(self) -> dict[Seeds, Series]:
+        return {seeds: run.series(EVAL_LOSS) for seeds, run in self.measured.items()}
+
+    @property
+    def planned_tokens(self) -> set[int]:
+        return {run.planned_tokens for run in self.runs}
+
     @cached_property
     def loss(self) -> Estimate | None:
         """Mean final held-out loss, in nats per token; None if no run is measured."""
-        losses = [loss for loss in self.losses.values() if loss is not None]
-        return estimate(losses).within(0.0, math.inf) if losses else None
+        return self.mean.within(0.0, math.inf) if self.mean else None
 
     @property
     def seeds(self) -> int:
@@ -89,18 +144,18 @@ class Arm:
                 return value
         return None
 
-    def mean(self, name: str) -> float | None:
+    def summary_mean(self, name: str) -> float | None:
         """Return the mean of an entry of summary.json over finished runs, without 0 and NaN."""
         numbers = [finite((run.summary or {}).get(name)) for run in self.finished]
-        known = [number for number in numbers if number]
-        return float(np.mean(known)) if known else None
+        nonzero = [number for number in numbers if number]
+        return float(np.mean(nonzero)) if nonzero else None
 
     def value(self, metric: Metric) -> float | None:
         """Return a column of report.csv: the metric of finished runs, combined over seeds."""
         assert metric.column
         values = [run_value(run, metric) for run in self.finished]
-        known = [value for value in values if value is not None]
-        return finite(getattr(np, metric.column.seeds)(known)) if known else None
+        measured = [value for value in values if value is not None]
+        return finite(getattr(np, metric.column.seeds)(measured)) if measured else None
 
     def events(self, series: str) -> Rate | None:
         """Return the rate of spikes of "loss" or "grad" per tested step over all ended runs.

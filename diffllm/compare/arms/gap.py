@@ -4,12 +4,12 @@ Reports and studies compute every gap here, from one value per seed and arm. The
 equal budgets, which `arms/comparable.py` and the callers check.
 """
 
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.evaluation.heldout import DocumentLosses, same_documents
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.divergence import Share, diverged_more
@@ -85,35 +85,22 @@ class ArmGap:
         return float(fisher_exact(table).pvalue)
 
 
-Values = Mapping[Seed, float | None]
-"""Value of each ended run by seed; None, NaN or infinity for a diverged run."""
-Documents = Mapping[Seed, DocumentLosses | None]
-"""Losses of the held-out documents of each run by seed; None or no entry if they are unknown."""
-
-
-def arm_gap(
-    candidate: Values[Seed],
-    base: Values[Seed],
-    candidate_documents: Documents[Seed] | None = None,
-    base_documents: Documents[Seed] | None = None,
-    is_log: bool = False,
-) -> ArmGap:
+def arm_gap(candidate: Arm[Seed], base: Arm[Seed], is_log: bool = False) -> ArmGap:
     """Return the gap between two arms.
 
     Args:
-        candidate, base: value of each run, such as the final loss in nats per token.
-        candidate_documents, base_documents: losses of documents whose means are these values.
         is_log: whether the values are logarithms of the mean losses of documents.
     """
-    candidate_values, base_values = finite_values(candidate), finite_values(base)
+    candidate_values, base_values = candidate.finite_values, base.finite_values
     gap = paired(candidate_values, base_values)
     candidate_sample, base_sample = common_seeds(candidate_values, base_values)
     seeds = sorted(candidate_values.keys() & base_values.keys())  # type: ignore[type-var]
-    pairs = [((candidate_documents or {}).get(s), (base_documents or {}).get(s)) for s in seeds]
+    candidate_documents, base_documents = candidate.documents, base.documents
+    pairs = [(candidate_documents.get(seed), base_documents.get(seed)) for seed in seeds]
     over_documents, reason = gap_over_documents(gap, pairs, is_log)
     undocumented: list[Seed] = []
     if reason == UNDOCUMENTED:
-        undocumented = [s for s, pair in zip(seeds, pairs, strict=True) if None in pair]
+        undocumented = [seed for seed, pair in zip(seeds, pairs, strict=True) if None in pair]
     return ArmGap(
         paired=gap,
         over_documents=over_documents,
@@ -122,13 +109,13 @@ def arm_gap(
         differences=tuple((candidate_sample - base_sample).tolist()),
         welch=welch(candidate_values, base_values),
         correlation=seed_correlation(candidate_values, base_values),
-        candidate=Share(len(candidate) - len(candidate_values), len(candidate)),
-        base=Share(len(base) - len(base_values), len(base)),
+        candidate=diverged_share(candidate),
+        base=diverged_share(base),
     )
 
 
-def finite_values(values: Values[Seed]) -> dict[Seed, float]:
-    return {seed: x for seed, x in values.items() if x is not None and math.isfinite(x)}
+def diverged_share(arm: Arm[Seed]) -> Share:
+    return Share(len(arm.seed_values) - len(arm.finite_values), len(arm.seed_values))
 
 
 def gap_over_documents(

@@ -1,8 +1,22 @@
-"""The trend of a loss gap over training tokens, in words."""
+"""The trend of a loss gap over training tokens, and its sentence."""
 
+from diffllm.compare.arms.arm import Arm, have_equal_tokens
 from diffllm.compare.arms.sentences import compact, digits_for, fixed, in_words, plural
-from diffllm.statistics.gap_tests import Gap
-from diffllm.statistics.trend import Trend
+from diffllm.statistics.gap_tests import Gap, Seed
+from diffllm.statistics.trend import Trend, gap_trend
+
+
+def loss_trend(candidate: Arm[Seed], base: Arm[Seed]) -> Trend | None:
+    """Return the trend of the gap `candidate` minus `base` over training tokens.
+
+    Seeds that diverged in an arm are omitted. An evaluation is common if it took place at the same
+    number of tokens in all runs. Return None if the runs have fewer than FEWEST_POINTS common
+    evaluations after the first 10% of training, or if the arms train on different numbers of
+    tokens.
+    """
+    if not have_equal_tokens(candidate, base):
+        return None
+    return gap_trend(candidate.curves, base.curves)
 
 
 def trend_sentence(candidate: str, base: str, trend: Trend) -> str:

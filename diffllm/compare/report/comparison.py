@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from diffllm.compare.arms.arm import Arm, Seeds
+from diffllm.compare.arms.arm import RunArm, Seeds
 from diffllm.compare.arms.budget import budget_notes
 from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.arms.sentences import plural
+from diffllm.compare.arms.trend import loss_trend
 from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
@@ -26,7 +27,6 @@ from diffllm.compare.report.notes import (
 )
 from diffllm.compare.report.rows import Group, Row, group_arms, make_arms
 from diffllm.compare.report.tables import row_values
-from diffllm.compare.report.trends import arm_trend
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.statistics.gap_tests import holm
 
@@ -139,12 +139,15 @@ def compare(
 
 
 def make_rows(
-    arms: Sequence[Arm], bases: Mapping[Arm, Arm], evaluated: Sequence[Evaluated], keys: Keys
+    arms: Sequence[RunArm],
+    bases: Mapping[RunArm, RunArm],
+    evaluated: Sequence[Evaluated],
+    keys: Keys,
 ) -> list[Row]:
     """Measure the gap of each arm to its baseline in `bases`, and fill the cells of report.csv."""
     gaps = {}
     for arm, base in bases.items():
-        gaps[arm] = arm_gap(arm.losses, base.losses, arm.documents, base.documents)
+        gaps[arm] = arm_gap(arm, base)
     # All gaps of a report are one family of tests.
     p_values = {arm: gap.p for arm, gap in gaps.items() if gap.p is not None}
     p_holm = dict(zip(p_values, holm([*p_values.values()]), strict=True))
@@ -156,7 +159,7 @@ def make_rows(
         trend = None
         equal = {}
         if against is not None and gap is not None and gap.paired is not None:
-            trend = arm_trend(arm, against)
+            trend = loss_trend(arm, against)
             equal = equal_gaps(arm, against, gap.paired.estimate)
         row = Row(
             **{field.name: getattr(arm, field.name) for field in fields(arm)},
@@ -173,7 +176,7 @@ def make_rows(
 
 
 def notes_of(
-    arms: Sequence[Arm], bases: Mapping[Arm, Arm], score_notes: Sequence[str]
+    arms: Sequence[RunArm], bases: Mapping[RunArm, RunArm], score_notes: Sequence[str]
 ) -> list[str]:
     runs = [run for arm in arms for run in arm.runs]
     pairs = [*bases.items()]
@@ -183,7 +186,7 @@ def notes_of(
     return [*notes, *speed_notes(runs), *code_notes(arms)]
 
 
-def choose_baseline(wanted: str | None, rows: Sequence[Arm]) -> str | None:
+def choose_baseline(wanted: str | None, rows: Sequence[RunArm]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
     if wanted is not None and wanted not in variants:
         raise ConfigError(
@@ -194,7 +197,7 @@ def choose_baseline(wanted: str | None, rows: Sequence[Arm]) -> str | None:
     return wanted or ("standard" if "standard" in variants else default)
 
 
-def baseline_arm(row: Arm, rows: Sequence[Arm], baseline: str | None) -> Arm | None:
+def baseline_arm(row: RunArm, rows: Sequence[RunArm], baseline: str | None) -> RunArm | None:
     """Return the row of `rows` that `row` is compared with, or None if there is no such row.
 
     The returned row has the attention variant `baseline` and a comparable model size. Its other
@@ -226,7 +229,7 @@ def baseline_arm(row: Arm, rows: Sequence[Arm], baseline: str | None) -> Arm | N
     return candidates[0] if candidates else None
 
 
-def sizes_comparable(row: Arm, other: Arm, match: str) -> bool:
+def sizes_comparable(row: RunArm, other: RunArm, match: str) -> bool:
     """Return whether two report rows are comparable in model size, judged by config key `match`.
 
     `match` is "model.match_params_to" or "model.match_flops_to". The value of this key is a
@@ -240,7 +243,7 @@ def sizes_comparable(row: Arm, other: Arm, match: str) -> bool:
     return size == row.keys["attention"] or other_size == other.keys["attention"]
 
 
-def seed_notes(arm: Arm, base: Arm) -> list[str]:
+def seed_notes(arm: RunArm, base: RunArm) -> list[str]:
     """Return a note about measured seeds that only one of two arms has."""
     seeds, base_seeds = arm.measured.keys(), base.measured.keys()
     if not seeds or not base_seeds or seeds == base_seeds:

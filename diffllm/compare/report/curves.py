@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import RunArm, have_equal_tokens
 from diffllm.compare.arms.budget import BUDGETS, Budget
 from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.report.rows import EqualGap, Row
@@ -102,7 +102,7 @@ def smoothed(series: Series, points: int) -> Series:
     return Series(series.tokens, np.where(known, total / count.clip(1), np.nan))
 
 
-def at_end(row: Arm, quantity: str) -> Band | None:
+def at_end(row: RunArm, quantity: str) -> Band | None:
     """Return the mean and range over seeds of a metric that is logged per layer; x is the layer.
 
     Use the finished runs of the row, or all of its runs if no run is finished. The values are from
@@ -154,21 +154,13 @@ def gap_band(row: Row) -> Band | None:
     return over_seeds(gaps)
 
 
-def have_equal_tokens(arm: Arm, base: Arm) -> bool:
-    """Return whether arms train on equally many tokens.
-
-    Otherwise, the learning rates of the arms differ after equal tokens.
-    """
-    return BUDGETS["tokens"].equal_cost([arm.runs, base.runs]) is not None
-
-
-def pairs_of_gap(arm: Arm, base: Arm) -> list[tuple[Run, Run]]:
+def pairs_of_gap(arm: RunArm, base: RunArm) -> list[tuple[Run, Run]]:
     """Return the runs from which the gap of two arms is computed, paired by seed."""
     bases = base.measured
     return [(run, bases[seeds]) for seeds, run in arm.measured.items() if seeds in bases]
 
 
-def sample_gaps(arm: Arm, base: Arm) -> dict[int, Estimate]:
+def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
     """Return the gap of two arms in held-out sample loss, by number of training tokens.
 
     The gap and its interval are computed like the gap of the final losses, from the same runs. A
@@ -196,7 +188,7 @@ def rows_of_gaps(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.gap or row.is_baseline]
 
 
-def seed_noise(rows: Sequence[Arm]) -> Series | None:
+def seed_noise(rows: Sequence[RunArm]) -> Series | None:
     """Return half the width of the noise floor of loss gaps, as a curve over training tokens.
 
     The noise floor is an interval around 0. It contains 95% of the gaps between two variants whose
@@ -226,7 +218,7 @@ def seed_noise(rows: Sequence[Arm]) -> Series | None:
     return Series(tokens[is_known], half_width[is_known]) if is_known.any() else None
 
 
-def equal_gaps(arm: Arm, base: Arm, gap: Estimate) -> dict[str, EqualGap]:
+def equal_gaps(arm: RunArm, base: RunArm, gap: Estimate) -> dict[str, EqualGap]:
     """Return the loss gap of two arms at equal tokens, FLOPs and seconds, by name.
 
     The gap at equal tokens is that of the held-out sample loss at the last common evaluation. The

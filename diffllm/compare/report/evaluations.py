@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.compare.arms.arm import Arm, Seeds
+from diffllm.compare.arms.arm import RunArm, Seeds
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import ends, finite
@@ -51,7 +51,7 @@ class Evaluated(NamedTuple):
 
 
 def evaluations(
-    rows: Sequence[Arm], bases: Mapping[Arm, Arm], step: int
+    rows: Sequence[RunArm], bases: Mapping[RunArm, RunArm], step: int
 ) -> tuple[list[Evaluated], list[str]]:
     """Return the scores of all evaluations of the runs in a report, and notes about skipped runs.
 
@@ -75,8 +75,8 @@ def evaluations(
 
 def gathered(
     name: str,
-    rows: Sequence[Arm],
-    bases: Mapping[Arm, Arm],
+    rows: Sequence[RunArm],
+    bases: Mapping[RunArm, RunArm],
     by_run: Mapping[Path, Mapping[int, Lines]],
 ) -> tuple[Evaluated | None, str]:
     """Combine the scores of the evaluation `name` over all runs.
@@ -112,7 +112,7 @@ def gathered(
 
 
 def comparable_checkpoints(
-    name: str, rows: Sequence[Arm], by_run: Mapping[Path, Mapping[int, Lines]]
+    name: str, rows: Sequence[RunArm], by_run: Mapping[Path, Mapping[int, Lines]]
 ) -> tuple[list[dict[Seeds, list[Checkpoint]]], str, list[str]]:
     """Return the checkpoints with the evaluation `name` by row and seed, and the unit.
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import RunArm
 from diffllm.compare.arms.comparable import (
     ATTENTION,
     HASH,
@@ -82,7 +82,7 @@ def fact_notes(runs: list[Run]) -> list[str]:
     ]
 
 
-def parameter_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
+def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     notes = []
     for row, base in gaps:
         size, other = (each.fact("parameters") for each in (row, base))
@@ -96,7 +96,7 @@ def parameter_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
     return notes
 
 
-def length_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
+def length_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     """Return a note about compared rows that train on different numbers of tokens."""
     labels = []
     for row, base in gaps:
@@ -111,7 +111,7 @@ def length_notes(gaps: list[tuple[Arm, Arm]]) -> list[str]:
     ]
 
 
-def document_warnings(gaps: list[tuple[Arm, Arm]]) -> list[str]:
+def document_warnings(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     """Return a warning about gaps whose runs of a seed have losses of different documents."""
     warnings = []
     for arm, base in gaps:
@@ -144,7 +144,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
     return [f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(texts)}."]
 
 
-def code_notes(rows: Sequence[Arm]) -> list[str]:
+def code_notes(rows: Sequence[RunArm]) -> list[str]:
     """Return a note if rows were trained by different versions of diffllm's source files.
 
     Versions may differ between seeds, if the runs of each seed have the same version.

@@ -45,7 +45,7 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     comparison, _ = read(paths)
     group, *others = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
     rows = [row for row in group.rows if row.ended]
-    losses = [finite_losses(row) for row in rows]
+    losses = [row.finite_values for row in rows]
     repeated = [values for values in losses if len(values) > 1]
     finished = [run for row in rows for run in row.finished]
     diverged = sum(row.diverged for row in rows)
@@ -112,11 +112,7 @@ def total_cost(seeds: int | None, tokens: int, seconds: float | None) -> dict[st
 
 
 def degrees_of_freedom(group: Group) -> int:
-    return sum(max(0, len(finite_losses(row)) - 1) for row in group.rows)
-
-
-def finite_losses(row: Row) -> dict[tuple[int, int], float]:
-    return {seed: loss for seed, loss in row.losses.items() if loss is not None}
+    return sum(max(0, len(row.finite_values) - 1) for row in group.rows)
 
 
 def mean_seconds(rows: list[Row]) -> float | None:

@@ -1,10 +1,10 @@
 """Sentences of a report about the result of each row: losses, gaps, tests and divergence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import RunArm
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.arms.sentences import (
@@ -17,11 +17,12 @@ from diffllm.compare.arms.sentences import (
     plural,
     share_words,
 )
+from diffllm.compare.arms.trend import trend_sentence
 from diffllm.compare.report.curves import gap_band
 from diffllm.compare.report.rows import Row
 from diffllm.metrics.display import frequency_text
 from diffllm.statistics.estimates import Estimate
-from diffllm.statistics.gap_tests import ALPHA
+from diffllm.statistics.gap_tests import ALPHA, holm
 
 NAMED = 4
 EQUAL = 0.0005
@@ -97,7 +98,7 @@ def gap_tag(row: Row) -> str:
     return "" if survives(row) else "not significant after Holm"
 
 
-def divergence(row: Arm, of: str = "", share: bool = True) -> str:
+def divergence(row: RunArm, of: str = "", share: bool = True) -> str:
     """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
 
     Args:
@@ -116,7 +117,7 @@ def lost_seeds(row: Row) -> list[str]:
     return [text for text in (divergence(row, share=False), of_base) if text]
 
 
-def size_against(row: Arm, base: Arm) -> str:
+def size_against(row: RunArm, base: RunArm) -> str:
     size, other = (finite(each.fact("parameters")) for each in (row, base))
     if not size or not other:
         return ""
@@ -154,7 +155,7 @@ def finding(row: Row) -> str:
     return ", ".join(filter(None, parts))
 
 
-def baseline_loss(row: Arm, base: Arm) -> float | None:
+def baseline_loss(row: RunArm, base: RunArm) -> float | None:
     """Return the mean loss of `base` over the seeds that have a loss in both rows."""
     common = row.measured.keys() & base.measured.keys()
     losses = [loss for seeds in common if (loss := base.measured[seeds].final_loss) is not None]
@@ -167,8 +168,33 @@ def progress(run: Run) -> str:
     return f"step {run.last_step} of {run.cfg.steps}{sample}"
 
 
+def trend_sentences(rows: Sequence[Row]) -> list[str]:
+    """Return one sentence for each loss gap: how the gap changes over training tokens.
+
+    If there are more than NAMED gaps, describe only the trend with the largest absolute slope.
+    This trend is chosen from the trends that are significant after Holm's correction, or from all
+    trends if none is significant.
+    """
+    trends = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
+    if len(trends) <= NAMED:
+        return [trend_sentence(row.label, base.label, trend) for row, base, trend in trends]
+    adjusted = holm([trend.slope.p for _, _, trend in trends])
+    tests = sum(p is not None for p in adjusted)
+    significant = []
+    for gap_and_trend, p in zip(trends, adjusted, strict=True):
+        if p is not None and p < ALPHA:
+            significant.append(gap_and_trend)
+    # The third item is the trend.
+    row, base, trend = max(significant or trends, key=lambda item: abs(item[2].slope.mean))
+    return [
+        f"{len(significant)} of {tests} trends over tokens are significant after Holm's correction "
+        f"at {ALPHA:g}. "
+        f"Largest: {trend_sentence(row.label, base.label, trend)}"
+    ]
+
+
 def pairing_note(
-    rows: list[Row], name: str, range_of: Callable[[Arm], tuple[float, float] | None]
+    rows: list[Row], name: str, range_of: Callable[[RunArm], tuple[float, float] | None]
 ) -> str:
     """Explain why losses of rows and the interval of a paired gap seem to disagree, if they do.
 
@@ -205,11 +231,11 @@ def has_width(gap: Estimate) -> bool:
     return gap.interval is not None and not gap.all_equal
 
 
-def loss_interval(row: Arm) -> tuple[float, float] | None:
+def loss_interval(row: RunArm) -> tuple[float, float] | None:
     return row.loss.interval if row.loss else None
 
 
-def sample_range(row: Arm) -> tuple[float, float] | None:
+def sample_range(row: RunArm) -> tuple[float, float] | None:
     """Return the range over seeds of the last held-out sample loss."""
     curves = [run.series(EVAL_LOSS).values for run in row.runs]
     last = [float(curve[-1]) for curve in curves if len(curve) and np.isfinite(curve[-1])]

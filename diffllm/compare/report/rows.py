@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import RunArm
 from diffllm.compare.arms.comparable import ATTENTION, CHANGED, shown_value, value_text
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.gap import ArmGap
@@ -30,12 +30,12 @@ class EqualGap:
 
 
 @dataclass(frozen=True, eq=False)
-class Row(Arm):
+class Row(RunArm):
     """An arm in a report, with its gap to the baseline."""
 
     is_baseline: bool = False
     """Whether the row is the baseline of a gap."""
-    against: Arm | None = None
+    against: RunArm | None = None
     """Arm that the row is compared with; None without a comparable baseline."""
     outcome: ArmGap | None = None
     """Gap to `against`, with its tests."""
@@ -55,12 +55,12 @@ class Row(Arm):
         return self.outcome.paired.estimate
 
     @property
-    def baseline(self) -> Arm | None:
+    def baseline(self) -> RunArm | None:
         """Baseline of the gap; None if `gap` is None."""
         return self.against if self.gap else None
 
 
-def make_arms(runs: list[Run], keys: Keys) -> tuple[list[Arm], list[str]]:
+def make_arms(runs: list[Run], keys: Keys) -> tuple[list[RunArm], list[str]]:
     """Group the runs that differ only in the seed into arms, sorted by variant and keys.
 
     The arms do not have labels yet. If several runs of an arm have the same seed, use the newest
@@ -77,9 +77,10 @@ def make_arms(runs: list[Run], keys: Keys) -> tuple[list[Arm], list[str]]:
         values = keys.values[places[0]]
         newest, skipped = newest_by_seed([runs[i] for i in places])
         notes += skipped
-        arms.append(Arm("", {key: values[key] for key in keys.swept}, newest, values))
+        swept = {key: values[key] for key in keys.swept}
+        arms.append(RunArm.of("", swept, newest, values))
 
-    def order(arm: Arm) -> list[tuple[int, Any]]:
+    def order(arm: RunArm) -> list[tuple[int, Any]]:
         return [variant_order(arm.keys["attention"]), *map(value_order, arm.keys.values())]
 
     return sorted(arms, key=order), notes
@@ -134,18 +135,18 @@ class ArmGroup(NamedTuple):
     """Arms of a `Group`, before their gaps are measured."""
 
     letter: str
-    arms: list[Arm]
+    arms: list[RunArm]
     values: dict[str, str]
 
 
-def group_arms(arms: list[Arm], runs: list[Run], keys: Keys) -> list[ArmGroup]:
+def group_arms(arms: list[RunArm], runs: list[Run], keys: Keys) -> list[ArmGroup]:
     """Divide arms into groups of comparable arms, and give each arm its label and group.
 
     Sort the groups by their number of arms with a loss, largest first. If these arms have only one
     attention variant, or if the config changed during the runs of the group, use 0 instead of this
     number.
     """
-    together: dict[str, list[Arm]] = {}
+    together: dict[str, list[RunArm]] = {}
     for arm in arms:
         conditions = shown_value([arm.differing[key] for key in keys.incomparable])
         together.setdefault(conditions, []).append(arm)
@@ -168,13 +169,13 @@ def group_arms(arms: list[Arm], runs: list[Run], keys: Keys) -> list[ArmGroup]:
     return groups
 
 
-def arms_to_compare(arms: list[Arm]) -> int:
+def arms_to_compare(arms: list[RunArm]) -> int:
     variants = [arm.keys["attention"] for arm in arms if arm.loss is not None]
     changed = arms[0].differing.get(CHANGED)
     return 0 if changed or len({*variants}) < 2 else len(variants)
 
 
-def label(row: Arm, rows: list[Arm], shown_together: set[str], inside: bool = False) -> str:
+def label(row: RunArm, rows: list[RunArm], shown_together: set[str], inside: bool = False) -> str:
     """Return a label that distinguishes `row` from the other `rows`, such as "diff_v2 lr=0.001".
 
     Args:
@@ -235,7 +236,7 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 
 
 def distinguishing(
-    row: Arm, groups: list[list[Arm]], keys: Keys, shown_together: set[str]
+    row: RunArm, groups: list[list[RunArm]], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
     """Return the values in `row` of the keys that differ between groups, but not within a group.
 

@@ -24,6 +24,7 @@ from diffllm.compare.report.results import (
     sample_range,
     survives,
     tested_rows,
+    trend_sentences,
 )
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.stages import over_stages, spikes_over_stages, stages_of
@@ -36,7 +37,6 @@ from diffllm.compare.report.step_curves import (
     run_curves,
 )
 from diffllm.compare.report.styles import RowStyle
-from diffllm.compare.report.trends import trend_sentences
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import GAPS, METRICS, metric_of

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from markupsafe import Markup
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import RunArm
 from diffllm.compare.arms.comparable import ATTENTION, shown_value
 from diffllm.compare.report.keys import overrides
 from diffllm.compare.report.rows import FIRST
@@ -55,7 +55,7 @@ class RowStyle:
         ).format(self.colour, dash or "none")
 
 
-def row_styles(rows: Sequence[Arm]) -> list[RowStyle]:
+def row_styles(rows: Sequence[RunArm]) -> list[RowStyle]:
     """Return the style of each row's curve; a variant looks the same in every figure."""
     identities = []
     for row in rows:

@@ -74,8 +74,8 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         rate = row.events(series)
         for end, field in EVENTS.items():
             values[f"{series}_events{end}"] = rate and getattr(rate, field)
-    values["seconds"] = row.mean("seconds")
-    values["bits_per_byte"] = row.mean("heldout_bits_per_byte")
+    values["seconds"] = row.summary_mean("seconds")
+    values["bits_per_byte"] = row.summary_mean("heldout_bits_per_byte")
     for metric in METRICS:
         if metric.column:
             values[metric.quantity] = row.value(metric)

@@ -19,9 +19,9 @@ from diffllm.compare.report.results import (
     holm_sentence,
     loss_interval,
     pairing_note,
+    trend_sentences,
 )
 from diffllm.compare.report.rows import Row, apart_text, in_short
-from diffllm.compare.report.trends import trend_sentences
 from diffllm.core.printing import Table
 
 WIDTH = 100

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.run import Series
 from diffllm.compare.study.file import Study
 from diffllm.core.bounds import bounded
@@ -20,7 +21,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.facts import RunFacts
 from diffllm.metrics.records import LARGEST
-from diffllm.statistics.estimates import Estimate, Times, estimate
+from diffllm.statistics.estimates import Times
 
 FINITE = {"least": -LARGEST, "most": LARGEST}
 """Bounds of measured numbers."""
@@ -159,41 +160,36 @@ class StudyRun:
         return self.tokens[-1], False
 
 
-@dataclass(frozen=True)
-class StudyArm:
-    """An arm of a study: its ended runs, and one value per seed.
+@dataclass(frozen=True, eq=False)
+class StudyArm(Arm[int]):
+    """The ended runs of an arm. The compared value of a seed is the result of `value_of`."""
 
-    `values` maps each seed to the result of `value_of`, which is None if the seed diverged.
-    `missing` contains the names of runs that have not ended.
-    """
-
-    name: str
-    lr: float | None
+    lr: float | None = None
+    """Chosen learning rate; None in a study without the key `lr`."""
     runs: Sequence[StudyRun] = ()
-    values: dict[int, float | None] = field(default_factory=dict)
     missing: Sequence[str] = ()
+    """Names of runs that have not ended."""
 
     @property
     def diverged(self) -> int:
         return sum(run.diverged for run in self.runs)
 
     @property
-    def known(self) -> dict[int, float]:
-        """Value by seed, without diverged seeds."""
-        return {seed: value for seed, value in self.values.items() if value is not None}
-
-    @property
-    def finite(self) -> list[float]:
-        return list(self.known.values())
+    def documents(self) -> dict[int, DocumentLosses]:
+        losses = {}
+        for run in self.runs:
+            if run.documents is not None:
+                losses[run.seed] = run.documents
+        # With several learning rates, the value of a seed is not the loss of a single run.
+        return losses if len(self.seed_values) == len(self.runs) else {}
 
     @property
     def curves(self) -> dict[int, Series]:
-        """Curve of the metric by seed, without diverged runs."""
         return {run.seed: run.curve for run in self.runs if not run.diverged}
 
     @property
-    def mean(self) -> Estimate | None:
-        return estimate(self.finite) if self.finite else None
+    def planned_tokens(self) -> set[int]:
+        return {run.planned_tokens for run in self.runs}
 
     def times(self, level: float) -> Times:
         """Return the results of `StudyRun.first_reach` for all runs, ordered by seed."""
@@ -216,7 +212,7 @@ class StudyArm:
             "rates": sorted({run.lr for run in self.runs}),
             "lr": self.lr,
             **{name: mean and getattr(mean, name) for name in ("mean", "low", "high")},
-            "values": {str(seed): value for seed, value in self.values.items()},
+            "values": {str(seed): value for seed, value in self.seed_values.items()},
             "losses": {run.name: run.loss for run in self.runs},
             "diverged": self.diverged,
             "missing": self.missing,

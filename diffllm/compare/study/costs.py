@@ -143,7 +143,7 @@ def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
     if study.budget == TOKENS:
         return results
     for planned in first_runs(study):
-        runs = [run for arm in arms if arm.name == planned.arm for run in arm.runs]
+        runs = [run for arm in arms if arm.label == planned.arm for run in arm.runs]
         mean = mean_cost(study, runs)
         cfg = config_of_planned(planned)
         tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
@@ -170,9 +170,9 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
         runs = [run for run in arm.runs if not other_facts(study, run)]
         mean = mean_cost(study, runs)
         if mean is not None:
-            measured[arm.name] = mean
+            measured[arm.label] = mean
         elif not all(run.diverged for run in runs):
-            unknown.append(arm.name)
+            unknown.append(arm.label)
     problems = unequal_costs(f"measured {unit}", measured)
     if unknown:
         problems.append(f"budget: the {unit} of {listed(unknown)} are not recorded")

@@ -76,7 +76,7 @@ class Evidence:
             runs += ended
             if len(ended) == len(planned_runs):
                 values[seed] = value_of(ended, study)
-        return StudyArm(name, lr, runs, values, missing)
+        return StudyArm(name, values, lr, runs, missing)
 
 
 def read_evidence(study: Study, out: Path) -> Evidence:

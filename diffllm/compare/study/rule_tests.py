@@ -142,14 +142,7 @@ def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGa
     """
     if rule.over == PARAMETERS:
         return arm_gap(*slopes(rule, arms))
-    candidate, base = arms[rule.arm], arms[rule.against]
-    if study.metric != "heldout_loss":
-        return arm_gap(candidate.values, base.values)
-    candidate_documents, base_documents = (
-        {run.seed: run.documents for run in arm.runs} for arm in (candidate, base)
-    )
-    is_log = study.scale == "log"
-    return arm_gap(candidate.values, base.values, candidate_documents, base_documents, is_log)
+    return arm_gap(arms[rule.arm], arms[rule.against], study.scale == "log")
 
 
 def t_tests(rule: Rule, gap: Gap, differences: np.ndarray) -> tuple[Side, Side]:
@@ -245,7 +238,7 @@ def floor_or_ceiling(study: Study, candidate: StudyArm, base: StudyArm) -> str:
         return ""
     means = candidate.mean, base.mean
     listing = (
-        f"{candidate.name} has {candidate.mean.mean:.3f} and {base.name} has {base.mean.mean:.3f}"
+        f"{candidate.label} has {candidate.mean.mean:.3f} and {base.label} has {base.mean.mean:.3f}"
     )
     if all(mean.mean >= CEILING for mean in means):
         return f"all arms are at the ceiling: {listing}"
@@ -264,13 +257,13 @@ def best_losses(candidate: StudyArm, base: StudyArm) -> str:
     if math.inf in losses:
         return ""
     text = (
-        f"loss at the best learning rate: {candidate.name} {losses[0]:.4g}, "
-        f"{base.name} {losses[1]:.4g}"
+        f"loss at the best learning rate: {candidate.label} {losses[0]:.4g}, "
+        f"{base.label} {losses[1]:.4g}"
     )
     if losses[0] == losses[1]:
         return text
     worse = candidate if losses[0] > losses[1] else base
-    return f"{text} ({worse.name} is worse)"
+    return f"{text} ({worse.label} is worse)"
 
 
 def best_loss(arm: StudyArm) -> float:
@@ -290,4 +283,4 @@ def size_words(candidate: StudyArm, base: StudyArm) -> str:
     if abs(share) <= TOLERANCE:
         return f"at equal parameters (within {percent(float(TOLERANCE))})"
     word = "more" if share > 0 else "fewer"
-    return f"{candidate.name} has {percent(abs(share))} {word} parameters"
+    return f"{candidate.label} has {percent(abs(share))} {word} parameters"

@@ -68,7 +68,7 @@ class Verdict:
             "budget": spending_numbers(self.study, self.arms),
             "differences": [difference._asdict() for difference in self.differences],
             "rules": [tested_numbers(rule) for rule in self.tested],
-            "arms": {arm.name: arm.numbers(self.study.limits) for arm in self.arms},
+            "arms": {arm.label: arm.numbers(self.study.limits) for arm in self.arms},
             "learning_rates": learning_rates,
             "facts": self.facts,
         }
@@ -104,7 +104,7 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     """Return the verdict of a study; `evidence` must contain at least one ended run."""
     choices = evidence.choices(study)
     arms = evidence.arms(study, choices)
-    by_name = {arm.name: arm for arm in arms}
+    by_name = {arm.label: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
     differences_of_arms = differences(comparands(arms), terms_of(study))

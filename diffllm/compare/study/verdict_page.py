@@ -32,7 +32,7 @@ from diffllm.compare.study.decision import NO_LONGER_JUDGED, REFUTED, SHOWN, Tes
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.trend import loss_trend
+from diffllm.compare.study.trend import study_trend_sentence
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.config.yaml_file import parse_yaml
@@ -81,7 +81,7 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
         with_picture: whether to draw the gaps, which only HTML shows.
     """
     study, numbers = verdict.study, verdict.numbers()
-    trend = loss_trend(study, {arm.name: arm for arm in verdict.arms})
+    trend = study_trend_sentence(study, {arm.label: arm for arm in verdict.arms})
     header: list[Block] = [
         Paragraph(f"{verdict_sentence(verdict, numbers['arms'])} {trend}".strip())
     ]
@@ -164,16 +164,16 @@ def arms_table(verdict: Verdict) -> Table:
     heads = ("arm", verdict.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
     for arm in verdict.arms:
-        style = styles.get(arm.name)
+        style = styles.get(arm.label)
         mean = arm.mean.within(*verdict.study.limits) if arm.mean else None
         interval = mean.interval if mean else None
         rates = [run.lr for run in arm.runs]
         rows.append(
             [
-                Cell(arm.name, icon=style.swatch if style else ""),
+                Cell(arm.label, icon=style.swatch if style else ""),
                 short(mean.mean, 5) if mean else MISSING,
                 " to ".join(short(end, 5) for end in interval) if interval else MISSING,
-                f"{len(arm.finite)}",
+                f"{len(arm.finite_values)}",
                 f"{arm.diverged} of {len(arm.runs)}",
                 range_text(rates, "{:g}".format) if rates else MISSING,
             ]
@@ -205,14 +205,14 @@ def power_words(study: Study) -> str:
 def arm_styles(verdict: Verdict) -> dict[str, RowStyle]:
     """Return the style of each arm in figures, by name; arms without runs have none."""
     identities = {}
-    for arm in sorted(verdict.arms, key=lambda arm: arm.name != verdict.study.baseline):
+    for arm in sorted(verdict.arms, key=lambda arm: arm.label != verdict.study.baseline):
         changes = {}
-        for word in [*verdict.study.base, *verdict.study.arms[arm.name]]:
+        for word in [*verdict.study.base, *verdict.study.arms[arm.label]]:
             key, _, value = word.partition("=")
             if key.startswith(ATTENTION):
                 changes[key] = parse_yaml(value)  # Spellings of one value have one style.
         if arm.runs:
-            identities[arm.name] = style_identity(arm.runs[0].variant, changes)
+            identities[arm.label] = style_identity(arm.runs[0].variant, changes)
     styles = styles_of([*identities], [*identities.values()])
     return {style.label: style for style in styles}
 

@@ -15,7 +15,7 @@ import sample_comparison as sample
 from matplotlib.axes import Axes
 from tiers import slow_but
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import RunArm
 from diffllm.compare.arms.run import (
     Metrics,
     Run,
@@ -180,11 +180,11 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
 
 def test_legend_of_more_than_ten_curves_has_one_entry_per_variant():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
-    rows = [Arm(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
+    rows = [RunArm.of(f"{name} lr={rate}", {"attention": name}, [], {}) for name, rate in names]
     styles = row_styles(rows)
     assert [name for name, _ in legend_of(styles[:10])] == [row.label for row in rows[:10]]
     assert legend_of(styles) == [("standard", styles[0]), ("gated", styles[12])]
-    plugins = row_styles([Arm(f"p{i}", {"attention": f"p{i}"}, []) for i in range(20)])
+    plugins = row_styles([RunArm.of(f"p{i}", {"attention": f"p{i}"}, [], {}) for i in range(20)])
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
@@ -231,7 +231,7 @@ def test_attention_variant_has_same_colour_in_every_report():
     of_nine = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
     of_four = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
-    every = row_styles([Arm(name, {"attention": name}, []) for name in variants()])
+    every = row_styles([RunArm.of(name, {"attention": name}, [], {}) for name in variants()])
     rates = row_styles(comparison_of("learning rates").rows)
     for styles in (every, rates):
         assert len({(s.colour, s.dash) for s in styles}) == len(styles)
@@ -244,7 +244,7 @@ def test_ablation_by_overrides_has_same_style_next_to_other_ablations():
             keys = {"attention": "diff_v2"}
             if value is not None:
                 keys["model.attention.context_scale"] = value
-            rows.append(Arm(f"scale {value}", keys, []))
+            rows.append(RunArm.of(f"scale {value}", keys, [], {}))
         return {style.label: (style.colour, style.dash) for style in row_styles(rows)}
 
     every = styles(None, 0.25, 0.5, 2.0)
@@ -336,7 +336,7 @@ def test_layer_figure_excludes_unfinished_runs_if_any_run_is_finished():
 def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
     """Return the axes of curves, one row per curve."""
     rows = [
-        Arm(f"{label} {i}", {"attention": variant}, [])
+        RunArm.of(f"{label} {i}", {"attention": variant}, [], {})
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
     ]
     bands = [curves.over_seeds([Series(np.arange(len(v)), v)]) for v in y]

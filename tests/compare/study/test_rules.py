@@ -42,14 +42,14 @@ def forged(name, values, curves=None, documents=None, chance=None):
         )
         for seed, value in enumerate(values)
     ]
-    return StudyArm(name, None, runs, {run.seed: run.value for run in runs})
+    return StudyArm(name, {run.seed: run.value for run in runs}, runs=runs)
 
 
 def decided(tmp_path, rule, arms, **more):
     rules = rule if isinstance(rule, list) else [rule]
     also = {"also": f"[{', '.join(rules[1:])}]"} if rules[1:] else {}
     study = study_file(tmp_path / "study.yaml", rules[0], **also, **more)
-    return apply_rules(study, {arm.name: arm for arm in arms})
+    return apply_rules(study, {arm.label: arm for arm in arms})
 
 
 def two(v2, half, **more):
@@ -316,7 +316,7 @@ def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds)
         arms = with_documents(-0.05, sd, seeds=seeds)
         if scale == "log":
             for arm in arms:
-                arm.values.update({seed: math.log(x) for seed, x in arm.values.items()})
+                arm.seed_values.update({seed: math.log(x) for seed, x in arm.seed_values.items()})
         (found,) = decided(tmp_path, LOWER, arms, scale=scale)
         of_seeds = found.outcome.paired.error
         assert found.gap.error == pytest.approx(math.hypot(of_seeds, found.gap.document_error))
@@ -387,7 +387,7 @@ def test_verdict_is_not_decidable_if_both_arms_are_at_chance_or_ceiling(
         for seed, (name, mean) in enumerate([("v2", v2), ("half", half)])
     ]
     if verdict == "not decidable":
-        arms[0].values.update({seed: x - 0.002 for seed, x in arms[0].known.items()})
+        arms[0].seed_values.update({seed: x - 0.002 for seed, x in arms[0].finite_values.items()})
     (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
     assert found.verdict == verdict, found.reason
     if verdict == "not decidable":
@@ -404,7 +404,7 @@ def test_accuracy_rule_is_refuted_if_all_runs_of_favoured_arm_diverge(tmp_path, 
 def test_run_whose_final_metric_is_not_finite_counts_as_diverged(tmp_path):
     arms = [timed("v2", [200] * 8), timed("half", [800] * 8)]
     arms[0].runs[0] = replace(arms[0].runs[0], value=None)
-    arms[0].values[0] = None
+    arms[0].seed_values[0] = None
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert (found.verdict, arms[0].diverged) == ("underpowered", 1)
     assert "7 of 8 runs of v2 reach it" in found.reason
@@ -417,7 +417,7 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
     half = 0.4 + noise(5)
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite
-        value = None if arm.name == lost else 3.0
+        value = None if arm.label == lost else 3.0
         arm.runs.extend([replace(run, value=value, loss=value) for run in arm.runs])
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
     (found,) = decided(tmp_path, rule, arms, **sweep)

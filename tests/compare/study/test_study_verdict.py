@@ -49,9 +49,7 @@ def decided(tmp_path, rule, v2, half=HALF, **more):
     study = study_file(tmp_path / "study.yaml", rule, **more)
     values = {"standard": STANDARD, "half": half, "v2": v2}
     arms = {
-        name: StudyArm(
-            name, None, values={i: None if math.isnan(x) else x for i, x in enumerate(found)}
-        )
+        name: StudyArm(name, {i: None if math.isnan(x) else x for i, x in enumerate(found)})
         for name, found in values.items()
     }
     return apply_rules(study, arms)
@@ -251,7 +249,7 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
 def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
     found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
     assert found.verdict == "underpowered", "3 everywhere"
-    assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
+    assert found.arms[0].seed_values == {0: 3.0, 1: 3.0, 2: 3.0}
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match="has no hidden_kurtosis; choose another metric"):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
@@ -266,7 +264,7 @@ def test_run_with_layer_that_is_not_finite_has_no_smallest_outlier(tmp_path, num
         file.write_text(f'{{"step": 20, "tokens": 5120, {layers}}}\n', encoding="utf-8")
     found = judge(found.study, tmp_path / "out")
     assert found.verdict == "underpowered", found.reasons
-    assert found.arms[1].values == {0: None, 1: None, 2: None}
+    assert found.arms[1].seed_values == {0: None, 1: None, 2: None}
     assert "3 of 3 runs of v2 and 0 of 3 of half diverged" in found.reasons[0]
 
 
@@ -466,7 +464,9 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     found = judge(study, out)
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
     assert "v2-lr0.004-seed2" in found.reasons[0]
-    assert list(found.arms[1].values) == [0, 1], "a seed counts once all of its rates have ended"
+    assert list(found.arms[1].seed_values) == [0, 1], (
+        "a seed counts once all of its rates have ended"
+    )
 
     (last,) = next_runs(study, out)
     write_ended(study, last, out, 4.44)

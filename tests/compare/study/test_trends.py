@@ -13,7 +13,7 @@ from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.running import check_study_runs
-from diffllm.compare.study.trend import loss_trend
+from diffllm.compare.study.trend import study_trend_sentence
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import verdict_page
 from diffllm.core.errors import ConfigError
@@ -57,7 +57,7 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=(), rule=SIZES, di
                 if (name, seed) not in missing:
                     runs.append(run)
                     values[seed] = value
-            arms[name] = StudyArm(name, None, runs, values)
+            arms[name] = StudyArm(name, values, runs=runs)
     return apply_rules(study, arms)[0]
 
 
@@ -219,18 +219,21 @@ def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
         "through 4 evaluations from 1.28k to 5.12k tokens."
     )
     assert verdict_page(found).markdown().count(said) == 1
-    arms = {arm.name: arm for arm in found.arms}
-    assert loss_trend(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
+    arms = {arm.label: arm for arm in found.arms}
+    assert (
+        study_trend_sentence(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms)
+        == ""
+    )
 
 
 def test_loss_trend_is_omitted_if_arms_train_on_different_numbers_of_tokens(tmp_path):
     """Equal FLOPs or seconds mean that learning rates differ after equal tokens."""
     study = written(tmp_path, BELOW)
-    arms = {arm.name: arm for arm in judge(study, tmp_path / "out").arms}
-    assert loss_trend(study, arms)
+    arms = {arm.label: arm for arm in judge(study, tmp_path / "out").arms}
+    assert study_trend_sentence(study, arms)
     longer = [replace(run, planned_tokens=2 * run.planned_tokens) for run in arms["half"].runs]
     arms["half"] = replace(arms["half"], runs=longer)
-    assert loss_trend(study, arms) == ""
+    assert study_trend_sentence(study, arms) == ""
 
 
 def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
