@@ -14,7 +14,7 @@ DEPTH = 4
 NAMES, WAITING = 4, 8
 
 
-class Found(NamedTuple):
+class Directories(NamedTuple):
     runs: list[Path]
     sweeps: list[Path]
     title: str
@@ -22,7 +22,7 @@ class Found(NamedTuple):
     """The directory for a report, see `home_of`."""
 
 
-def find_runs(named: list[Path]) -> Found:
+def find_runs(named: list[Path]) -> Directories:
     """Find all runs and sweeps in and below the directories in `named`, which can be globs.
 
     Raises ConfigError if there is no run in or below one of the paths.
@@ -33,28 +33,37 @@ def find_runs(named: list[Path]) -> Found:
         )
     directories: list[Path] = []
     searched: list[Path] = []
-    for path in (user_path(path, "DIR") for path in named):
-        below = expand_glob(path)
-        found = [place for directory in below for place in search(directory)]
-        if not any(map(is_run, found)):
+    for path in named:
+        named_directories = expand_glob(user_path(path, "DIR"))
+        places: list[Path] = []
+        for directory in named_directories:
+            places += search(directory)
+        if not any(map(is_run, places)):
             raise ConfigError(
                 f"{path} is not a run directory and contains none; a run directory contains "
                 "config.yaml and metrics.jsonl"
             )
-        directories += below
-        searched += found
-    shortest_first = sorted(searched, key=lambda path: (len(path.parts), path))
-    names = {path.resolve(): path for path in reversed(shortest_first)}
-    places = [names[directory] for directory in sorted(names)]
-    sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
-    titles = [directory_name(p) if p.is_dir() else str(p) for p in named]
+        directories += named_directories
+        searched += places
+    distinct = distinct_paths(searched)
+    runs = [path for path in distinct if is_run(path)]
+    sweeps = [path for path in distinct if os.path.isfile(path / "sweep.json")]
+    titles = [directory_name(path) if path.is_dir() else str(path) for path in named]
     title = shortlist(list(dict.fromkeys(titles)), NAMES)
-    return Found(list(filter(is_run, places)), sweeps, title, home_of(directories))
+    return Directories(runs, sweeps, title, home_of(directories))
+
+
+def distinct_paths(paths: list[Path]) -> list[Path]:
+    """Return the shortest of the paths to each directory, sorted by directory."""
+    shortest: dict[Path, Path] = {}
+    for path in sorted(paths, key=lambda path: (len(path.parts), path)):
+        shortest.setdefault(path.resolve(), path)
+    return [shortest[directory] for directory in sorted(shortest)]
 
 
 def shortlist(names: list[str], most: int) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    text = ", ".join(names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
 def home_of(directories: list[Path]) -> Path | None:
@@ -69,8 +78,8 @@ def home_of(directories: list[Path]) -> Path | None:
     home = Path(os.path.commonpath(absolute))
     if home.is_relative_to(Path.cwd()):
         return home.relative_to(Path.cwd())
-    theirs = home in absolute or home in [path.parent for path in absolute]
-    return home if theirs and home != home.parent else None
+    is_near = home in absolute or home in [path.parent for path in absolute]
+    return home if is_near and home != home.parent else None
 
 
 def expand_glob(path: Path) -> list[Path]:
@@ -92,8 +101,8 @@ def directories_with_runs(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    begun = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
-    return begun or os.path.isfile(path / "metrics.jsonl")
+    has_started = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
+    return has_started or os.path.isfile(path / "metrics.jsonl")
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
@@ -103,8 +112,11 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
     """
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]
-    children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]
-    return [path, *(found for child in children for found in search(child, depth - 1))]
+    directories = [path]
+    for child in path.iterdir():
+        if not child.name.startswith(".") and os.path.isdir(child):
+            directories += search(child, depth - 1)
+    return directories
 
 
 def sweep_notes(sweep: Path) -> list[str]:

@@ -130,21 +130,22 @@ def gap_over_documents(
     Args:
         pairs: losses of documents of both arms for each common seed.
     """
-    runs = [losses for pair in pairs for losses in pair]
-    documents = [losses for losses in runs if losses is not None]
+    documents: list[DocumentLosses] = []
+    for pair in pairs:
+        documents += [losses for losses in pair if losses is not None]
     if gap is None or not documents:
         return None, ""
     if gap.error is None:
         return None, "there is a single seed"
-    if len(documents) < len(runs):
+    if len(documents) < 2 * len(pairs):
         return None, UNDOCUMENTED
     first = documents[0]
     if not all(same_documents(first, losses) for losses in documents):
         return None, "the runs were measured on different documents"
-    # Rows alternate between both arms.
     nats = np.stack([losses.nats for losses in documents])
     if not (np.abs(nats) <= LARGEST).all():
         return None, "a document's loss is not finite"
+    # Rows alternate between both arms.
     error = document_error(nats[::2], nats[1::2], first.tokens, is_log)
     if error is None:
         return None, "there is a single document"

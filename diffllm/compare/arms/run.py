@@ -258,11 +258,11 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
     unchanged.
     """
     tokens, keys = keys_seen(metrics)
-    whole, each = flops_facts(facts)
-    if whole is None or each is None or not len(tokens) or not math.isfinite(keys[-1]):
+    per_token, per_key = flops_facts(facts)
+    if per_token is None or per_key is None or not len(tokens) or not math.isfinite(keys[-1]):
         return facts
     mean = keys[-1] / tokens[-1]
-    return {**facts, "flops_per_token": float(whole + each * (mean - (seq_len + 1) / 2))}
+    return {**facts, "flops_per_token": float(per_token + per_key * (mean - (seq_len + 1) / 2))}
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -309,13 +309,13 @@ def run_value(run: Run, metric: Metric) -> float | None:
     """
     column, layers = metric.column, metric.name.endswith("*")
     assert column
-    said = finite((run.summary or {}).get(metric.name))
-    if column.steps == "last" and said is not None:
-        return said
+    final = finite((run.summary or {}).get(metric.name))
+    if column.steps == "last" and final is not None:
+        return final
     values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
     if column.steps == "last":
         values = values[-1:]
-    known = np.isfinite(values)
-    if layers and not known.all():
+    is_finite = np.isfinite(values)
+    if layers and not is_finite.all():
         return math.nan
-    return float(getattr(np, column.of)(values[known])) if known.any() else None
+    return float(getattr(np, column.of)(values[is_finite])) if is_finite.any() else None

@@ -83,9 +83,10 @@ def digits_for(estimate: Estimate) -> int:
     and of both interval ends are below TINY (0.001), return the number of decimals that shows the
     largest of these values with two significant digits.
     """
-    known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
-    if known and (widest := max(map(abs, known))) < TINY:
-        return 1 - math.floor(math.log10(widest))
+    numbers = (estimate.mean, estimate.low, estimate.high)
+    largest = max(abs(finite(number) or 0.0) for number in numbers)
+    if 0 < largest < TINY:
+        return 1 - math.floor(math.log10(largest))
     return 3 if abs(estimate.mean) >= SMALL else 4
 
 
@@ -146,8 +147,10 @@ def share_words(share: Share) -> str:
     return f"{percent(share.diverged / share.runs)}, {percent(low)} to {percent(high)}"
 
 
-def ends(name: str, found: Any) -> dict[str, Any]:
-    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
+def ends(name: str, interval: Any) -> dict[str, Any]:
+    """Return columns of report.csv with both ends of an interval; None without an interval."""
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def exact_note(seeds: int, tests: int, alpha: float, sides: int) -> str:

@@ -82,8 +82,10 @@ def read(
             unreadable[path] = str(error)
     if not runs:
         first, *others = unreadable.values()
-        more = f"; {plural(len(others), 'more run')} cannot be read" if others else ""
-        raise ConfigError(f"none of the runs can be read: {first}{more}")
+        text = f"none of the runs can be read: {first}"
+        if others:
+            text += f"; {plural(len(others), 'more run')} cannot be read"
+        raise ConfigError(text)
     comparison = compare(runs, baseline, directories.title, step)
     waiting = [note for sweep in directories.sweeps for note in sweep_notes(sweep)]
     skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
@@ -109,18 +111,12 @@ def compare(
     groups = group_arms(arms, runs, keys)
     arms = [arm for group in groups for arm in group.arms]
     chosen = choose_baseline(baseline, arms)
+    baselines = {arm: baseline_arm(arm, arms, chosen) for arm in arms}
     bases = {}
-    without_base = []
-    for arm in arms:
-        baseline_of_arm = baseline_arm(arm, arms, chosen)
-        if baseline_of_arm is None and not arm.runs[0].changes:
-            without_base.append(arm.label)
-        elif baseline_of_arm is not None and baseline_of_arm is not arm:
-            bases[arm] = baseline_of_arm
-    score_notes = []
-    if without_base and len(arms) > 1:
-        labels = ", ".join(without_base)
-        score_notes.append(f"No gap for {labels}: no run of {chosen} agrees in all other keys.")
+    for arm, base in baselines.items():
+        if base is not None and base is not arm:
+            bases[arm] = base
+    score_notes = missing_baseline_notes(baselines, chosen)
     evaluated, about_scores = evaluations(arms, bases, step)
     rows = make_rows(arms, bases, evaluated, keys)
     row_of = dict(zip(arms, rows, strict=True))
@@ -136,6 +132,19 @@ def compare(
         score_notes=score_notes + about_scores,
         row_differences=row_differences(rows),
     )
+
+
+def missing_baseline_notes(
+    baselines: Mapping[RunArm, RunArm | None], chosen: str | None
+) -> list[str]:
+    """Return a note about the arms without a baseline, if there are several arms."""
+    labels = []
+    for arm, base in baselines.items():
+        if base is None and not arm.runs[0].changes:
+            labels.append(arm.label)
+    if not labels or len(baselines) < 2:
+        return []
+    return [f"No gap for {', '.join(labels)}: no run of {chosen} agrees in all other keys."]
 
 
 def make_rows(
@@ -186,15 +195,16 @@ def notes_of(
     return [*notes, *speed_notes(runs), *code_notes(arms)]
 
 
-def choose_baseline(wanted: str | None, rows: Sequence[RunArm]) -> str | None:
+def choose_baseline(requested: str | None, rows: Sequence[RunArm]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
-    if wanted is not None and wanted not in variants:
+    if requested is not None and requested not in variants:
         raise ConfigError(
-            f"baseline={wanted} is not the attention variant of any run; "
+            f"baseline={requested} is not the attention variant of any run; "
             f"choose from {', '.join(variants)}"
         )
-    default = variants[0] if len(rows) > 1 else None
-    return wanted or ("standard" if "standard" in variants else default)
+    if requested or "standard" in variants:
+        return requested or "standard"
+    return variants[0] if len(rows) > 1 else None
 
 
 def baseline_arm(row: RunArm, rows: Sequence[RunArm], baseline: str | None) -> RunArm | None:
@@ -208,25 +218,24 @@ def baseline_arm(row: RunArm, rows: Sequence[RunArm], baseline: str | None) -> R
     """
     if baseline is None or row.runs[0].changes:
         return None
-    sizes = {}
-    equal_keys = {}
+    equal_keys = {"attention": baseline}
     for key, value in row.keys.items():
-        if key in MATCHES:
-            sizes[key] = value
-        elif not key.startswith(ATTENTION):
+        if key not in (*MATCHES, "attention") and not key.startswith(ATTENTION):
             equal_keys[key] = value
-    equal_keys["attention"] = baseline
     candidates = [other for other in rows if equal_keys.items() <= other.keys.items()]
-    equal_sizes = [other for other in candidates if sizes.items() <= other.keys.items()]
-    if equal_sizes:
-        candidates = equal_sizes
-    else:
-        candidates = [
-            other for other in candidates if all(sizes_comparable(row, other, key) for key in sizes)
-        ]
+    candidates = comparable_in_size(row, candidates)
     if len(candidates) > 1:
         candidates = [other for other in candidates if not overrides(other.runs[0])]
     return candidates[0] if candidates else None
+
+
+def comparable_in_size(row: RunArm, others: Sequence[RunArm]) -> list[RunArm]:
+    """Return the arms with the values of `row` in MATCHES, or else the arms of comparable size."""
+    keys = [key for key in MATCHES if key in row.keys]
+    equal = [other for other in others if all(other.keys[key] == row.keys[key] for key in keys)]
+    if equal:
+        return equal
+    return [other for other in others if all(sizes_comparable(row, other, key) for key in keys)]
 
 
 def sizes_comparable(row: RunArm, other: RunArm, match: str) -> bool:

@@ -72,18 +72,21 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
         return None
     x = np.unique(np.concatenate([curve.tokens for curve in curves]))
     seeds = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
-    alone = np.isnan(seeds).any(axis=0)
+    is_incomplete = np.isnan(seeds).any(axis=0)
     # Curves of single seeds reach one point further, where they meet the mean of all seeds.
-    shows_single = np.convolve(alone, [1, 1, 1])[1:-1] > 0
-    singles = [y for y in np.where(shows_single, seeds, np.nan) if np.isfinite(y).any()]
+    shows_single = np.convolve(is_incomplete, [1, 1, 1])[1:-1] > 0
+    singles = []
     stops = []
     for y in seeds:
+        single = np.where(shows_single, y, np.nan)
+        if np.isfinite(single).any():
+            singles.append(single)
         places = np.flatnonzero(np.isfinite(y))
         # A curve without finite values has no last point.
         if len(places) and places[-1] < len(x) - 1:
             stops.append((x[places[-1]], y[places[-1]]))
-    together = np.where(alone, np.nan, seeds)
-    mean, low, high = together.mean(axis=0), together.min(axis=0), together.max(axis=0)
+    complete = np.where(is_incomplete, np.nan, seeds)
+    mean, low, high = complete.mean(axis=0), complete.min(axis=0), complete.max(axis=0)
     return Band(x, mean, low, high, singles, stops)
 
 
@@ -92,14 +95,18 @@ def window(points: int) -> int:
 
 
 def smoothed(series: Series, points: int) -> Series:
-    known, n = np.isfinite(series.values), len(series.values)
-    if points == 1 or not n:
+    if points == 1 or not len(series.values):
         return series
-    total, count = (
-        np.convolve(values, np.ones(points))[points // 2 : points // 2 + n]
-        for values in (np.where(known, series.values, 0), known)
-    )
-    return Series(series.tokens, np.where(known, total / count.clip(1), np.nan))
+    is_finite = np.isfinite(series.values)
+    total = window_sums(np.where(is_finite, series.values, 0), points)
+    count = window_sums(is_finite, points)
+    return Series(series.tokens, np.where(is_finite, total / count.clip(1), np.nan))
+
+
+def window_sums(values: Array, points: int) -> Array:
+    """Return the sum of the `points` values around each of the values (n,)."""
+    start = points // 2
+    return np.convolve(values, np.ones(points))[start : start + len(values)]
 
 
 def at_end(row: RunArm, quantity: str) -> Band | None:
@@ -111,16 +118,21 @@ def at_end(row: RunArm, quantity: str) -> Band | None:
     Args:
         quantity: name of the metric without the suffix "/layer_00".
     """
-    runs = row.finished or row.runs
-    logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
-    logged = [(layers, series) for layers, series in logged if series.values.size]
-    common = reduce(np.intersect1d, [s.tokens for _, s in logged]) if logged else np.zeros(0)
+    logged: list[tuple[list[int], Series]] = []
+    for run in row.finished or row.runs:
+        series = run.by_layer(quantity)
+        if series.values.size:
+            logged.append((run.layers(quantity), series))
+    if not logged:
+        return None
+    common = reduce(np.intersect1d, [series.tokens for _, series in logged])
     if not len(common):
         return None
-    return over_seeds(
-        Series(np.array(layers), series.values[series.tokens == common[-1]][-1])
-        for layers, series in logged
-    )
+    curves = []
+    for layers, series in logged:
+        (places,) = np.nonzero(series.tokens == common[-1])
+        curves.append(Series(np.array(layers), series.values[places[-1]]))
+    return over_seeds(curves)
 
 
 def envelope(band: Band) -> tuple[Array, Array, Array]:
@@ -169,19 +181,26 @@ def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
     """
     if not have_equal_tokens(arm, base):
         return {}
-    losses: dict[int, tuple[Losses, Losses]] = {}
     pairs = pairs_of_gap(arm, base)
-    for pair in pairs:
-        for side, run in enumerate(pair):
-            for tokens, loss in zip(*map(np.ndarray.tolist, run.series(EVAL_LOSS)), strict=True):
-                if np.isfinite(loss):
-                    losses.setdefault(tokens, ({}, {}))[side][run.seeds] = loss
+    arm_losses = losses_by_tokens([run for run, _ in pairs])
+    base_losses = losses_by_tokens([run for _, run in pairs])
     gaps = {}
-    for tokens in sorted(losses):
-        gap = paired(*losses[tokens])
+    for tokens in sorted(arm_losses.keys() & base_losses.keys()):
+        gap = paired(arm_losses[tokens], base_losses[tokens])
         if gap is not None and gap.seeds == len(pairs):
             gaps[tokens] = gap.estimate
     return gaps
+
+
+def losses_by_tokens(runs: Iterable[Run]) -> dict[int, Losses]:
+    """Return the finite held-out sample losses of runs by number of training tokens."""
+    losses: dict[int, Losses] = {}
+    for run in runs:
+        curve = run.series(EVAL_LOSS)
+        for tokens, loss in zip(curve.tokens.tolist(), curve.values.tolist(), strict=True):
+            if np.isfinite(loss):
+                losses.setdefault(tokens, {})[run.seeds] = loss
+    return losses
 
 
 def rows_of_gaps(rows: list[Row]) -> list[Row]:
@@ -244,16 +263,18 @@ def over_cost(band: Band, runs: Sequence[Run], budget: Budget) -> Band | None:
 
     Return None if a run does not record the cost, or if the runs have no common evaluation.
     """
-    costs = [budget.spent(run, band.x) for run in runs]
-    known = [cost for cost in costs if cost is not None]
-    if len(known) < len(costs):
-        return None
+    costs = []
+    for run in runs:
+        cost = budget.spent(run, band.x)
+        if cost is None:
+            return None
+        costs.append(cost)
     # A run that ended early has no cost at later evaluations. The mean over the other runs could
     # be smaller there, so the band ends.
-    measured = np.isfinite(known).all(axis=0)
+    measured = np.isfinite(costs).all(axis=0)
     if not measured.any():
         return None
-    mean = np.mean(np.stack(known)[:, measured], axis=0)
+    mean = np.mean(np.stack(costs)[:, measured], axis=0)
     stops = [(float(np.interp(x, band.x[measured], mean)), y) for x, y in band.stops]
     return replace(
         band,

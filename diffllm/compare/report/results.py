@@ -82,33 +82,33 @@ def has_intervals(rows: list[Row]) -> bool:
 
 
 def gap_tag(row: Row) -> str:
-    found, gap = row.outcome, row.gap
-    if found is None:
+    outcome, gap = row.outcome, row.gap
+    if outcome is None:
         return ""
-    if found.paired is None or gap is None:
+    if outcome.paired is None or gap is None:
         return "no common seed with finite losses"
     if gap.low is None:
         return "no interval from one seed"
-    if found.paired.zero_variance:
+    if outcome.paired.zero_variance:
         return "seeds do not vary: p counts as 1"
-    if found.favours_diverging:
+    if outcome.favours_diverging:
         return "favours the row with more diverged runs: p counts as 1"
     if gap.holds_zero:
         return "no difference shown"
     return "" if survives(row) else "not significant after Holm"
 
 
-def divergence(row: RunArm, of: str = "", share: bool = True) -> str:
+def divergence(row: RunArm, owner: str = "", share: bool = True) -> str:
     """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
 
     Args:
-        of: text inserted after "seeds", such as " of standard".
+        owner: text inserted after "seeds", such as " of standard".
         share: whether to add the percentage of diverged seeds with its confidence interval.
     """
     if not row.diverged:
         return ""
-    said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
-    return f"{said} ({share_words(row.diverged_share)})" if share else said
+    text = f"{row.diverged} of {row.diverged_share.runs} seeds{owner} diverged"
+    return f"{text} ({share_words(row.diverged_share)})" if share else text
 
 
 def lost_seeds(row: Row) -> list[str]:
@@ -118,7 +118,7 @@ def lost_seeds(row: Row) -> list[str]:
 
 
 def size_against(row: RunArm, base: RunArm) -> str:
-    size, other = (finite(each.fact("parameters")) for each in (row, base))
+    size, other = finite(row.fact("parameters")), finite(base.fact("parameters"))
     if not size or not other:
         return ""
     share = size / other - 1
@@ -157,8 +157,8 @@ def finding(row: Row) -> str:
 
 def baseline_loss(row: RunArm, base: RunArm) -> float | None:
     """Return the mean loss of `base` over the seeds that have a loss in both rows."""
-    common = row.measured.keys() & base.measured.keys()
-    losses = [loss for seeds in common if (loss := base.measured[seeds].final_loss) is not None]
+    common = row.finite_values.keys() & base.finite_values.keys()
+    losses = [base.finite_values[seeds] for seeds in common]
     return sum(losses) / len(losses) if losses else None
 
 

@@ -68,14 +68,16 @@ def make_arms(runs: list[Run], keys: Keys) -> tuple[list[RunArm], list[str]]:
 
     Returns the arms, and a note about each skipped run.
     """
-    members: dict[str, list[int]] = {}
-    for i, values in enumerate(keys.values):
-        members.setdefault(arm_identity(values), []).append(i)
+    members: dict[str, list[Run]] = {}
+    values_of_arms: dict[str, dict[str, Any]] = {}
+    for run, values in zip(runs, keys.values, strict=True):
+        identity = arm_identity(values)
+        members.setdefault(identity, []).append(run)
+        values_of_arms.setdefault(identity, values)
     arms = []
     notes = []
-    for places in members.values():
-        values = keys.values[places[0]]
-        newest, skipped = newest_by_seed([runs[i] for i in places])
+    for identity, values in values_of_arms.items():
+        newest, skipped = newest_by_seed(members[identity])
         notes += skipped
         swept = {key: values[key] for key in keys.swept}
         arms.append(RunArm.of("", swept, newest, values))
@@ -112,14 +114,18 @@ def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
         return run.summary is not None, written, str(run.path)
 
     for run in sorted(runs, key=age):
-        if other := by_seed.get(run.seeds):
-            why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
-            notes.append(f"{other.path} is skipped: {run.path} is {why}; keys and seed are equal.")
+        older = by_seed.get(run.seeds)
+        if older is not None:
+            reason = "newer" if (run.summary is None) == (older.summary is None) else "finished"
+            notes.append(
+                f"{older.path} is skipped: {run.path} is {reason}; keys and seed are equal."
+            )
         by_seed[run.seeds] = run
     return [by_seed[seeds] for seeds in sorted(by_seed)], notes
 
 
-LONGEST = 48
+LONGEST_LABEL = 48
+"""Number of characters above which labels get the letter of a group."""
 
 
 class Group(NamedTuple):
@@ -151,28 +157,34 @@ def group_arms(arms: list[RunArm], runs: list[Run], keys: Keys) -> list[ArmGroup
         conditions = shown_value([arm.differing[key] for key in keys.incomparable])
         together.setdefault(conditions, []).append(arm)
     members = sorted(together.values(), key=arms_to_compare, reverse=True)
-    several = len(members) > 1
+    has_groups = len(members) > 1
     shown_together = keys_of_model_choice(runs, keys)
-    labels = [label(arm, arms, shown_together) for arm in arms]
-    lettered = several and (max(map(len, labels)) > LONGEST or len({*labels}) < len(labels))
+    labels = {arm: label(arm, arms, shown_together) for arm in arms}
+    longest = max(len(text) for text in labels.values())
+    is_unclear = longest > LONGEST_LABEL or len(set(labels.values())) < len(labels)
     groups = []
     for i, arms_of_group in enumerate(members):
-        letter = ascii_uppercase[i % 26] * (i // 26 + 1) if several else ""
+        letter = ""
+        values = {}
+        if has_groups:
+            letter = ascii_uppercase[i % 26] * (i // 26 + 1)
+            values = distinguishing(arms_of_group[0], members, keys, shown_together)
         labelled = []
         for arm in arms_of_group:
-            name = label(arm, arms, shown_together)
-            if lettered:
-                name = f"{letter}: {label(arm, arms_of_group, set(), inside=True)}"
-            labelled.append(replace(arm, label=name, group=letter))
-        values = distinguishing(arms_of_group[0], members, keys, shown_together) if several else {}
+            text = labels[arm]
+            if has_groups and is_unclear:
+                text = f"{letter}: {label(arm, arms_of_group, set(), inside=True)}"
+            labelled.append(replace(arm, label=text, group=letter))
         groups.append(ArmGroup(letter, labelled, values))
     return groups
 
 
 def arms_to_compare(arms: list[RunArm]) -> int:
+    """Return the number of arms with a loss, or 0 if there is nothing to compare."""
     variants = [arm.keys["attention"] for arm in arms if arm.loss is not None]
-    changed = arms[0].differing.get(CHANGED)
-    return 0 if changed or len({*variants}) < 2 else len(variants)
+    if arms[0].differing.get(CHANGED) or len(set(variants)) < 2:
+        return 0
+    return len(variants)
 
 
 def label(row: RunArm, rows: list[RunArm], shown_together: set[str], inside: bool = False) -> str:
@@ -183,25 +195,33 @@ def label(row: RunArm, rows: list[RunArm], shown_together: set[str], inside: boo
             `model=<choice>` instead of them.
         inside: whether to omit keys whose values are equal in all of `rows`.
     """
-    own, parts = overrides(row.runs[0]), []
+    variant = row.keys["attention"]
+    rows_of_variant = [other for other in rows if other.keys["attention"] == variant]
+    overridden = overrides(row.runs[0])
+    names = [last_name(key) for key in row.keys]
+    parts = [variant]
+    if shown_together:
+        parts.append(f"model={row.runs[0].cfg.resolved.choices['model']}")
     for key, value in row.keys.items():
         if key == "attention" or key in shown_together:
             continue
-        alike = rows
-        if key.startswith(ATTENTION):
-            alike = [r for r in rows if r.keys["attention"] == row.keys["attention"]]
-        same = all(shown_value(other.keys[key]) == shown_value(value) for other in alike)
-        if same and (inside or (key.startswith(ATTENTION) and key not in own)):
+        is_of_attention = key.startswith(ATTENTION)
+        others = rows_of_variant if is_of_attention else rows
+        is_equal = all(shown_value(other.keys[key]) == shown_value(value) for other in others)
+        if is_equal and (inside or (is_of_attention and key not in overridden)):
             continue  # The variant's YAML sets this value, or the variant lacks the key.
         if key == CHANGED:
-            parts += ["changed"] if value else []
+            if value:
+                parts.append("changed")
             continue
-        name = key.rpartition(".")[2]
-        ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
-        parts.append(f"{key if ambiguous else name}={value_text(key, value)}")
-    if shown_together:
-        parts.insert(0, f"model={row.runs[0].cfg.resolved.choices['model']}")
-    return " ".join([row.keys["attention"], *parts])
+        is_ambiguous = names.count(last_name(key)) > 1
+        parts.append(f"{key if is_ambiguous else last_name(key)}={value_text(key, value)}")
+    return " ".join(parts)
+
+
+def last_name(key: str) -> str:
+    """Return the last part of a dotted key."""
+    return key.rpartition(".")[2]
 
 
 def row_labels(configs: Sequence[TrainConfig]) -> list[str]:
@@ -226,13 +246,17 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
     Return an empty set if only one key is found, or if two choices have the same values of all
     found keys.
     """
-    values = [
-        {**each, "choice": run.cfg.resolved.choices["model"]}
-        for each, run in zip(keys.values, runs, strict=True)
-    ]
-    of_model = (k for k in keys.swept if k.startswith("model.") and not k.startswith(ATTENTION))
-    found = {key for key in of_model if determine(["choice"], key, values)}
-    return found if len(found) > 1 and determine(found, "choice", values) else set()
+    values = []
+    for values_of_run, run in zip(keys.values, runs, strict=True):
+        values.append({**values_of_run, "choice": run.cfg.resolved.choices["model"]})
+    determined = set()
+    for key in keys.swept:
+        is_of_model = key.startswith("model.") and not key.startswith(ATTENTION)
+        if is_of_model and determine(["choice"], key, values):
+            determined.add(key)
+    if len(determined) > 1 and determine(determined, "choice", values):
+        return determined
+    return set()
 
 
 def distinguishing(
@@ -244,20 +268,25 @@ def distinguishing(
         shown_together: keys that `model=<choice>` sets. If there are such keys, the result also
             contains the key "model", with the choice of `row` as value.
     """
-    found = {"model": row.runs[0].cfg.resolved.choices["model"]} if shown_together else {}
-    for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
-        values = [{shown_value(r.differing.get(key)) for r in group} for group in groups]
-        if {*map(len, values)} == {1} and len(set.union(*values)) > 1:
-            found[key] = value_text(key, row.differing.get(key))
-    return found
+    texts = {}
+    if shown_together:
+        texts["model"] = row.runs[0].cfg.resolved.choices["model"]
+    for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=key_order):
+        values_of_groups = []
+        for group in groups:
+            values_of_groups.append({shown_value(other.differing.get(key)) for other in group})
+        is_equal_inside = all(len(values) == 1 for values in values_of_groups)
+        if is_equal_inside and len(set.union(*values_of_groups)) > 1:
+            texts[key] = value_text(key, row.differing.get(key))
+    return texts
 
 
-def telling(key: str) -> tuple[int, str]:
+def key_order(key: str) -> tuple[int, str]:
     return (*HEADLINE, key).index(key), key
 
 
 def in_short(group: Group, width: int) -> str:
-    parts = (f"{key.rpartition('.')[2]}={value}" for key, value in group.values.items())
+    parts = [f"{last_name(key)}={value}" for key, value in group.values.items()]
     return shorten(" ".join(parts), width, placeholder=" ...")
 
 
@@ -265,7 +294,7 @@ def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
     keys = set(incomparable)
     if groups and "model" in groups[0].values:
         keys = {key for key in keys if not key.startswith("model.")} | {"model"}
-    return shortlist(sorted(keys, key=telling), most)
+    return shortlist(sorted(keys, key=key_order), most)
 
 
 def apart_text(groups: list[Group], incomparable: list[str]) -> str:

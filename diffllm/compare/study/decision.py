@@ -36,11 +36,12 @@ class Tested(RuleTest):
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
     tests = [rule_test(study, rule, arms) for rule in study.rules]
-    families: dict[str, list[float | None]] = {}
-    for name in ("showing", "refuting"):
-        sides = [getattr(test, name) for test in tests]
-        families[name] = holm([side.p for side in sides])
-        families[f"{name}_exact"] = holm([side.exact for side in sides])
+    families = {
+        "showing": holm([test.showing.p for test in tests]),
+        "showing_exact": holm([test.showing.exact for test in tests]),
+        "refuting": holm([test.refuting.p for test in tests]),
+        "refuting_exact": holm([test.refuting.exact for test in tests]),
+    }
     exact_tests = sum(test.showing.exact is not None for test in tests)
     tested = []
     for i, test in enumerate(tests):

@@ -123,9 +123,9 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     """
     logged = EVAL_LOSS if study.metric in LOSSES else study.metric
     curve = run.series(logged)
-    where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
+    place = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
-        raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
+        raise ConfigError(f"{place}/metrics.jsonl has no values of {logged}; choose another metric")
     values = StudyRun(
         name=planned.name,
         arm=planned.arm,
@@ -145,17 +145,17 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         thin=thin_note([run]),
         training_flops=run.training_flops,
         train_seconds=run.train_seconds if study.profile else None,
-        **metric_fields(run, study, where),
+        **metric_fields(run, study, place),
     )
     levels = [rule.reaches for rule in study.rules if rule.reaches is not None]
     reached = {f"{level:g}": [*map(float, values.first_reach(level))] for level in levels}
     return replace(values, reached=reached)
 
 
-def metric_fields(run: Run, study: Study, where: str) -> dict[str, Any]:
+def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
     """Return the fields of `StudyRun` that follow from the study's metric, without its curve.
 
-    Raises ConfigError, with the text `where` in front, if the run did not measure the metric.
+    Raises ConfigError, with the text `place` in front, if the run did not measure the metric.
     """
     measured: dict[str, Any] = {"value": run.final_loss}
     if study.metric.startswith(TASKS):
@@ -167,7 +167,7 @@ def metric_fields(run: Run, study: Study, where: str) -> dict[str, Any]:
         losses = position_losses(run)
         if study.octave not in losses.positions:
             raise ConfigError(
-                f"{where} has no held-out document with more than {study.octave:,} tokens; choose "
+                f"{place} has no held-out document with more than {study.octave:,} tokens; choose "
                 "another metric"
             )
         value = losses.position_losses[losses.positions.index(study.octave)]
@@ -177,7 +177,7 @@ def metric_fields(run: Run, study: Study, where: str) -> dict[str, Any]:
     number = final_value(run, study.metric)
     if number is None:
         file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
-        raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
+        raise ConfigError(f"{place}/{file} has no {study.metric}; choose another metric")
     return {**measured, "value": finite(number)}
 
 

@@ -89,17 +89,13 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
         return RuleTest(rule=rule, outcome=outcome, showing=NEVER, refuting=NEVER)
-    gap = None if rule.kind == "log_rank" else outcome.full
-    times, sides, smallest = None, (Side(), Side()), 1.0
+    gap = times = None
     if rule.kind == "log_rank":
         times = candidate.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
-        sizes = len(candidate.runs), len(base.runs)
-        smallest = smallest_p("log_rank", *sizes)
-        if min(sizes) > 1:
-            sides = Side(log_rank(*times)), Side(log_rank(*reversed(times)))
-    elif gap and gap.error is not None:
-        smallest = smallest_p("paired", gap.seeds, gap.seeds)
-        sides = t_tests(rule, gap, np.array(outcome.differences))
+        sides, smallest = log_rank_tests(*times)
+    else:
+        gap = outcome.full
+        sides, smallest = t_tests(rule, gap, np.array(outcome.differences))
     sides = sides_of_diverged(study, rule, outcome) or sides
     chance = losses = same_size = ""
     compares_values = rule.kind in ("difference", "equivalence")
@@ -114,16 +110,16 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
         )
         outcome = replace(outcome, candidate=shares[0], base=shares[1])
         sides = sides_of_sensitivity(rule, sides, *shares)
-    seeds = outcome.undocumented
-    runs = [run for run in (*candidate.runs, *base.runs) if run.seed in seeds]
-    undocumented = [run.name for run in runs if run.documents is None]
+    undocumented = []
+    for run in (*candidate.runs, *base.runs):
+        if run.seed in outcome.undocumented and run.documents is None:
+            undocumented.append(run.name)
     low, high = study.limits
-    largest_gap = math.inf if rule.kind == "trend" else high - low
     return RuleTest(
         rule=rule,
         outcome=outcome,
         gap=gap,
-        largest_gap=largest_gap,
+        largest_gap=math.inf if rule.kind == "trend" else high - low,
         times=times,
         showing=sides[0],
         refuting=sides[1],
@@ -145,12 +141,28 @@ def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGa
     return arm_gap(arms[rule.arm], arms[rule.against], study.scale == "log")
 
 
-def t_tests(rule: Rule, gap: Gap, differences: np.ndarray) -> tuple[Side, Side]:
-    """Return t tests and exact sign-flip tests of a rule's claim and of the opposite claim.
+def log_rank_tests(candidate: Times, base: Times) -> tuple[tuple[Side, Side], float]:
+    """Return log-rank tests of a rule's claim and of the opposite claim, and their smallest p."""
+    sizes = len(candidate.tokens), len(base.tokens)
+    sides = Side(), Side()
+    if min(sizes) > 1:
+        sides = Side(log_rank(candidate, base)), Side(log_rank(base, candidate))
+    return sides, smallest_p("log_rank", *sizes)
+
+
+def t_tests(
+    rule: Rule, gap: Gap | None, differences: np.ndarray
+) -> tuple[tuple[Side, Side], float]:
+    """Return the tests of a rule's claim and of the opposite claim, and the smallest exact p.
+
+    Each test is a t test with an exact sign-flip test. Without an error of the gap, there is none.
 
     Args:
         differences: value of the first arm minus value of the second arm, shape (seeds,).
     """
+    if gap is None or gap.error is None:
+        return (Side(), Side()), 1.0
+    smallest = smallest_p("paired", gap.seeds, gap.seeds)
 
     def side(direction: int, bound: float) -> Side:
         p = gap.p_below(bound) if direction == BELOW else gap.p_above(bound)
@@ -158,14 +170,14 @@ def t_tests(rule: Rule, gap: Gap, differences: np.ndarray) -> tuple[Side, Side]:
 
     if rule.kind != "equivalence":
         direction, bound = side_of(rule)
-        return side(direction, bound), side(-direction, bound)
+        return (side(direction, bound), side(-direction, bound)), smallest
     margin = rule.margin or 0.0
     showing = combined(side(BELOW, margin), side(ABOVE, -margin), max, 1)
     refuting = combined(side(ABOVE, margin), side(BELOW, -margin), min, 2)
     close = equivalence(gap, margin, rule.alpha)
     if gap.zero_variance and close and close.inside:
         showing = Side(0.0, showing.exact)  # Without variance no t test has a p.
-    return showing, refuting
+    return (showing, refuting), smallest
 
 
 def combined(first: Side, second: Side, choose: Callable[[Any], Any], tests: int) -> Side:
@@ -219,10 +231,10 @@ def sides_of_sensitivity(
     because runs of one seed are not independent.
     """
     showing, refuting = sides
-    more = candidate.diverged * base.runs - base.diverged * candidate.runs
-    if not more:
+    excess = candidate.diverged * base.runs - base.diverged * candidate.runs
+    if not excess:
         return sides
-    if rule.kind == "equivalence" or (side_of(rule)[0] == BELOW) == (more > 0):
+    if rule.kind == "equivalence" or (side_of(rule)[0] == BELOW) == (excess > 0):
         return NEVER, refuting
     return showing, NEVER
 

@@ -41,8 +41,9 @@ def side_slopes(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | N
     by_seed: dict[int, float | None] = {}
     for seed in sorted(seeds):
         values = [arm.seed_values[seed] for arm in arms]
-        is_finite = None not in values
-        by_seed[seed] = fit_line(np.array(sizes), np.array(values)).slope if is_finite else None
+        by_seed[seed] = None
+        if None not in values:
+            by_seed[seed] = fit_line(np.array(sizes), np.array(values)).slope
     return by_seed
 
 
