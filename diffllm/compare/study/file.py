@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.study.training_budget import FLOPS, SecondsBudget, budget_profile
 from diffllm.compare.study.unequal import check_unequal
-from diffllm.compare.timing_profile import TimingProfile
+from diffllm.compare.timing_profile import SecondsBudget, TimingProfile
 from diffllm.config.compose import LENGTHS
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
@@ -29,6 +28,7 @@ BOUNDS = {
 }
 """Kinds of rules, and the keys that each takes."""
 TOKENS, POSITION, PARAMETERS = OVER = ("tokens", "position", "parameters")
+FLOPS = "flops"
 OF_THE_SUMMARY = {
     "heldout_loss": "nats per token", "heldout_bits_per_byte": "bits per byte",
     "train_loss": "nats per token", "tokens_per_s": "tokens per second", "seconds": "seconds",
@@ -220,7 +220,7 @@ def load_study(path: Path, is_timed: bool = True) -> Study:
         check_study(study)
         if isinstance(study.budget, SecondsBudget):
             if is_timed:
-                profile, profile_text = budget_profile(study.budget, path.parent, study.arms)
+                profile, profile_text = study.budget.read(path.parent, study.arms)
                 text += profile_text
             else:
                 study = replace(study, budget=TOKENS)

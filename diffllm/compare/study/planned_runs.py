@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.arms.comparable import Terms, starting_point
 from diffllm.compare.study.arms import RateRun
-from diffllm.compare.study.file import TOKENS, Study
-from diffllm.compare.study.training_budget import FLOPS, SecondsBudget
+from diffllm.compare.study.file import FLOPS, TOKENS, Study
 from diffllm.compare.study.unequal import allowed_names
+from diffllm.compare.timing_profile import SecondsBudget
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.comparable import Comparand, differences
-from diffllm.compare.study.costs import check_profile_settings, spending_problems
+from diffllm.compare.study.costs import spending_problems
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.file import PARAMETERS, Study
 from diffllm.compare.study.planned_runs import (
@@ -167,7 +167,8 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
         with errors_of_arm(arm):
             cfg.check_world(world_size)
             check_wandb(cfg.wandb)
-    check_profile_settings(study, configs)
+    if study.profile and not isinstance(study.budget, str):
+        study.budget.check_settings(study.profile, configs)
     remaining = next_runs(study, out)
     if problems := planned_problems(study):
         text = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
