@@ -14,30 +14,30 @@ def check_design(study: Study) -> None:
     docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
     are not checked, because older versions of diffllm accepted more designs.
     """
-    for where, rule in study.named_rules:
+    for key, rule in study.named_rules:
         if replacement := replacement_of(study, rule) or margin_note(rule):
-            raise ConfigError(f"{where}: {replacement}")
+            raise ConfigError(f"{key}: {replacement}")
         if rule.alpha > MOST_ALPHA:
-            raise ConfigError(f"{where}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
+            raise ConfigError(f"{key}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
         if rule.kind == "log_rank":
             if better(study.metric) < 0:
                 raise ConfigError(
-                    f"{where}: kind={rule.kind} needs a metric that rises during training, but "
+                    f"{key}: kind={rule.kind} needs a metric that rises during training, but "
                     f"metric={study.metric} falls; use kind=difference"
                 )
-            check_smallest_p(study, where, rule)
+            check_smallest_p(study, key, rule)
         if study.power and rule.alpha != study.rule.alpha:
             raise ConfigError(
-                f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because "
+                f"{key}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because "
                 "the power of the study is computed for one alpha; use the same alpha in all rules"
             )
 
 
-def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
+def check_smallest_p(study: Study, key: str, rule: Rule) -> None:
     """Raise ConfigError if the smallest possible p of a log-rank rule is not below alpha.
 
     The smallest possible p is first multiplied by the number of log-rank rules (Holm's correction).
-    `where` is the rule's key in the study file, such as "also[0]".
+    `key` is the rule's key in the study file, such as "also[0]".
     """
     n = len(study.seeds)
     rules = sum(other.kind == "log_rank" for other in study.rules)
@@ -51,7 +51,7 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
         fix += ", or fewer rules with kind=log_rank"
     holm = f" ({least:.2g} before Holm's correction for {rules} rules)" if rules > 1 else ""
     raise ConfigError(
-        f"{where}.alpha={rule.alpha:g} must be above {min(1, adjusted):.2g}{holm}, the smallest p "
+        f"{key}.alpha={rule.alpha:g} must be above {min(1, adjusted):.2g}{holm}, the smallest p "
         f"of kind=log_rank with {n} seeds per arm; use {fix}"
     )
 

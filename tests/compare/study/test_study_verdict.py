@@ -304,7 +304,7 @@ def chosen(study, arm, out):
 def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
-    assert [run.lr for run in chosen(study, "v2", out).wanted] == [0.0005]
+    assert [run.lr for run in chosen(study, "v2", out).remaining] == [0.0005]
     write_rates(study, out, "v2", {0.0005: 4.85})
     assert chosen(study, "v2", out).lr == 0.001
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
