@@ -149,8 +149,7 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
         spending_numbers,
         spending_table,
     )
-    from diffllm.compare.study.design import design_notes
-    from diffllm.compare.study.running import check_study_runs
+    from diffllm.compare.study.running import check_study_runs, design_notes
     from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)
@@ -177,7 +176,8 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
         echo_json(content)
         return
     echo(f"{study.path}: {study.claim}\n\n{cost_table(arm_costs)}\n")
-    if sentences := budget_sentences(study):
+    sentences = budget_sentences(study)
+    if sentences:
         echo(f"{' '.join(sentences)}\n\n{spending_table(study)}\n")
     place = "here" if device is None else f"on one {device.name}"
     runs = sum(cost.runs for cost in arm_costs)
@@ -267,7 +267,8 @@ def pilot_lines(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     freedom = f"{numbers['df']} degrees of freedom"
     yield "seeds", f"sd {fixed(numbers['sd'])} nats per token {interval}, {freedom}"
     yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
-    if seeds := numbers["common_seeds"]:
+    seeds = numbers["common_seeds"]
+    if seeds:
         r = numbers["correlation"]
         correlation = f"correlation {r:+.2f}" if r is not None else "no variation"
         yield "pairs", f"{correlation} over {plural(seeds, 'common seed')}"

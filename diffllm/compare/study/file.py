@@ -373,9 +373,9 @@ def check_metric(study: Study) -> None:
         try:
             metric_of(name)
         except ConfigError:
-            known = [
+            choices = [
                 *OF_THE_SUMMARY,
                 f"{AT_POSITION}1024",
                 *(metric.quantity for metric in METRICS if metric.column),
             ]
-            raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None
+            raise ConfigError(f"metric={name} is not one of {', '.join(choices)}") from None

@@ -93,7 +93,8 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
         Section("Conditions and rules", [conditions, Items(rules)]),
         Section("Arms", [TableBlock(arms_table(verdict), "Arms"), settings]),
     ]
-    if sentences := budget_sentences(study, verdict.arms):
+    sentences = budget_sentences(study, verdict.arms)
+    if sentences:
         costs = TableBlock(spending_table(study, verdict.arms), "Costs of the runs of each arm")
         sections.append(Section("Budget", [Paragraph(" ".join(sentences)), costs]))
     if verdict.choices:
@@ -184,10 +185,10 @@ def power_words(study: Study) -> str:
     alpha = study.rule.alpha / len(study.rules)
     chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
-    what = "slope per doubling" if study.rule.kind == "trend" else "gap"
+    effect = "slope per doubling" if study.rule.kind == "trend" else "gap"
     return (
         f"With {plural(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
-        f"seeds{source}, the study finds a true {what} of {short(gap)} with probability "
+        f"seeds{source}, the study finds a true {effect} of {short(gap)} with probability "
         f"{chance:.2f} if seeds are uncorrelated."
     )
 
