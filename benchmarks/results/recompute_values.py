@@ -71,6 +71,17 @@ class Raw:
         first = next(iter(self.runs[arm].values()))[0]
         return self.json["facts"][first["facts"]][name]
 
+    def sizes(self, arm: str) -> list[float]:
+        """Return parameters, FLOPs per token, tokens per run, and tokens per parameter of an arm.
+
+        Facts that the run did not record are omitted.
+        """
+        parameters, flops = (self.fact(arm, name) for name in ("parameters", "flops_per_token"))
+        tokens = next(iter(self.runs[arm].values()))[0]["planned_tokens"]
+        ratio = tokens / parameters if parameters else None
+        numbers = (parameters, flops, tokens, ratio)
+        return [number for number in numbers if number is not None]
+
     def times(self, arm: str, level: float) -> list[list[float]]:
         """Return, for each seed, tokens until the metric reached the level, and whether it did."""
         return [runs[0]["reached"][f"{level:g}"] for runs in self.runs[arm].values()]
@@ -149,6 +160,7 @@ class Raw:
                 if self.json["metric"].startswith("tasks/"):  # a share of right answers
                     low, high = max(low, 0.0), min(high, 1.0)
                 row = [mean, low, high, len(values), diverged, len(runs), *rates]
+                row += self.sizes(name)
                 found.tables.append((name, row))
             stored = {
                 int(seed): value for seed, value in arm["values"].items() if value is not None

@@ -25,6 +25,7 @@ from diffllm.statistics.gap_tests import ALPHA, MOST_ALPHA
 from diffllm.statistics.seed_variance import UPPER
 
 if TYPE_CHECKING:
+    from diffllm.compare.study.costs import Cost
     from diffllm.compare.study.file import Study
 
 STUDY = """\
@@ -98,11 +99,11 @@ def study_command(argv: list[str]) -> int:
         echo(STUDY)
         return 0
     if argv[:1] == ["verdict"]:
-        asked = parse(VerdictArguments, argv[1:], STUDY)
-        if asked.values and asked.out:
+        words = parse(VerdictArguments, argv[1:], STUDY)
+        if words.values and words.out:
             raise ConfigError("out=DIR cannot be combined with values=FILE; remove one of them")
-        study, place = study_and_directory(asked.study, asked.values or asked.out)
-        judge_study(study, place, bool(asked.values), asked.json)
+        study, place = study_and_directory(words.study, words.values or words.out)
+        judge_study(study, place, bool(words.values), words.json)
         return 0
     if argv[:1] != ["run"]:
         raise ConfigError(
@@ -133,8 +134,8 @@ def study_and_directory(files: list[str], out: str) -> "tuple[Study, Path]":
     from diffllm.compare.study.file import load_study
 
     if len(files) != 1:
-        wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
-        raise ConfigError(f"{wrong}; write, for example, diffllm study run STUDY.yaml out=DIR")
+        problem = f"unknown argument {files[-1]!r}" if files else "no study file"
+        raise ConfigError(f"{problem}; write, for example, diffllm study run STUDY.yaml out=DIR")
     if not out:
         raise ConfigError("missing out=DIR, the directory of the study's runs")
     return load_study(user_path(files[0], "STUDY")), Path(out)
@@ -148,51 +149,72 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
         spending_numbers,
         spending_table,
     )
-    from diffllm.compare.study.design import design_notes
-    from diffllm.compare.study.running import check_study_runs
+    from diffllm.compare.study.running import check_study_runs, design_notes
     from diffllm.metrics.devices import DEVICES, device_named
 
     device = device_named(args.gpu)
     if args.gpu and device is None:
-        names = ", ".join(known.name for known in DEVICES)
-        raise ConfigError(f"gpu={args.gpu} is unknown; choose from {names}")
+        choices = ", ".join(choice.name for choice in DEVICES)
+        raise ConfigError(f"gpu={args.gpu} is unknown; choose from {choices}")
     check_study_runs(study, out, 1)
     assumed = device and args.mfu * device.peak_flops
-    found = costs(study, out, [Path(word) for word in args.pilot], assumed)
-    rows = [
-        [cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", compact(cost.tokens),
-         compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"]
-        for cost in found
-    ]  # fmt: skip
-    runs, ended = sum(cost.runs for cost in found), sum(cost.ended for cost in found)
-    tokens = sum((cost.runs - cost.ended) * cost.tokens for cost in found)
-    flops = sum((cost.runs - cost.ended) * cost.flops for cost in found)
+    arm_costs = costs(study, out, [Path(word) for word in args.pilot], assumed)
+    remaining = {
+        "runs": sum(cost.remaining for cost in arm_costs),
+        "tokens": sum(cost.remaining * cost.tokens for cost in arm_costs),
+        "flops": sum(cost.remaining * cost.flops for cost in arm_costs),
+    }
     notes = design_notes(study)
     if args.json:
-        stages = [{**vars(cost), "hours": cost.hours} for cost in found]
-        remaining = {"runs": runs - ended, "tokens": tokens, "flops": flops}
         content = {
-            "study": str(study.path), "budget": spending_numbers(study), "stages": stages,
-            "left": remaining, "notes": notes,
-        }  # fmt: skip
+            "study": str(study.path),
+            "budget": spending_numbers(study),
+            "stages": [{**vars(cost), "hours": cost.hours} for cost in arm_costs],
+            "left": remaining,
+            "notes": notes,
+        }
         echo_json(content)
         return
-    heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
-    echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
-    if sentences := budget_sentences(study):
+    echo(f"{study.path}: {study.claim}\n\n{cost_table(arm_costs)}\n")
+    sentences = budget_sentences(study)
+    if sentences:
         echo(f"{' '.join(sentences)}\n\n{spending_table(study)}\n")
-    time = "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
-    if None not in (hours := [cost.hours for cost in found]):
-        where = "here" if device is None else f"on one {device.name}"
-        if any(cost.by_profile for cost in found):
-            where = "of training steps on the machine of the profile"
-        time = f"about {clock(3600 * sum(filter(None, hours)))} {where}, one run after another"
+    place = "here" if device is None else f"on one {device.name}"
+    runs = sum(cost.runs for cost in arm_costs)
+    ended = runs - remaining["runs"]
     state = f"{runs} runs; {ended} finished" if ended else f"{runs} runs"
-    echo(f"{state}. Left: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
+    echo(
+        f"{state}. Left: {compact(remaining['tokens'])} tokens, {compact(remaining['flops'])} "
+        f"training FLOPs, {time_words(arm_costs, place)}."
+    )
     if device:
         echo(f"assumed, not measured: mfu={args.mfu:g}, {START_S:g} s to start each run")
     for note in notes:
         echo(f"note: {note}")
+
+
+def cost_table(arm_costs: "list[Cost]") -> Table:
+    heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
+    rows = []
+    for cost in arm_costs:
+        hours = MISSING if cost.hours is None else f"{cost.hours:.2g}"
+        sizes = [compact(cost.tokens), compact(cost.flops)]
+        rows.append([cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", *sizes, hours])
+    return Table.of(heads, rows)
+
+
+def time_words(arm_costs: "list[Cost]", place: str) -> str:
+    """Return the remaining time of a study; `place` names the machine if speeds were measured."""
+    total = 0.0
+    for cost in arm_costs:
+        if cost.hours is None:
+            return (
+                "unknown time: no run has finished here, set pilot=DIR or gpu=NAME for an estimate"
+            )
+        if cost.by_profile:
+            place = "of training steps on the machine of the profile"
+        total += cost.hours
+    return f"about {clock(3600 * total)} {place}, one run after another"
 
 
 def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -> None:
@@ -203,14 +225,15 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
     if from_values:
         if not place.exists():
             raise ConfigError(f"values={place} does not exist{similar_path(place, Path.is_file)}")
-        found, files = judge_evidence(study, read_values(study, place)), []
+        verdict = judge_evidence(study, read_values(study, place))
+        files = []
     else:
-        found = judge(study, place)
-        files = write_verdict(found, place)
+        verdict = judge(study, place)
+        files = write_verdict(verdict, place)
     if as_json:
-        echo_json(found.numbers())
+        echo_json(verdict.numbers())
     else:
-        text = verdict_page(found, with_picture=False).text()
+        text = verdict_page(verdict, with_picture=False).text()
         echo("\n".join([text, *map(str, files)]))
 
 
@@ -219,77 +242,78 @@ def power_command(argv: list[str]) -> None:
     from diffllm.compare.report.pilot import Goal, power_numbers
 
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
-    if (power := args["power"]) <= (alpha := args["alpha"]):
-        raise ConfigError(f"power={power:g} must be between alpha={alpha:g} and 1")
-    found = power_numbers([Path(word) for word in args["pilot"]], goal)
+    if goal.power <= goal.alpha:
+        raise ConfigError(f"power={goal.power:g} must be between alpha={goal.alpha:g} and 1")
+    numbers = power_numbers([Path(word) for word in args["pilot"]], goal)
     if args["json"]:
-        echo_json(found)
+        echo_json(numbers)
         return
-    for name, text in pilot_lines(found):
+    for name, text in pilot_lines(numbers):
         echo(f"{name:<10}{text}".replace("\u2212", "-"))
-    print_needs(found)
+    print_needs(numbers)
 
 
-def pilot_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def pilot_lines(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for each printed line about a pilot.
 
-    The runs of a pilot estimate the variance between seeds. `found` is the result of
+    The runs of a pilot estimate the variance between seeds. `numbers` is the result of
     `power_numbers`.
     """
-    arms, runs = found["arms"], found["runs"]
-    seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
-    said = f"{found['pilot']}: {runs} finished runs of {plural(len(arms), 'arm')}"
-    yield "pilot", f"{said}; {compact(found['tokens'])} tokens per run{seconds}"
-    interval = f"(95%: {fixed(found['sd_low'])} to {fixed(found['sd_high'])})"
-    freedom = f"{found['df']} degrees of freedom"
-    yield "seeds", f"sd {fixed(found['sd'])} nats per token {interval}, {freedom}"
+    arms, runs = numbers["arms"], numbers["runs"]
+    seconds = f", {short(numbers['seconds'])} s" if numbers["seconds"] else ", of unknown time"
+    pilot = f"{numbers['pilot']}: {runs} finished runs of {plural(len(arms), 'arm')}"
+    yield "pilot", f"{pilot}; {compact(numbers['tokens'])} tokens per run{seconds}"
+    interval = f"(95%: {fixed(numbers['sd_low'])} to {fixed(numbers['sd_high'])})"
+    freedom = f"{numbers['df']} degrees of freedom"
+    yield "seeds", f"sd {fixed(numbers['sd'])} nats per token {interval}, {freedom}"
     yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
-    if seeds := found["common_seeds"]:
-        r = found["correlation"]
-        said = f"correlation {r:+.2f}" if r is not None else "no variation"
-        yield "pairs", f"{said} over {plural(seeds, 'common seed')}"
-    if found["diverged"]:
-        share = f"{found['diverged']} of {runs} runs diverged"
+    seeds = numbers["common_seeds"]
+    if seeds:
+        r = numbers["correlation"]
+        correlation = f"correlation {r:+.2f}" if r is not None else "no variation"
+        yield "pairs", f"{correlation} over {plural(seeds, 'common seed')}"
+    if numbers["diverged"]:
+        share = f"{numbers['diverged']} of {runs} runs diverged"
         yield "diverged", f"{share}: the seeds below exclude diverged runs, start more"
-    yield from (("note", note) for note in found["notes"])
+    yield from (("note", note) for note in numbers["notes"])
 
 
-def print_needs(found: dict[str, Any]) -> None:
+def print_needs(numbers: dict[str, Any]) -> None:
     from diffllm.compare.report.pilot import SHOWN
 
-    comparisons = found["comparisons"]
+    comparisons = numbers["comparisons"]
     family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
-    sides = "two-sided" if found["sides"] == 2 else "one-sided"
-    need = found["need"]
+    sides = "two-sided" if numbers["sides"] == 2 else "one-sided"
+    need = numbers["need"]
     seeds = ["many" if need[key] is None else f"{need[key]:,}" for key in ("seeds", "seeds_by_sd")]
     cost = compact(need["total_tokens"]), short(need["hours"])
     power = [f"{need['power_by_seeds'][n]:.2f}" for n in SHOWN]
     row = [fixed(need["sd"]), fixed(need["sd_upper"]), *seeds, *cost, *power]
     heads = ["sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
     echo(
-        f"\na gap of {found['gap']:g} nats per token between two arms, found with power "
-        f"{found['power']:g} at alpha {found['alpha']:g}, {sides}{family}\n"
+        f"\na gap of {numbers['gap']:g} nats per token between two arms, found with power "
+        f"{numbers['power']:g} at alpha {numbers['alpha']:g}, {sides}{family}\n"
         f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], [row])}\n\n"
         "sd: standard deviation between seeds of the differences between two arms\n"
         f"upper: upper {100 * UPPER:g}% confidence limit of sd, used for seeds, tokens, hours and "
         "power. by sd: seeds computed from sd\n"
         "hours: on the pilot's machine, one run after another\n"
     )
-    print_risks(found)
+    print_risks(numbers)
 
 
-def print_risks(found: dict[str, Any]) -> None:
+def print_risks(numbers: dict[str, Any]) -> None:
     """Print how often pilots of the same size as a given pilot recommend too few seeds.
 
-    `found` is the result of `power_numbers` for the given pilot.
+    `numbers` is the result of `power_numbers` for the given pilot.
     """
     from diffllm.compare.report.pilot import HALF
 
-    wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
-    need = found["need"]
+    power, keys = numbers["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
+    need = numbers["need"]
     row = [f"{need['df']}", *(percent(need[key]) for key in keys)]
-    heads = ["degrees of freedom", f"power below {wanted:g}", f"below {HALF:g}"]
-    heads += [f"by sd: below {wanted:g}", f"below {HALF:g}"]
+    heads = ["degrees of freedom", f"power below {power:g}", f"below {HALF:g}"]
+    heads += [f"by sd: below {power:g}", f"below {HALF:g}"]
     echo(
         "how often a pilot of this size recommends too few seeds, if sd is the true standard "
         "deviation\n"

@@ -103,10 +103,8 @@ def profile_text(profile: "TimingProfile") -> str:
     from diffllm.compare.timing_profile import NOISY
 
     baseline = profile.arms[profile.baseline]
-    machine = f"{baseline.facts.ranks:g} x {baseline.facts.device}"
     lines = [
-        f"{machine} with {plural(profile.threads, 'CPU thread')}, torch {baseline.facts.torch}, "
-        f"{profile.date}; {plural(len(baseline.block_seconds), 'round')} of "
+        f"{profile.machine}, {profile.date}; {plural(len(baseline.block_seconds), 'round')} of "
         f"{plural(profile.timed_steps, 'step')} per arm"
     ]
     heads = [
@@ -131,7 +129,7 @@ def arm_cells(name: str, arm: "ArmTiming", baseline: "ArmTiming") -> list[str]:
     flops, baseline_flops = arm.facts.flops_per_token, baseline.facts.flops_per_token
     return [
         name,
-        f"{arm.facts.compute_dtype}, {'compiled' if arm.facts.compiled else 'eager'}",
+        arm.precision,
         short(1e3 * arm.seconds_per_step, 4),
         short(1e3 * arm.median_seconds, 4),
         percent(arm.spread),

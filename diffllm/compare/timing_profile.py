@@ -2,17 +2,21 @@
 
 import json
 import statistics
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.arms.comparable import exact_text
+from diffllm.compare.arms.sentences import plural
 from diffllm.config import TrainConfig
 from diffllm.config.compose import LENGTHS
 from diffllm.config.saved import flatten, yaml_dict
+from diffllm.config.schema import MOST_STEPS
 from diffllm.core.bounds import check_bounds
-from diffllm.core.errors import ConfigError, choose_from
-from diffllm.core.files import read_json, readable
+from diffllm.core.errors import CheckpointError, ConfigError, choose_from
+from diffllm.core.files import read_bytes, read_json, readable, user_path
 from diffllm.core.keys import declaration_of, declarations
 from diffllm.core.typed import made
 from diffllm.metrics.facts import RunFacts, machine_facts
@@ -78,6 +82,22 @@ class ArmTiming:
         """Difference of `round_seconds` between the slowest and the fastest round, relative."""
         return max(self.round_seconds) / min(self.round_seconds) - 1
 
+    @property
+    def precision(self) -> str:
+        """Data type of the computation, and whether the model is compiled."""
+        compiled = "compiled" if self.facts.compiled else "eager"
+        return f"{self.facts.compute_dtype or 'unknown precision'}, {compiled}"
+
+    def machine_differences(self, facts: RunFacts) -> list[str]:
+        """Return the differences between the machine of a run and that of this measurement."""
+        texts = []
+        for name in MACHINE:
+            value = exact_text(name, getattr(facts, name))
+            timed_value = exact_text(name, getattr(self.facts, name))
+            if value != timed_value:
+                texts.append(f"{name} {value}, not {timed_value}")
+        return texts
+
     def ratio(self, baseline: "ArmTiming") -> float:
         """Return the time of this arm over that of `baseline`."""
         return self.seconds_per_step / baseline.seconds_per_step
@@ -106,6 +126,18 @@ class TimingProfile:
     @property
     def baseline(self) -> str:
         return next(iter(self.arms))
+
+    @property
+    def machine(self) -> str:
+        """Device, number of ranks and threads, precisions of the arms, and version of torch."""
+        facts = self.arms[self.baseline].facts
+        ranks = plural(int(facts.ranks), "rank") if facts.ranks else "unknown world size"
+        precisions = dict.fromkeys(arm.precision for arm in self.arms.values())
+        return (
+            f"{facts.device or 'unknown device'}, {ranks}, "
+            f"{plural(self.threads, 'CPU thread')} per rank, {' or '.join(precisions)}, "
+            f"torch {facts.torch or 'unknown'}"
+        )
 
     def arm(self, name: str) -> ArmTiming:
         """Return the step times of an arm; raises ConfigError if the arm is unknown."""
@@ -202,3 +234,69 @@ def check_equal(profile: TimingProfile, fact: str) -> None:
             f"the arms differ in {fact} ({', '.join(sorted(values))}); measure all arms on one "
             "machine"
         )
+
+
+@dataclass(frozen=True)
+class SecondsBudget:
+    """Seconds of the training steps of a run, by the step times of a profile.
+
+    `profile` is a file of `diffllm timing`, relative to the study file.
+    """
+
+    seconds: float = field(metadata={"above": 0})
+    profile: str
+
+    def read(self, directory: Path, arms: Collection[str]) -> tuple[TimingProfile, bytes]:
+        """Return the profile of this budget and the bytes of its file.
+
+        Raises ConfigError if the file cannot be read or is invalid, if the profile lacks an arm, or
+        if the budget is less than one training step of an arm or more than MOST_STEPS.
+
+        Args:
+            directory: directory of the study file.
+            arms: names of the study's arms.
+        """
+        path = directory / user_path(self.profile, "budget.profile")
+        try:
+            profile = read_profile(path)
+            with readable(path):
+                content = read_bytes(path, follow=True)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"budget.profile: {error}; write a profile with diffllm timing STUDY.yaml "
+                f"out={path}"
+            ) from error
+        for name in arms:
+            try:
+                step = profile.seconds_per_step(name)
+            except ConfigError as error:
+                raise ConfigError(f"budget.profile={self.profile}: {error}") from error
+            if self.seconds < step:
+                raise ConfigError(
+                    f"budget.seconds={self.seconds:g} must be at least {step:.3g}, the seconds of "
+                    f"one training step of arm {name}"
+                )
+            if self.seconds > step * MOST_STEPS:
+                raise ConfigError(
+                    f"budget.seconds={self.seconds:g} must be at most {step * MOST_STEPS:.3g}, "
+                    f"the seconds of {MOST_STEPS:,} training steps of arm {name}"
+                )
+        return profile, content
+
+    def check_settings(self, timing: TimingProfile, configs: Mapping[str, TrainConfig]) -> None:
+        """Raise ConfigError if the profile was measured with other settings than those of an arm.
+
+        Args:
+            timing: content of the profile.
+            configs: config of a run, by arm.
+        """
+        for arm, cfg in configs.items():
+            settings = timing.arm(arm).settings
+            for name, value in time_settings(cfg).items():
+                # Older profiles do not have the keys of newer versions.
+                if settings.get(name, value) != value:
+                    raise ConfigError(
+                        f"arm {arm}: {name} is {value}, but budget.profile={self.profile} was "
+                        f"measured with {settings[name]}; measure the profile again with diffllm "
+                        "timing"
+                    )

@@ -215,6 +215,11 @@ class TrainConfig:
         return [1] if whole else module.context_degrees()
 
     @property
+    def planned_tokens(self) -> int:
+        """Number of tokens that a run with this config trains on."""
+        return self.steps * self.global_batch_size * self.seq_len
+
+    @property
     def visible_keys(self) -> float | None:
         """Mean number of keys that a query sees under document masks.
 

@@ -225,10 +225,10 @@ def planned_compile(
 
     For `kept`, see `chosen_compile`.
     """
-    model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
+    model = cfg.model
     # An estimate from the shape alone, so that all variants of the shape decide alike.
     weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim
-    flops = 6 * tokens * weights / world_size
+    flops = 6 * cfg.planned_tokens * weights / world_size
     return chosen_compile(cfg.compile, device, flops, kept)
 
 

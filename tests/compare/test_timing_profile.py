@@ -154,7 +154,8 @@ def test_table_warns_about_arms_whose_rounds_differ_by_more_than_10_percent(prof
     text = profile_text(replace(profile, arms={**profile.arms, "gated": steady}))
     warned = [line for line in text.splitlines() if line.startswith("warning: ")]
     assert [line.split()[4] for line in warned] == ["standard", "diff_v2"]
-    assert "2 x CPU with 2 CPU threads, torch 2.13.0, 2026-11-28; 3 rounds of 4 steps" in text
+    machine = "CPU, 2 ranks, 2 CPU threads per rank, bfloat16, eager, torch 2.13.0"
+    assert f"{machine}, 2026-11-28; 3 rounds of 4 steps" in text
     assert "1.200 (1.200 to 1.250)" in text
 
 

@@ -51,7 +51,7 @@ def test_timing_on_two_ranks_writes_one_profile(tmp_path, tiny, environment):
     assert [path.name for path in tmp_path.iterdir()] == ["timing.json"]
     profile = read_profile(tmp_path / "timing.json")
     assert [arm.facts.ranks for arm in profile.arms.values()] == [2, 2]
-    assert done.out.count("2 x CPU with 1 CPU thread") == 1
+    assert done.out.count("CPU, 2 ranks, 1 CPU thread per rank") == 1
 
 
 @pytest.mark.slow

@@ -93,7 +93,11 @@ class Budget(NamedTuple):
         arms = [runs for runs in arms if runs]
         if self.inequality(arms):
             return None
-        return fmean(cost for cost in self.mean_costs(arms) if cost is not None)
+        return mean_cost(self.mean(runs) for runs in arms)
+
+    def mean(self, runs: Sequence[Run]) -> float | None:
+        """Return the mean cost per run; None if the cost of a run is unknown."""
+        return mean_cost(self.total(run) for run in runs)
 
     def inequality(self, arms: Iterable[Sequence[Run]]) -> str:
         """Return the reason why arms do not have equal costs; "" if their costs are equal.
@@ -103,7 +107,8 @@ class Budget(NamedTuple):
         """
         arms = [runs for runs in arms if runs]
         means = []
-        for mean in self.mean_costs(arms):
+        for runs in arms:
+            mean = self.mean(runs)
             if mean is None:
                 return f"the {self.unit} of a run are unknown"
             means.append(mean)
@@ -121,14 +126,15 @@ class Budget(NamedTuple):
             return f"the {self.unit} per run ({costs}) differ by {excess}; the limit is {limit}"
         return ""
 
-    def mean_costs(self, arms: Iterable[Sequence[Run]]) -> list[float | None]:
-        """Return the mean cost per run of each arm; None if the cost of a run is unknown."""
-        means: list[float | None] = []
-        for runs in arms:
-            costs = [self.total(run) for run in runs]
-            known = [cost for cost in costs if cost]
-            means.append(fmean(known) if len(known) == len(costs) else None)
-        return means
+
+def mean_cost(costs: Iterable[float | None]) -> float | None:
+    """Return the mean cost of runs; None if the cost of a run is unknown, or without runs."""
+    known_costs = []
+    for cost in costs:
+        if not cost:
+            return None
+        known_costs.append(cost)
+    return fmean(known_costs) if known_costs else None
 
 
 BUDGETS = {

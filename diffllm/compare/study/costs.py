@@ -3,17 +3,16 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.budget import TOLERANCE
-from diffllm.compare.arms.comparable import exact_text
+from diffllm.compare.arms.budget import TOLERANCE, mean_cost
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
 from diffllm.compare.study.arms import StudyArm, StudyRun, runs_of
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
+    Planned,
     choose_from,
     config_of_planned,
     cost_of_step,
@@ -21,11 +20,10 @@ from diffllm.compare.study.planned_runs import (
     first_runs,
     is_ended,
 )
-from diffllm.compare.timing_profile import MACHINE, time_settings
-from diffllm.config import TrainConfig
+from diffllm.compare.timing_profile import MACHINE
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
-from diffllm.core.errors import ConfigError, listed
+from diffllm.core.errors import listed
 from diffllm.core.printing import Table
 from diffllm.metrics.records import finite, read_summary
 
@@ -53,9 +51,14 @@ class Cost:
     by_profile: bool = False
 
     @property
+    def remaining(self) -> int:
+        """Number of planned runs that have not ended."""
+        return self.runs - self.ended
+
+    @property
     def hours(self) -> float | None:
         """Hours to complete all runs that have not ended, one after another; None if unknown."""
-        return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
+        return None if self.seconds is None else self.remaining * self.seconds / 3600
 
 
 def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = None) -> list[Cost]:
@@ -72,28 +75,30 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     for first in first_runs(study):
         if study.lr:
             stages.append(choose_from(study, first.arm, {}).runs)
-        deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
-        stages.append([run for runs in deciding for run in runs])
-    measured = speeds_of(out / run.name for run in chain.from_iterable(stages))
-    if not measured and pilot:
-        measured = speeds_of(find_runs(pilot).runs)
-    visible_keys = [keys for _, keys in measured if keys]
-    by_profile = not assumed and not measured and study.profile is not None
+        deciding: list[Planned] = []
+        for seed in study.seeds:
+            deciding += deciding_runs(study, first.arm, seed, first.lr)
+        stages.append(deciding)
+    paths = [out / run.name for runs in stages for run in runs]
+    speeds, visible_keys = speeds_of(paths)
+    if not speeds and pilot:
+        speeds, visible_keys = speeds_of(find_runs(pilot).runs)
+    by_profile = not assumed and not speeds and study.profile is not None
     results = []
     for runs in stages:
         first, cfg = runs[0], config_of_planned(runs[0])
-        tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
         keys = cfg.visible_keys
         if keys is None and cfg.data.mask_documents and visible_keys:
             keys = min(statistics.median(visible_keys), (cfg.seq_len + 1) / 2)
+        tokens = cfg.planned_tokens
         flops = tokens * totals(cfg.model, keys)["flops"]
         seconds = None
         if assumed:
             seconds = START_S + flops / assumed
         elif by_profile:
             seconds = cfg.steps * cost_of_step(study, first.arm)
-        elif measured:
-            seconds = flops / statistics.median([speed for speed, _ in measured])
+        elif speeds:
+            seconds = flops / statistics.median(speeds)
         ended = sum(is_ended(out / run.name) for run in runs)
         results.append(
             Cost(first.stage, first.arm, len(runs), ended, tokens, flops, seconds, by_profile)
@@ -101,28 +106,24 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     return results
 
 
-def speeds_of(paths: Iterable[Path]) -> list[tuple[float, float | None]]:
-    """Return the results of `speed_of` for the finished runs of `paths`."""
-    speeds = []
-    for path in paths:
-        speed = speed_of(path)
-        if speed is not None:
-            speeds.append(speed)
-    return speeds
+def speeds_of(paths: Iterable[Path]) -> tuple[list[float], list[float]]:
+    """Return the training FLOPs per second of finished runs, and their visible keys.
 
-
-def speed_of(path: Path) -> tuple[float, float | None] | None:
-    """Return a run's training FLOPs per second, and the mean number of keys per attention query.
-
-    The measured time includes evaluations and checkpoints. The number of keys is None if the run
-    did not record it. Return None instead of a tuple if the run has not finished.
+    The measured times include evaluations and checkpoints. Visible keys are the mean number of keys
+    per attention query, of the runs that recorded this number.
     """
-    summary = read_summary(path) or {}
-    seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
-    if not seconds or not tokens:
-        return None
-    cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
-    return tokens * totals(cfg.model, keys or cfg.visible_keys)["flops"] / seconds, keys
+    speeds = []
+    visible_keys = []
+    for path in paths:
+        summary = read_summary(path) or {}
+        seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
+        if not seconds or not tokens:
+            continue
+        cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
+        speeds.append(tokens * totals(cfg.model, keys or cfg.visible_keys)["flops"] / seconds)
+        if keys:
+            visible_keys.append(keys)
+    return speeds, visible_keys
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,19 @@ def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
     results: list[Spending] = []
     if study.budget == TOKENS:
         return results
+    runs_by_arm = {arm.label: arm.runs for arm in arms}
     for planned in first_runs(study):
-        runs = [run for arm in arms if arm.label == planned.arm for run in arm.runs]
-        mean = mean_cost(study, runs)
         cfg = config_of_planned(planned)
-        tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
         cost = cfg.steps * cost_of_step(study, planned.arm)
-        results.append(Spending(planned.arm, cfg.steps, tokens, cost, mean))
+        measured = measured_cost(study, runs_by_arm.get(planned.arm, ()))
+        results.append(Spending(planned.arm, cfg.steps, cfg.planned_tokens, cost, measured))
     return results
+
+
+def measured_cost(study: Study, runs: Sequence[StudyRun]) -> float | None:
+    """Return the mean FLOPs or seconds of the runs that did not diverge; None if unknown."""
+    finished = [run for run in runs if not run.diverged]
+    return mean_cost(run.train_seconds if study.profile else run.training_flops for run in finished)
 
 
 def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
@@ -158,17 +164,18 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     Rounding to whole steps can make planned costs unequal. Times of another machine than that of
     the profile are not compared.
     """
-    results = spendings(study)
+    if study.budget == TOKENS:
+        return []
     unit = "seconds of training steps" if study.profile else "training FLOPs"
-    planned = {spending.arm: spending.planned for spending in results}
+    planned = {spending.arm: spending.planned for spending in spendings(study)}
     problems = unequal_costs(f"planned {unit}", planned, "; use more steps")
-    if problems or not results:
+    if problems:
         return problems
     measured = {}
     unknown = []
     for arm in arms:
-        runs = [run for run in arm.runs if not other_facts(study, run)]
-        mean = mean_cost(study, runs)
+        runs = [run for run in arm.runs if not other_machine(study, [run])]
+        mean = measured_cost(study, runs)
         if mean is not None:
             measured[arm.label] = mean
         elif not all(run.diverged for run in runs):
@@ -179,75 +186,28 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     return problems
 
 
-def mean_cost(study: Study, runs: Sequence[StudyRun]) -> float | None:
-    """Return the mean measured FLOPs or seconds of the runs that did not diverge.
-
-    Return None if the cost of a run is unknown, or if all runs diverged.
-    """
-    field = "train_seconds" if study.profile else "training_flops"
-    costs = []
-    for run in runs:
-        if not run.diverged:
-            cost = getattr(run, field)
-            if cost is None:
-                return None
-            costs.append(cost)
-    return statistics.fmean(costs) if costs else None
-
-
-def unequal_costs(what: str, costs: Mapping[str, float], advice: str = "") -> list[str]:
+def unequal_costs(quantity: str, costs: Mapping[str, float], advice: str = "") -> list[str]:
     """Return a message if the costs of arms, by name, differ by more than TOLERANCE."""
     if len(costs) < 2:
         return []
-    apart = max(costs.values()) / min(costs.values()) - 1
-    if apart <= TOLERANCE:
+    excess = max(costs.values()) / min(costs.values()) - 1
+    if excess <= TOLERANCE:
         return []
     by_arm = [f"{compact(cost)} in {arm}" for arm, cost in costs.items()]
     return [
-        f"budget: {what} per run differ by {percent(apart)}, more than {percent(TOLERANCE)}: "
+        f"budget: {quantity} per run differ by {percent(excess)}, more than {percent(TOLERANCE)}: "
         f"{listed(by_arm)}{advice}"
     ]
 
 
-def other_facts(study: Study, run: StudyRun) -> list[str]:
-    """Return the facts in which a run differs from the machine of the profile, if there is one."""
-    if study.profile is None:
-        return []
-    timed = study.profile.arm(run.arm).facts
-    texts = []
-    for name in MACHINE:
-        value = exact_text(name, getattr(run.facts, name))
-        timed_value = exact_text(name, getattr(timed, name))
-        if value != timed_value:
-            texts.append(f"{name} {value}, not {timed_value}")
-    return texts
-
-
-def machine_differences(study: Study, arms: Sequence[StudyArm]) -> list[str]:
-    """Return the facts in which runs differ from the machine of the profile."""
+def other_machine(study: Study, runs: Iterable[StudyRun]) -> list[str]:
+    """Return the facts in which runs differ from the machine of the profile, if there is one."""
     texts: dict[str, None] = {}
-    for run in runs_of(arms):
-        texts |= dict.fromkeys(other_facts(study, run))
+    if study.profile:
+        for run in runs:
+            timing = study.profile.arm(run.arm)
+            texts |= dict.fromkeys(timing.machine_differences(run.facts))
     return list(texts)
-
-
-def check_profile_settings(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if the profile was measured with other settings than those of an arm.
-
-    Args:
-        configs: config of a run, by arm.
-    """
-    if study.profile is None or isinstance(study.budget, str):
-        return
-    for arm, cfg in configs.items():
-        timed = study.profile.arm(arm).settings
-        for name, value in time_settings(cfg).items():
-            # Older profiles do not have the keys of newer versions.
-            if timed.get(name, value) != value:
-                raise ConfigError(
-                    f"arm {arm}: {name} is {value}, but budget.profile={study.budget.profile} was "
-                    f"measured with {timed[name]}; measure the profile again with diffllm timing"
-                )
 
 
 def spending_numbers(study: Study, arms: Sequence[StudyArm] = ()) -> dict[str, Any]:
@@ -265,7 +225,7 @@ def spending_numbers(study: Study, arms: Sequence[StudyArm] = ()) -> dict[str, A
             **{name: getattr(baseline.facts, name) for name in MACHINE},
             "spread": {name: study.profile.arm(name).spread for name in study.arms},
         }
-        numbers["other_machine"] = machine_differences(study, arms)
+        numbers["other_machine"] = other_machine(study, runs_of(arms))
     return numbers
 
 
@@ -298,33 +258,21 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
             f"Budget: the training FLOPs of the runs of {study.baseline}. The steps of each arm "
             "were computed before training."
         ]
+    spreads = {name: study.profile.arm(name).spread for name in study.arms}
+    noisiest = max(spreads, key=spreads.__getitem__)
     sentences = [
         f"Budget: {study.budget.seconds:g} seconds of training steps per run. The steps of each "
         f"arm were computed before training, by the step times in {study.budget.profile}.",
-        f"Profile of {study.profile.date}: {profile_words(study)}.",
+        f"Profile of {study.profile.date}: {study.profile.machine}; step times of rounds differ by "
+        f"at most {percent(spreads[noisiest])} ({noisiest}).",
     ]
-    if words := machine_differences(study, arms):
-        runs = runs_of(arms)
-        count = sum(bool(other_facts(study, run)) for run in runs)
+    runs = runs_of(arms)
+    differences = other_machine(study, runs)
+    if differences:
+        count = sum(bool(other_machine(study, [run])) for run in runs)
         sentences.append(
-            f"{count} of {plural(len(runs), 'run')} used another machine ({listed(words)}). The "
-            "machine of the profile decides: the measured seconds of these runs are not compared."
+            f"{count} of {plural(len(runs), 'run')} used another machine ({listed(differences)}). "
+            "The machine of the profile decides: the measured seconds of these runs are not "
+            "compared."
         )
     return sentences
-
-
-def profile_words(study: Study) -> str:
-    """Return the machine of the profile, and the largest spread between rounds over the arms."""
-    profile = study.profile
-    assert profile
-    facts = profile.arms[profile.baseline].facts
-    arms = {name: profile.arm(name) for name in study.arms}
-    noisiest = max(arms, key=lambda name: arms[name].spread)
-    ranks = plural(int(facts.ranks), "rank") if facts.ranks else "unknown world size"
-    return (
-        f"{facts.device or 'unknown device'}, {ranks}, "
-        f"{plural(profile.threads, 'CPU thread')} per rank, "
-        f"{facts.compute_dtype or 'unknown precision'}, "
-        f"{'compiled' if facts.compiled else 'eager'}, torch {facts.torch or 'unknown'}; step "
-        f"times of rounds differ by at most {percent(arms[noisiest].spread)} ({noisiest})"
-    )

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from diffllm.compare.study.training_budget import FLOPS, SecondsBudget, budget_profile
 from diffllm.compare.study.unequal import check_unequal
-from diffllm.compare.timing_profile import TimingProfile
+from diffllm.compare.timing_profile import SecondsBudget, TimingProfile
 from diffllm.config.compose import LENGTHS
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
@@ -29,6 +28,7 @@ BOUNDS = {
 }
 """Kinds of rules, and the keys that each takes."""
 TOKENS, POSITION, PARAMETERS = OVER = ("tokens", "position", "parameters")
+FLOPS = "flops"
 OF_THE_SUMMARY = {
     "heldout_loss": "nats per token", "heldout_bits_per_byte": "bits per byte",
     "train_loss": "nats per token", "tokens_per_s": "tokens per second", "seconds": "seconds",
@@ -77,11 +77,11 @@ class Rule:
         return [*self.smaller.items(), (self.arm, self.against)]
 
     def words(self, metric: str) -> str:
-        own = f"{metric} of {self.arm}"
+        candidate = f"{metric} of {self.arm}"
         if self.kind == "log_rank":
             base = f"{self.against} (log-rank permutation test, one-sided, alpha {self.alpha:g})"
-            return f"{own} reaches {self.reaches:g} in fewer tokens than that of {base}"
-        gap = f"{own} minus that of {self.against}"
+            return f"{candidate} reaches {self.reaches:g} in fewer tokens than that of {base}"
+        gap = f"{candidate} minus that of {self.against}"
         if self.kind == "equivalence":
             return f"{gap} is within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
         side, bound = ("below", self.below) if self.above is None else ("above", self.above)
@@ -220,7 +220,7 @@ def load_study(path: Path, is_timed: bool = True) -> Study:
         check_study(study)
         if isinstance(study.budget, SecondsBudget):
             if is_timed:
-                profile, profile_text = budget_profile(study.budget, path.parent, study.arms)
+                profile, profile_text = study.budget.read(path.parent, study.arms)
                 text += profile_text
             else:
                 study = replace(study, budget=TOKENS)
@@ -243,10 +243,10 @@ def check_study(study: Study) -> None:
             )
         check_overrides(f"arms.{name}", words, study.sets_rates)
     named = [("baseline", study.baseline)]
-    for where, rule in study.named_rules:
-        check_rule(where, rule)
-        named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
-        named += [(f"{where}.smaller", arm) for pair in rule.smaller.items() for arm in pair]
+    for key, rule in study.named_rules:
+        check_rule(key, rule)
+        named += [(f"{key}.arm", rule.arm), (f"{key}.against", rule.against)]
+        named += [(f"{key}.smaller", arm) for pair in rule.smaller.items() for arm in pair]
         if rule.kind == "log_rank" and not (study.logged and study.lr_sweep is None):
             raise ConfigError(
                 f"kind=log_rank is not supported with metric={study.metric}"
@@ -255,11 +255,9 @@ def check_study(study: Study) -> None:
             )
         if rule.kind in ("log_rank", "trend") and study.budget != TOKENS:
             raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
-    for where, arm in named:
+    for key, arm in named:
         if arm not in study.arms:
-            raise ConfigError(
-                f"{where}={arm} is not one of the arms {', '.join(sorted(study.arms))}"
-            )
+            raise ConfigError(f"{key}={arm} is not one of the arms {', '.join(sorted(study.arms))}")
     words = [*study.base, *chain.from_iterable(study.arms.values())]
     check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
     check_budget(study)
@@ -267,30 +265,28 @@ def check_study(study: Study) -> None:
     check_metric(study)
 
 
-def check_rule(where: str, rule: Rule) -> None:
+def check_rule(key: str, rule: Rule) -> None:
     names = ("over", "below", "above", "margin", "reaches")
     present = [name for name in names if getattr(rule, name) is not None]
     if set(present) not in BOUNDS[rule.kind]:
         choices = ", or ".join(" with ".join(sorted(keys)) for keys in BOUNDS[rule.kind])
         listing = ", ".join(present) or "none of these keys"
-        raise ConfigError(f"{where}: kind={rule.kind} must set {choices}, but sets {listing}")
+        raise ConfigError(f"{key}: kind={rule.kind} must set {choices}, but sets {listing}")
     for arm, against in rule.pairs:
         if arm == against:
-            raise ConfigError(f"{where}: {arm} cannot be compared with itself")
+            raise ConfigError(f"{key}: {arm} cannot be compared with itself")
     sizes = len(rule.smaller) + 1
     if rule.over == PARAMETERS and sizes < FEWEST_POINTS:
         example = "smaller: {v2_10m: standard_10m, v2_30m: standard_30m}"
         raise ConfigError(
-            f"{where}: over={PARAMETERS} needs at least {FEWEST_POINTS} model sizes, but the "
+            f"{key}: over={PARAMETERS} needs at least {FEWEST_POINTS} model sizes, but the "
             f"rule has {sizes}; add smaller versions of both arms, for example {example}"
         )
     if rule.over != PARAMETERS and rule.smaller:
-        raise ConfigError(f"{where}.smaller is allowed only with over={PARAMETERS}")
+        raise ConfigError(f"{key}.smaller is allowed only with over={PARAMETERS}")
     for side in zip(*rule.pairs, strict=True):
         if len({*side}) < len(side):
-            raise ConfigError(
-                f"{where}: {', '.join(side)} contains an arm twice; name each arm once"
-            )
+            raise ConfigError(f"{key}: {', '.join(side)} contains an arm twice; name each arm once")
 
 
 def check_budget(study: Study) -> None:
@@ -324,10 +320,11 @@ def check_seeds_and_rates(study: Study) -> None:
         check_grid("lr.grid", study.lr.grid)
         check_seeds("lr.seeds", study.lr.seeds, least=1)
         runs += len(study.lr.grid) * len(study.lr.seeds)
-        if both := sorted({*study.lr.seeds} & {*study.seeds}):
+        common_seeds = sorted({*study.lr.seeds} & {*study.seeds})
+        if common_seeds:
             raise ConfigError(
-                f"lr.seeds and seeds both contain {both}, but must not share a seed; use other "
-                "seeds in lr.seeds"
+                f"lr.seeds and seeds both contain {common_seeds}, but must not share a seed; use "
+                "other seeds in lr.seeds"
             )
     if study.lr and study.lr_sweep is not None:
         raise ConfigError(
@@ -337,27 +334,27 @@ def check_seeds_and_rates(study: Study) -> None:
     at_most("runs (arms x seeds x learning rates)", len(study.arms) * runs, MOST_RUNS)
 
 
-def check_grid(where: str, grid: list[float]) -> None:
+def check_grid(key: str, grid: list[float]) -> None:
     if len(grid) < 2 or any(b <= a for a, b in pairwise(grid)):
-        raise ConfigError(f"{where}={grid} must be two or more increasing learning rates")
+        raise ConfigError(f"{key}={grid} must be two or more increasing learning rates")
 
 
-def check_seeds(where: str, seeds: list[int], least: int) -> None:
+def check_seeds(key: str, seeds: list[int], least: int) -> None:
     if len({*seeds}) < max(least, len(seeds)):
-        raise ConfigError(f"{where}={seeds} must list {least} or more seeds without repetition")
+        raise ConfigError(f"{key}={seeds} must list {least} or more seeds without repetition")
 
 
-def check_overrides(where: str, words: list[str], study_sets_lr: bool) -> None:
-    at_most(f"entries in {where}", len(words), MOST_ENTRIES)
-    check_shared(words, where)
+def check_overrides(place: str, words: list[str], study_sets_lr: bool) -> None:
+    at_most(f"entries in {place}", len(words), MOST_ENTRIES)
+    check_shared(words, place)
     for word in words:
         key, equals, _ = word.partition("=")
         key = key.lstrip("+~")
         if not equals:
-            raise ConfigError(f"{where}: {word!r} is not of the form key=value")
+            raise ConfigError(f"{place}: {word!r} is not of the form key=value")
         is_set = key == "optim.lr" and study_sets_lr
         if is_set or key in ("seed", "run") or key.startswith("run."):
-            raise ConfigError(f"{where}: remove {word}, because the study itself sets {key}")
+            raise ConfigError(f"{place}: remove {word}, because the study itself sets {key}")
 
 
 def check_metric(study: Study) -> None:
@@ -376,9 +373,9 @@ def check_metric(study: Study) -> None:
         try:
             metric_of(name)
         except ConfigError:
-            known = [
+            choices = [
                 *OF_THE_SUMMARY,
                 f"{AT_POSITION}1024",
                 *(metric.quantity for metric in METRICS if metric.column),
             ]
-            raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None
+            raise ConfigError(f"metric={name} is not one of {', '.join(choices)}") from None

@@ -5,7 +5,7 @@ that the study's rules compare.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.arms.comparable import Terms, starting_point
 from diffllm.compare.study.arms import RateRun
-from diffllm.compare.study.file import TOKENS, Study
-from diffllm.compare.study.training_budget import FLOPS, SecondsBudget
+from diffllm.compare.study.file import FLOPS, TOKENS, Study
 from diffllm.compare.study.unequal import allowed_names
+from diffllm.compare.timing_profile import SecondsBudget
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import LENGTHS
@@ -62,12 +62,13 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     This is a single run, or with `lr_sweep` one run per learning rate. If the learning rate `lr` is
     None, the arm's config sets the learning rate.
     """
-    rates: Sequence[float | None] = study.lr_sweep or [lr]
-    runs = []
-    for rate in rates:
-        name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
-        runs.append(Planned(DECIDING, arm, seed, rate, name, words_of_arm(study, arm)))
-    return runs
+    words = words_of_arm(study, arm)
+    if study.lr_sweep is None:
+        return [Planned(DECIDING, arm, seed, lr, f"{arm}-seed{seed}", words)]
+    return [
+        Planned(DECIDING, arm, seed, rate, f"{arm}-lr{rate:g}-seed{seed}", words)
+        for rate in study.lr_sweep
+    ]
 
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
@@ -155,11 +156,12 @@ def planned_by_name(study: Study) -> dict[str, Planned]:
 
     The field `lr` of a run is its learning rate in a study with `lr_sweep`, otherwise None.
     """
-    runs: list[Planned] = []
+    runs = {}
     for arm in study.arms:
         for seed in study.seeds:
-            runs += deciding_runs(study, arm, seed, None)
-    return {run.name: run for run in runs}
+            for run in deciding_runs(study, arm, seed, None):
+                runs[run.name] = run
+    return runs
 
 
 def first_runs(study: Study, seed: int | None = None) -> list[Planned]:
@@ -264,9 +266,9 @@ def strayed(
     changes.pop("run.study", None)
     if starting_point(saved, run_path) != starting_point(planned):
         changes["resume"] = (saved.resume, planned.resume)
-    if changes:
-        return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
-    return "its config changed during the run" if (run_path / "changes.jsonl").exists() else ""
+    if not changes and (run_path / "changes.jsonl").exists():
+        return "its config changed during the run"
+    return ", ".join(f"{key} is {value}, not {plan}" for key, (value, plan) in changes.items())
 
 
 @dataclass(frozen=True)
@@ -274,15 +276,15 @@ class ChosenRate:
     """The learning rate of an arm, chosen by the losses of a grid of runs.
 
     `runs` are the runs of the grid. `losses` maps each rate, in increasing order, to its mean loss
-    over seeds. The mean is infinite if a seed diverged, and NaN if a seed has not ended. `wanted`
-    lists the runs of the grid that have not ended. `lr` is None if `wanted` is not empty or if
-    every rate diverged. `problem` says why `lr` cannot be trusted.
+    over seeds. The mean is infinite if a seed diverged, and NaN if a seed has not ended.
+    `remaining` lists the runs of the grid that have not ended. `lr` is None if `remaining` is not
+    empty or if every rate diverged. `problem` says why `lr` cannot be trusted.
     """
 
     arm: str
     runs: list[Planned]
     losses: dict[float, float]
-    wanted: list[Planned]
+    remaining: list[Planned]
     lr: float | None = None
     problem: str = ""
 
@@ -303,13 +305,16 @@ def choose_rates(study: Study, ended: Mapping[str, RateRun]) -> list[ChosenRate]
 
     The result is empty for a study without a grid.
     """
-    choices = []
-    for arm in study.arms if study.lr else ():
+    choices: list[ChosenRate] = []
+    if not study.lr:
+        return choices
+    for arm in study.arms:
         choice = choose_from(study, arm, ended)
         for planned in choice.runs:
-            if planned.name in ended and ended[planned.name].strayed:
-                problem = f"{planned.name} is not the run of the study"
-                choice = replace(choice, problem=f"{problem}: {ended[planned.name].strayed}")
+            run = ended.get(planned.name)
+            if run and run.strayed:
+                problem = f"{planned.name} is not the run of the study: {run.strayed}"
+                choice = replace(choice, problem=problem)
         choices.append(choice)
     return choices
 
@@ -319,12 +324,17 @@ def choose_from(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenR
 
     If the best rate is the smallest or largest of the grid, add one more rate at this end of the
     grid, at most `lr.extend` times. While runs of the grid have not ended, `lr` of the result is
-    None and `wanted` lists these runs.
+    None and `remaining` lists these runs.
     """
     rates = study.lr
     assert rates
     grid = list(rates.grid)
-    added = {"smallest": 0, "largest": 0}
+    # Each end of the grid grows by the ratio of the two rates at this end of the study's grid.
+    ends = {
+        "smallest": (rates.grid[1], rates.grid[0]),
+        "largest": (rates.grid[-2], rates.grid[-1]),
+    }
+    added = dict.fromkeys(ends, 0)
     while True:
         runs: list[Planned] = []
         losses: dict[float, float] = {}
@@ -332,9 +342,9 @@ def choose_from(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenR
             runs_of_rate = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
             runs += runs_of_rate
             losses[lr] = sum(ended_loss(run, ended) for run in runs_of_rate) / len(runs_of_rate)
-        wanted = [run for run in runs if run.name not in ended]
-        choice = ChosenRate(arm, runs, losses, wanted)
-        if wanted:
+        remaining = [run for run in runs if run.name not in ended]
+        choice = ChosenRate(arm, runs, losses, remaining)
+        if remaining:
             return choice
         best = min(grid, key=losses.__getitem__)
         if not math.isfinite(losses[best]):
@@ -346,9 +356,8 @@ def choose_from(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenR
         if added[end] == rates.extend:
             return replace(choice, problem=f"the best is the {end} of the grid")
         added[end] += 1
-        # The grid grows by the ratio of the two rates at this end of the study's grid.
-        first, second = rates.grid[1::-1] if end == "smallest" else rates.grid[-2:]
-        grid = sorted([*grid, float(f"{best * second / first:.6g}")])
+        inner, outer = ends[end]
+        grid = sorted([*grid, float(f"{best * outer / inner:.6g}")])
 
 
 def ended_loss(run: Planned, ended: Mapping[str, RateRun]) -> float:
@@ -365,18 +374,17 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
     The first stage is the grid of learning rates, if the study has a grid. The second stage
     contains the runs that the study's rules compare.
     """
-    choices = choose_rates(study, rate_runs(out))
+    rates: dict[str, float | None] = dict.fromkeys(study.arms)
     runs_of_grid: list[Planned] = []
-    for choice in choices:
-        runs_of_grid += choice.wanted
+    for choice in choose_rates(study, rate_runs(out)):
+        runs_of_grid += choice.remaining
+        rates[choice.arm] = choice.lr
     if runs_of_grid:
         return runs_of_grid
-    rates: dict[str, float | None] = dict.fromkeys(study.arms)
-    if study.lr:
-        # An arm that diverged at every rate has no compared runs.
-        rates = {choice.arm: choice.lr for choice in choices if choice.lr is not None}
     runs: list[Planned] = []
     for seed in study.seeds:
         for arm, lr in rates.items():
-            runs += deciding_runs(study, arm, seed, lr)
+            # An arm that diverged at every rate of the grid has no compared runs.
+            if lr is not None or not study.lr:
+                runs += deciding_runs(study, arm, seed, lr)
     return [run for run in runs if not is_ended(out / run.name)]

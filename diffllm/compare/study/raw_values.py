@@ -123,7 +123,7 @@ def whole_numbers(facts: RunFacts) -> RunFacts:
     return replace(facts, **numbers)
 
 
-def run_of(values: Values, where: str, entry: dict[str, Any]) -> StudyRun:
+def run_of(values: Values, key: str, entry: dict[str, Any]) -> StudyRun:
     """Return a run of values.json; raises ConfigError or ValueError if a value is invalid."""
     shared: dict[str, Any] = {}
     for name in SHARED:
@@ -133,10 +133,10 @@ def run_of(values: Values, where: str, entry: dict[str, Any]) -> StudyRun:
         elif type(place) is int and 0 <= place < len(distinct):
             shared[name] = distinct[place]
         else:
-            raise ValueError(f"{where}.{name}={place} is out of range of {name}")
+            raise ValueError(f"{key}.{name}={place} is out of range of {name}")
     own_values = {name: value for name, value in entry.items() if name not in SHARED}
-    run = made(StudyRun, own_values, where, strict=True)
-    check_bounds(f"{where}.", run)
+    run = made(StudyRun, own_values, key, strict=True)
+    check_bounds(f"{key}.", run)
     return replace(run, **shared)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.comparable import Comparand, differences
-from diffllm.compare.study.costs import check_profile_settings, spending_problems
-from diffllm.compare.study.design import check_design
-from diffllm.compare.study.file import PARAMETERS, Study
+from diffllm.compare.arms.sentences import exact_note
+from diffllm.compare.study.costs import spending_problems
+from diffllm.compare.study.file import Rule, Study, better
 from diffllm.compare.study.planned_runs import (
     RATES,
     Planned,
@@ -24,6 +24,7 @@ from diffllm.compare.study.planned_runs import (
     strayed,
     terms_of,
 )
+from diffllm.compare.study.removed_rules import margin_note, replacement_of
 from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.compare.study.trend_data import check_trends, unequal_pairs
 from diffllm.compare.study.unequal import settings_of, undeclared
@@ -48,7 +49,10 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
 from diffllm.distributed.launcher import stopped_status
+from diffllm.distributed.world import World
 from diffllm.metrics.wandb_config import check_wandb
+from diffllm.statistics.gap_tests import MOST_ALPHA
+from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 from diffllm.training.memory import check_memory
 
 
@@ -80,59 +84,94 @@ def run_study(
         return directory, cluster
 
     _, place = world.broadcast_and_keep("study", lambda: (None, begin()))
-    unfinished = stopped = 0
+    signal_number, unfinished, endings = run_stages(study, world, place, added)
+    if place is None:
+        return 0, None
+    print_upload(out)
+    names = place[0].record["runs"]
+    content = {
+        "study": str(out),
+        "signal": signal.Signals(signal_number).name if signal_number else None,
+        "runs": [run_values(str(out / name), endings.get(name)) for name in names],
+    }
+    if signal_number:
+        return stopped_status(signal_number), content
+    status = 1 if unfinished else print_end(study, out, added)
+    return status, content
+
+
+def run_stages(
+    study: Study, world: World, place: Place | None, added: list[str]
+) -> tuple[int, int, dict[str, Ending]]:
+    """Run the stages of a study one after another, until a run of a stage does not end.
+
+    Every rank must call this function. `place` is None on ranks other than 0, and `added` is as in
+    `run_study`.
+
+    Returns:
+        The number of the received signal (0 for none), the number of unfinished runs in the last
+        stage, and the endings by run name; only on rank 0.
+    """
+    signal_number = unfinished = 0
     all_endings: dict[str, Ending] = {}
 
-    def stage() -> list[dict[str, Any]]:
+    def stage_jobs() -> list[dict[str, Any]]:
         assert place
-        return [] if unfinished or stopped else next_jobs(study, place[0], added)
+        return [] if unfinished or signal_number else next_jobs(study, place[0], added)
 
-    for number in count():
-        jobs = [Job(**job) for job in world.broadcast_from_rank0(f"stage/{number}", stage)]
+    for stage in count():
+        jobs = [Job(**job) for job in world.broadcast_from_rank0(f"stage/{stage}", stage_jobs)]
         if not jobs:
             break
         if place is None:
             run_here(jobs, world)
             continue
-        echo(f"{out}: {len(jobs)} runs remain in this stage", flush=True)
         directory, cluster = place
-        stopped, endings = cluster.run(jobs, directory) if cluster else run_here(jobs, world)
+        echo(f"{directory.path}: {len(jobs)} runs remain in this stage", flush=True)
+        if cluster:
+            signal_number, endings = cluster.run(jobs, directory)
+        else:
+            signal_number, endings = run_here(jobs, world)
         unfinished = print_outcomes(jobs, endings, directory)
         all_endings |= endings
-    if place is None:
-        return 0, None
-    print_upload(out)
-    content = {
-        "study": str(out),
-        "signal": signal.Signals(stopped).name if stopped else None,
-        "runs": [run_values(str(out / n), all_endings.get(n)) for n in place[0].record["runs"]],
-    }
-    if unfinished or stopped:
-        return stopped_status(stopped) if stopped else 1, content
+    return signal_number, unfinished, all_endings
+
+
+def print_end(study: Study, out: Path, added: list[str]) -> int:
+    """Print the command of the verdict; return 1 if an arm diverged at every learning rate."""
     diverged = [choice for choice in choose_rates(study, rate_runs(out)) if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
-    which = "all other runs" if diverged else "all runs"
+    ended = "all other runs" if diverged else "all runs"
     verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}", *added])
-    echo(f"{which} of {out} have ended: {verdict}")
-    return 1 if diverged else 0, content
+    echo(f"{ended} of {out} have ended: {verdict}")
+    return 1 if diverged else 0
 
 
 def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list[dict[str, Any]]:
-    out, jobs = directory.path, []
+    """Return the runs that remain in the current stage as jobs, and record their overrides."""
+    out = directory.path
     runs = next_runs(study, out)
     digest = study_hash(study, planned_digests(study)) if runs else ""
+    jobs = []
     with track("checking runs", len(runs)) as advance:
         for number, planned in enumerate(runs, start=1):
             words = start_words(planned, out, digest)
             directory.record["runs"][planned.name] = words
             cfg = config_of_planned(planned)
-            path, flops, arguments = str(out / planned.name), flops_of_step(cfg), [*added, *words]
             job = Job(
-                number, len(runs), planned.name, path, cfg.steps, flops, arguments, False,
-                group=group_of(planned, study), tags=(out.name, study.path.stem),
-            )  # fmt: skip
+                number,
+                len(runs),
+                planned.name,
+                path=str(out / planned.name),
+                steps=cfg.steps,
+                flops_of_step=flops_of_step(cfg),
+                words=[*added, *words],
+                finished=False,
+                group=group_of(planned, study),
+                tags=(out.name, study.path.stem),
+            )
             jobs.append(vars(job))
             advance(1)
     directory.record["keys"] = []
@@ -167,18 +206,22 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
         with errors_of_arm(arm):
             cfg.check_world(world_size)
             check_wandb(cfg.wandb)
-    check_profile_settings(study, configs)
+    if study.profile and not isinstance(study.budget, str):
+        study.budget.check_settings(study.profile, configs)
     remaining = next_runs(study, out)
-    if problems := planned_problems(study):
+    problems = planned_problems(study)
+    if problems:
         text = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
         if not begun:
             raise ConfigError(text)
         if remaining:
             to_stderr(f"warning: {text}")
-    for path in (out / name for name in begun):
-        if changes := plugin_changes(path):
+    for name in begun:
+        changes = plugin_changes(out / name)
+        if changes:
             raise ConfigError(
-                f"the run {path} was started with {what_differs(changes)}; choose another out=DIR"
+                f"the run {out / name} was started with {what_differs(changes)}; choose another "
+                "out=DIR"
             )
     for arm in dict.fromkeys(planned.arm for planned in remaining):
         with errors_of_arm(arm):
@@ -193,6 +236,66 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
                 )
 
 
+def check_design(study: Study) -> None:
+    """Raise ConfigError if a rule is removed, has an unsuitable alpha or metric, or too few seeds.
+
+    docs/studies.md lists the conditions under "Refused designs". Studies that already have runs
+    are not checked, because older versions of diffllm accepted more designs.
+    """
+    for key, rule in study.named_rules:
+        for advice in (replacement_of(study, rule), margin_note(rule)):
+            if advice:
+                raise ConfigError(f"{key}: {advice}")
+        if rule.alpha > MOST_ALPHA:
+            raise ConfigError(f"{key}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
+        if rule.kind == "log_rank":
+            if better(study.metric) < 0:
+                raise ConfigError(
+                    f"{key}: kind={rule.kind} needs a metric that rises during training, but "
+                    f"metric={study.metric} falls; use kind=difference"
+                )
+            check_smallest_p(study, key, rule)
+        if study.power and rule.alpha != study.rule.alpha:
+            raise ConfigError(
+                f"{key}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because "
+                "the power of the study is computed for one alpha; use the same alpha in all rules"
+            )
+
+
+def check_smallest_p(study: Study, key: str, rule: Rule) -> None:
+    """Raise ConfigError if the smallest possible p of a log-rank rule is not below alpha.
+
+    The smallest possible p is first multiplied by the number of log-rank rules (Holm's correction).
+    `key` is the rule's key in the study file, such as "also[0]".
+    """
+    n = len(study.seeds)
+    rules = sum(other.kind == "log_rank" for other in study.rules)
+    least = smallest_p("log_rank", n, n)
+    adjusted = least * rules
+    if adjusted < rule.alpha:
+        return
+    seeds = seeds_for_p("log_rank", rule.alpha, rules)
+    fix = f"{seeds} seeds or more" if seeds else "a larger alpha"
+    if rules > 1:
+        fix += ", or fewer rules with kind=log_rank"
+    holm = f" ({least:.2g} before Holm's correction for {rules} rules)" if rules > 1 else ""
+    raise ConfigError(
+        f"{key}.alpha={rule.alpha:g} must be above {min(1, adjusted):.2g}{holm}, the smallest p "
+        f"of kind=log_rank with {n} seeds per arm; use {fix}"
+    )
+
+
+def design_notes(study: Study) -> list[str]:
+    """Return a warning for each alpha that is too small for exact tests with the study's seeds."""
+    alphas = [rule.alpha for rule in study.rules if rule.kind != "log_rank"]
+    notes = []
+    for alpha in sorted(set(alphas)):
+        note = exact_note(len(study.seeds), len(alphas), alpha, sides=1)
+        if note:
+            notes.append(note)
+    return notes
+
+
 def planned_problems(study: Study) -> list[str]:
     """Return the reasons why the planned runs cannot be compared.
 
@@ -205,8 +308,5 @@ def planned_problems(study: Study) -> list[str]:
         facts = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
         values = {**settings_of(cfg, study.sets_rates), **facts}
         comparands.append(Comparand(planned.arm, planned.seed, values))
-    problems = undeclared(differences(comparands, terms_of(study))) + spending_problems(study)
-    for rule in study.rules:
-        if rule.over == PARAMETERS:
-            problems += unequal_pairs(rule, comparands)
-    return problems
+    problems = undeclared(differences(comparands, terms_of(study)))
+    return problems + spending_problems(study) + unequal_pairs(study, comparands)

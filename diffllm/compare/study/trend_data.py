@@ -41,11 +41,14 @@ def position_losses(run: Run) -> PositionLosses:
     results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
     result = results.get(POSITION)
     if result is None:
-        unusable = [reason for reason, files in problems.items() if f"{POSITION}.jsonl" in files[0]]
-        why = f" ({unusable[0]})" if unusable else ""
+        note = ""
+        for reason, files in problems.items():
+            if f"{POSITION}.jsonl" in files[0]:
+                note = f" ({reason})"
+                break
         command = shlex.join(["diffllm", "evaluate", f"run={run.path}", f"tasks=[{POSITION}]"])
         raise ConfigError(
-            f"{run.path} has no results of the task {POSITION} at the last step{why}; "
+            f"{run.path} has no results of the task {POSITION} at the last step{note}; "
             f"run: {command}"
         )
     octaves: dict[float, float | None] = {}
@@ -80,9 +83,10 @@ def unequal_positions(settings: Collection[str]) -> list[str]:
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
     """Raise ConfigError if the arms of a trend over parameters have unsuitable sizes."""
+    parameters = {arm: totals(cfg.model)["params"] for arm, cfg in configs.items()}
     for rule in study.rules:
         if rule.over == PARAMETERS:
-            check_sizes(rule, {arm: totals(configs[arm].model)["params"] for arm in configs})
+            check_sizes(rule, parameters)
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
@@ -95,37 +99,39 @@ def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
         parameters: number of parameters by arm.
     """
     sizes = []
-    for candidate, base in rule.pairs:
-        sizes.append(sorted([parameters[candidate], parameters[base]]))
+    listing = []
+    for pair in rule.pairs:
+        sizes.append(sorted(parameters[arm] for arm in pair))
+        listing += [f"{arm} {parameters[arm]:,.0f}" for arm in pair]
     ordered = sorted(sizes)
     is_overlapping = any(small[1] >= large[0] for small, large in pairwise(ordered))
     if is_overlapping or ordered[-1] != sizes[-1]:
-        arms = [arm for pair in rule.pairs for arm in pair]
-        listing = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in arms)
         raise ConfigError(
             f"trend over {PARAMETERS}: the pairs of arms must have different numbers of parameters "
-            f"({listing}), and {rule.arm} must be in the largest pair; change the sizes of these "
-            "arms"
+            f"({', '.join(listing)}), and {rule.arm} must be in the largest pair; change the sizes "
+            "of these arms"
         )
 
 
-def unequal_pairs(rule: Rule, runs: Sequence[Comparand], measures_time: bool = False) -> list[str]:
-    """Return the differences between the arms of a trend over parameters, except in their sizes.
+def unequal_pairs(study: Study, runs: Sequence[Comparand]) -> list[str]:
+    """Return the differences between the arms of trends over parameters, except in their sizes.
 
     The key `unequal` of a study declares differences between sizes, but also allows them within a
     pair. A trend would then compare, for example, numbers of tokens instead of sizes.
     """
-    arms = {arm for pair in rule.pairs for arm in pair}
-    compared = [run for run in runs if run.arm in arms]
-    terms = Terms("study", allowed_names(["parameters", "flops"]), measures_time)
-    texts = [
-        difference_words(difference)
-        for difference in differences(compared, terms)
-        if difference.role == "condition"
-    ]
-    if not texts:
-        return []
-    return [
-        f"trend over {PARAMETERS}: arms differ in {listed(texts)}, but the arms of a trend may "
-        "differ only in the attention variant and in their sizes"
-    ]
+    terms = Terms("study", allowed_names(["parameters", "flops"]), study.measures_time)
+    problems = []
+    for rule in study.rules:
+        if rule.over != PARAMETERS:
+            continue
+        arms = [arm for pair in rule.pairs for arm in pair]
+        texts = []
+        for difference in differences([run for run in runs if run.arm in arms], terms):
+            if difference.role == "condition":
+                texts.append(difference_words(difference))
+        if texts:
+            problems.append(
+                f"trend over {PARAMETERS}: arms differ in {listed(texts)}, but the arms of a trend "
+                "may differ only in the attention variant and in their sizes"
+            )
+    return problems

@@ -99,7 +99,7 @@ def settings_of(
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         settings[name] = f"{value:,.15g}" if is_number else shown_value(value)
-    settings["tokens"] = f"{cfg.steps * cfg.global_batch_size * cfg.seq_len:,}"
+    settings["tokens"] = f"{cfg.planned_tokens:,}"
     settings["resume"] = starting_point(cfg, previous=previous)
     return settings
 

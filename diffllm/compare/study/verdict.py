@@ -16,7 +16,7 @@ from diffllm.compare.study.arms import StudyArm, runs_of
 from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
-from diffllm.compare.study.file import PARAMETERS, Study
+from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate, terms_of
 from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.trend_data import unequal_pairs, unequal_positions
@@ -140,19 +140,17 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     runs = runs_of(arms)
     strayed = [run for run in runs if run.strayed]
     if strayed:
-        more = ""
-        if len(strayed) > 1:
-            more = f"; runs that differ from the study: {len(strayed)}"
         first = strayed[0]
-        problems.append(f"{first.name} is not the run of the study: {first.strayed}{more}")
+        problem = f"{first.name} is not the run of the study: {first.strayed}"
+        if len(strayed) > 1:
+            problem += f"; runs that differ from the study: {len(strayed)}"
+        problems.append(problem)
     notes = {run.facts.corpus_note or "" for run in runs} - {""}
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
     problems += unequal_positions({run.position_settings for run in runs if run.positions})
-    for rule in study.rules:
-        if rule.over == PARAMETERS:
-            problems += unequal_pairs(rule, comparands(arms), study.measures_time)
+    problems += unequal_pairs(study, comparands(arms))
     return problems + spending_problems(study, arms)
 
 
@@ -173,7 +171,7 @@ def exploratory(
     for arm in arms:
         waiting += arm.missing
     for choice in choices:
-        waiting += [run.name for run in choice.wanted]
+        waiting += [run.name for run in choice.remaining]
     if waiting:
         verb = "has" if len(waiting) == 1 else "have"
         names = ", ".join(waiting[:3])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diffllm.compare.arms.comparable import ATTENTION
 from diffllm.compare.arms.pages import (
@@ -19,7 +19,6 @@ from diffllm.compare.arms.pages import (
 from diffllm.compare.arms.sentences import (
     MISSING,
     compact,
-    percent,
     plural,
     range_text,
     short,
@@ -27,6 +26,7 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
 from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
+from diffllm.compare.study.arms import StudyArm, runs_of
 from diffllm.compare.study.costs import budget_sentences, spending_table
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, REFUTED, SHOWN, Tested
 from diffllm.compare.study.file import Study
@@ -34,7 +34,6 @@ from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.trend import study_trend_sentence
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
-from diffllm.config.matching import TOLERANCE
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.files import replace_file
 from diffllm.core.printing import Cell, Table
@@ -54,12 +53,6 @@ REASONS = {
     "harmless": "no influence on the metric",
 }
 """Text about a difference between arms, by its role."""
-COMPARED = {
-    "tokens": "tokens",
-    "rates": "learning rate",
-    "parameters": "parameters",
-    "flops_per_token": "training FLOPs per token",
-}
 
 
 def write_verdict(verdict: Verdict, out: Path) -> list[Path]:
@@ -80,25 +73,28 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     Args:
         with_picture: whether to draw the gaps, which only HTML shows.
     """
-    study, numbers = verdict.study, verdict.numbers()
+    study, first_reason = verdict.study, verdict.tested[0].reason
     trend = study_trend_sentence(study, {arm.label: arm for arm in verdict.arms})
-    header: list[Block] = [
-        Paragraph(f"{verdict_sentence(verdict, numbers['arms'])} {trend}".strip())
-    ]
+    start = ""
+    if NOT_COMPARABLE in (verdict.verdict, verdict.would_be):
+        start = "Not comparable; the runs alone give: "
+    header: list[Block] = [Paragraph(f"{start}{study.quantity}: {first_reason}. {trend}".strip())]
     if study.source:
         header.insert(0, Paragraph(study.source, label="Source"))
-    if problems := [reason for reason in verdict.reasons if reason != verdict.tested[0].reason]:
+    problems = [reason for reason in verdict.reasons if reason != first_reason]
+    if problems:
         header.append(Items(problems))
     if with_picture and gaps_of_pairs(verdict):
         header.append(FigureGrid([gaps_figure(verdict)]))
     rules = [f"Rule: {rule_line(tested, study)}" for tested in verdict.tested]
-    conditions = Paragraph(f"{conditions_text(numbers)} {power_words(study)}")
+    conditions = Paragraph(f"{conditions_text(verdict)} {power_words(study)}")
     settings = Items([*override_lines(study), *difference_lines(verdict)])
     sections = [
         Section("Conditions and rules", [conditions, Items(rules)]),
         Section("Arms", [TableBlock(arms_table(verdict), "Arms"), settings]),
     ]
-    if sentences := budget_sentences(study, verdict.arms):
+    sentences = budget_sentences(study, verdict.arms)
+    if sentences:
         costs = TableBlock(spending_table(study, verdict.arms), "Costs of the runs of each arm")
         sections.append(Section("Budget", [Paragraph(" ".join(sentences)), costs]))
     if verdict.choices:
@@ -111,25 +107,7 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     result = verdict.verdict
     if result == EXPLORATORY:
         result += f", it would be: {verdict.would_be}"
-    footer = Section("", [Paragraph(origin(study, numbers))])
-    return Page(study.claim, header, sections, footer, result)
-
-
-def verdict_sentence(verdict: Verdict, arms: dict[str, Any]) -> str:
-    """Return text with the result of the first rule and the sizes of the two compared models."""
-    tested = verdict.tested[0]
-    start = ""
-    if NOT_COMPARABLE in (verdict.verdict, verdict.would_be):
-        start = "Not comparable; the runs alone give: "
-    arm, against = tested.rule.arm, tested.rule.against
-    size, flops = (compact(arms[arm][fact]) for fact in ("parameters", "flops_per_token"))
-    base_size, base_flops = (
-        compact(arms[against][fact]) for fact in ("parameters", "flops_per_token")
-    )
-    return (
-        f"{start}{verdict.study.quantity}: {tested.reason}. {arm} has {size} parameters and "
-        f"{flops} training FLOPs per token, {against} has {base_size} and {base_flops}."
-    )
+    return Page(study.claim, header, sections, Section("", [Paragraph(origin(verdict))]), result)
 
 
 def rule_line(tested: Tested, study: Study) -> str:
@@ -161,24 +139,37 @@ def rule_line(tested: Tested, study: Study) -> str:
 
 def arms_table(verdict: Verdict) -> Table:
     styles = arm_styles(verdict)
-    heads = ("arm", verdict.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
+    heads = (
+        "arm", verdict.study.quantity, "95% interval", "seeds", "diverged", "learning rate",
+        "parameters", "training FLOPs per token", "tokens per run", "tokens per parameter",
+    )  # fmt: skip
     rows: list[list[str | Cell]] = []
     for arm in verdict.arms:
-        style = styles.get(arm.label)
-        mean = arm.mean.within(*verdict.study.limits) if arm.mean else None
-        interval = mean.interval if mean else None
-        rates = [run.lr for run in arm.runs]
-        rows.append(
-            [
-                Cell(arm.label, icon=style.swatch if style else ""),
-                short(mean.mean, 5) if mean else MISSING,
-                " to ".join(short(end, 5) for end in interval) if interval else MISSING,
-                f"{len(arm.finite_values)}",
-                f"{arm.diverged} of {len(arm.runs)}",
-                range_text(rates, "{:g}".format) if rates else MISSING,
-            ]
-        )
+        row: list[str | Cell] = [MISSING] * len(heads)
+        row[0] = arm.label
+        if arm.runs:
+            row = [Cell(arm.label, icon=styles[arm.label].swatch), *arm_cells(arm, verdict.study)]
+        rows.append(row)
     return Table.of(heads, rows, left=range(len(heads)))
+
+
+def arm_cells(arm: StudyArm, study: Study) -> list[str]:
+    """Return the cells of an arm with runs, without its name."""
+    mean = arm.mean.within(*study.limits) if arm.mean else None
+    interval = mean.interval if mean else None
+    run = arm.runs[0]
+    parameters = run.facts.parameters
+    return [
+        short(mean.mean, 5) if mean else MISSING,
+        " to ".join(short(end, 5) for end in interval) if interval else MISSING,
+        f"{len(arm.finite_values)}",
+        f"{arm.diverged} of {len(arm.runs)}",
+        range_text([run.lr for run in arm.runs], "{:g}".format),
+        compact(parameters),
+        compact(run.facts.flops_per_token),
+        compact(run.planned_tokens),
+        two_digits(run.planned_tokens / parameters) if parameters else MISSING,
+    ]
 
 
 def power_words(study: Study) -> str:
@@ -194,10 +185,10 @@ def power_words(study: Study) -> str:
     alpha = study.rule.alpha / len(study.rules)
     chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
-    what = "slope per doubling" if study.rule.kind == "trend" else "gap"
+    effect = "slope per doubling" if study.rule.kind == "trend" else "gap"
     return (
         f"With {plural(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
-        f"seeds{source}, the study finds a true {what} of {short(gap)} with probability "
+        f"seeds{source}, the study finds a true {effect} of {short(gap)} with probability "
         f"{chance:.2f} if seeds are uncorrelated."
     )
 
@@ -247,46 +238,14 @@ def gaps_figure(verdict: Verdict) -> Figure:
         return Figure(title, caption, to_image(gaps_drawing(verdict), title))
 
 
-def conditions_text(numbers: dict[str, Any]) -> str:
-    """Describe the size of the runs, and state which settings the arms share."""
-    arms = [arm for arm in numbers["arms"].values() if arm["losses"]]
-    runs = sum(len(arm["losses"]) for arm in arms)
-    seeds = [len(arm["values"]) for arm in arms]
-    tokens = [arm["tokens"] for arm in arms]
-    sizes = [arm["parameters"] for arm in arms]
-    words = [
-        plural(runs, "run"),
-        f"{range_text(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
-        f"{range_text(tokens)} tokens per run",
-    ]
-    if None not in sizes:
-        ratios = [arm["tokens"] / arm["parameters"] for arm in arms]
-        words.append(f"{range_text(sizes)} parameters")
-        words.append(f"{range_text(ratios, two_digits)} tokens per parameter")
-    equal, unequal = [], []
-    for key, name in COMPARED.items():
-        values = [arm[key] for arm in arms]
-        if None in values:
-            continue
-        least, most = min(values), max(values)
-        if least == most:
-            equal.append(name)
-        elif key == "rates":
-            unequal.append(name)
-        elif most / least - 1 <= TOLERANCE:
-            equal.append(f"{name} (within {percent(most / least - 1)})")
-        else:
-            unequal.append(f"{name} (largest {percent(most / least - 1)} above smallest)")
-    names_by_text = {
-        "Equal across arms": equal,
-        "Not equal": unequal,
-        "Differences that the study declares": numbers["unequal"],
-    }
-    sentences = [f"{', '.join(words)}."]
-    for text, names in names_by_text.items():
-        if names:
-            sentences.append(f"{text}: {', '.join(names)}.")
-    return " ".join(sentences)
+def conditions_text(verdict: Verdict) -> str:
+    """State the number of runs and seeds, and the differences that the study declares."""
+    runs = plural(len(runs_of(verdict.arms)), "run")
+    seeds = range_text([len(arm.values) for arm in verdict.arms if arm.runs], str)
+    text = f"{runs}, seeds per arm: {seeds}."
+    if verdict.study.unequal:
+        text += f" Differences that the study declares: {', '.join(verdict.study.unequal)}."
+    return text
 
 
 def override_lines(study: Study) -> list[str]:
@@ -316,19 +275,20 @@ def choice_line(choice: ChosenRate) -> str:
     return f"Learning rate of {choice.arm}: {rate}{problem}; held-out loss {', '.join(losses)}"
 
 
-def origin(study: Study, numbers: dict[str, Any]) -> str:
+def origin(verdict: Verdict) -> str:
     """Return text with the hashes of the study, and the corpus and software of its runs."""
+    study, facts = verdict.study, verdict.facts
     files = study.path.name
     if not isinstance(study.budget, str):
         files += f" and {study.budget.profile}"
-    facts = numbers["facts"]
-    corpus = ", ".join(f"`{digest}`" for digest in facts["corpus"])
+    corpus = ", ".join(f"`{digest}`" for digest in facts["corpus"]) or "not recorded"
+    resolved = verdict.evidence.hash_of(study)
     python, torch, device, ranks, code = (
         ", ".join(facts[name]) or "not recorded"
         for name in ("python", "torch", "device", "ranks", "code")
     )
     return (
         f"Metric: {study.quantity}, paired over seeds. Study {files}, SHA-256 `{study.hash}`, "
-        f"with resolved configs `{numbers['study_hash']}`. Corpus hash {corpus or 'not recorded'}. "
+        f"with resolved configs `{resolved}`. Corpus hash {corpus}. "
         f"Python {python}, torch {torch}, device {device}, ranks `{ranks}`, code `{code}`."
     )

@@ -184,7 +184,7 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
         for line in re.finditer(rows, text, re.M)
         for found in re.finditer(recompute.NUMBER, line[line.lastindex])
     ]
-    assert len(spans) == 3 * 7 + 2 * 2
+    assert len(spans) == 3 * 11 + 2 * 2
     for start, end in spans:
         at = max(i for i in range(start, end) if text[i].isdigit())
         changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
