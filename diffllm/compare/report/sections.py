@@ -26,14 +26,16 @@ from diffllm.compare.report.results import (
     tested_rows,
 )
 from diffllm.compare.report.rows import keys_apart
-from diffllm.compare.report.stages import over_stages, spikes_over_stages, stages_of
 from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
     RunCurves,
     band_of_values,
     line_without,
+    over_stages,
     run_curves,
+    spikes_over_stages,
+    stages_of,
 )
 from diffllm.compare.report.styles import RowStyle
 from diffllm.compare.report.trends import trend_sentences
