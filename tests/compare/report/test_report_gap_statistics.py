@@ -14,7 +14,7 @@ from test_report_page import Reader, figures_of, words_of
 from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps
-from diffllm.compare.report.page import page
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.results import holm_sentence
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import row_styles

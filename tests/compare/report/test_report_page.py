@@ -25,7 +25,7 @@ from diffllm.compare.arms.sentences import compact
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of
-from diffllm.compare.report.page import page
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.styles import row_styles
 from diffllm.compare.report.tables import runs_table, table_columns
