@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.comparable import Difference
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.pages import (
@@ -21,34 +20,33 @@ from diffllm.compare.arms.pages import (
     Terms,
 )
 from diffllm.compare.arms.run import Run
-from diffllm.compare.arms.sentences import MISSING, clock, compact, fixed, in_words
+from diffllm.compare.arms.sentences import fixed
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.differences import differences_table, row_settings_table, settings
 from diffllm.compare.report.evaluations import Evaluated
 from diffllm.compare.report.figures import RC
 from diffllm.compare.report.notes import reading_terms, runs_summary
+from diffllm.compare.report.page_tables import (
+    cost_columns,
+    gap_table,
+    groups_table,
+    runs_table,
+    score_table,
+    unplanned_sentences,
+)
 from diffllm.compare.report.results import (
     few_seeds_note,
     finding,
     has_intervals,
     holm_sentence,
     loss_interval,
-    lost_seeds,
     pairing_note,
     tested_rows,
 )
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import RowStyle, row_styles
-from diffllm.compare.report.tables import (
-    csv_text,
-    fold_constant,
-    gap_table,
-    groups_table,
-    runs_table,
-    score_table,
-    table_columns,
-)
+from diffllm.compare.report.tables import csv_text, fold_constant, table_columns
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
@@ -313,43 +311,6 @@ def cost_sections(comparison: Comparison, figures: list[Figure]) -> list[Section
     introduction = Paragraph(" ".join([COSTS, *unplanned_sentences(rows)]))
     table = folded(Table([labels, *cost_columns(rows)]), title)
     return [Section(title, [introduction, *table, FigureGrid(figures)])]
-
-
-def cost_columns(rows: list[Row]) -> list[TableColumn]:
-    """Return the columns of gaps at equal tokens, FLOPs and seconds."""
-    columns = []
-    for name, budget in BUDGETS.items():
-        if not any(name in row.equal for row in rows):
-            continue
-        loss = "held-out sample loss" if name == "tokens" else "final held-out loss"
-        meaning = f"{budget.meaning}; {loss} minus the baseline's after equal {budget.unit}"
-        cells = [equal_cell(row, name) for row in rows]
-        columns.append(TableColumn(f"At equal {budget.unit}", cells, "nats per token", meaning))
-    return columns
-
-
-def unplanned_sentences(rows: list[Row]) -> list[str]:
-    """State how to plan runs for missing columns of the table of costs; [] if none is missing."""
-    missing = []
-    for name in ("flops", "seconds"):
-        if not any(name in row.equal for row in rows):
-            missing.append(f"equal {BUDGETS[name].unit}")
-    if not missing:
-        return []
-    in_sweep = "`train.budget.flops` in a sweep, or " if "equal FLOPs" in missing else ""
-    return [f"No gap at {' or '.join(missing)}: plan such runs with {in_sweep}`budget` in a study."]
-
-
-def equal_cell(row: Row, budget: str) -> Cell:
-    equal = row.equal.get(budget)
-    if equal is None:
-        return Cell(MISSING)
-    small = lost_seeds(row)
-    interval = in_words(equal.gap, signed=True)
-    if interval:
-        small.insert(0, interval)
-    cost = clock(equal.at) if budget == "seconds" else compact(equal.at, 3)
-    return Cell(fixed(equal.gap.mean, signed=True), equal.gap.mean, tuple(small), f"at {cost}")
 
 
 def sample_texts(rows: list[Row], styles: list[RowStyle]) -> list[Figure]:

@@ -10,8 +10,9 @@ import pytest
 from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
+from diffllm.compare.report.page_tables import score_table
 from diffllm.compare.report.report_page import page
-from diffllm.compare.report.tables import csv_text, score_table
+from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
 from diffllm.statistics.estimates import estimate
 
