@@ -50,15 +50,15 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     declared = all_declarations([run for row in rows for run in row.runs])
     for name in LENGTH_KEYS:
         declared[name] = replace(declaration_of(name, declared), fact="budget")
-    distinguishing = rows[0].differing
-    for name in distinguishing:
+    keys_of_rows = rows[0].differing
+    for name in keys_of_rows:
         # These keys distinguish rows, even if a fact is compared in their place.
         declared[name] = replace(declaration_of(name, declared), fact=None)
     result = []
     for difference in differences(comparands_of(rows), REPORT, declared):
         if not is_within(difference.key, OMITTED):
             result.append(difference)
-    result.sort(key=lambda item: (ORDER.index(item.role), item.key not in distinguishing))
+    result.sort(key=lambda item: (ORDER.index(item.role), item.key not in keys_of_rows))
     return result
 
 
