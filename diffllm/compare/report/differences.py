@@ -70,9 +70,10 @@ def comparands_of(rows: list[Row]) -> list[Comparand]:
     comparands = []
     for row in rows:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
-            compared = {name: value for name, value in values.items() if name not in columns}
-            compared["budget"] = budgets[run]
-            comparands.append(Comparand(row.label, run.cfg.seed, compared | row.differing))
+            for name in columns:
+                values.pop(name, None)
+            values |= {"budget": budgets[run], **row.differing}
+            comparands.append(Comparand(row.label, run.cfg.seed, values))
     return comparands
 
 

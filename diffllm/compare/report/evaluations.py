@@ -29,7 +29,8 @@ class ScoreCell(NamedTuple):
 
 
 class ScoreLine(NamedTuple):
-    of: str
+    name: str
+    """Level or metric of the score; "" if an evaluation has only one score."""
     chance: float | None
     cells: list[ScoreCell | None]
     """A cell per row; None without a score."""
@@ -104,8 +105,7 @@ def evaluation_of_rows(
             f"{name}: skipped {shortlist(skipped, 3)}, evaluated after another number of tokens, "
             "with another tokenizer, at other levels or on other examples."
         )
-    places = {row: i for i, row in enumerate(rows)}
-    base_places = [places[bases[row]] if row in bases else None for row in rows]
+    base_places = [rows.index(bases[row]) if row in bases else None for row in rows]
     newest = []
     subgroups = []
     for runs in by_row:
@@ -291,8 +291,8 @@ def score_lines(
         bases: for each report row, the index of its baseline row; None if it has no baseline.
     """
     names: dict[str, None] = {}
-    for scores_by_seed in results:
-        for scores in scores_by_seed.values():
+    for row_results in results:
+        for scores in row_results.values():
             names |= dict.fromkeys(scores)
     lines = []
     for name in names:
@@ -306,23 +306,10 @@ def score_line(
     name: str, results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
 ) -> ScoreLine:
     """Return the cells of one score, see `score_lines`."""
-    scores_of_rows: list[dict[Seeds, Line]] = []
-    values_of_rows: list[dict[Seeds, float]] = []
-    all_scores: list[Line] = []
-    for row_results in results:
-        scores: dict[Seeds, Line] = {}
-        values: dict[Seeds, float] = {}
-        for seeds, results_of_run in row_results.items():
-            if name not in results_of_run:
-                continue
-            scores[seeds] = results_of_run[name]
-            value = finite(scores[seeds].get("value"))
-            if value is not None:
-                values[seeds] = value
-        scores_of_rows.append(scores)
-        values_of_rows.append(values)
-        all_scores += scores.values()
-    limits = limits_of(unit, all_scores[0])
+    scores_of_rows = [scores_by_seed(name, row_results) for row_results in results]
+    values_of_rows = [values_by_seed(scores) for scores in scores_of_rows]
+    first_score = next(score for scores in scores_of_rows for score in scores.values())
+    limits = limits_of(unit, first_score)
     cells: list[ScoreCell | None] = []
     for scores, values, base in zip(scores_of_rows, values_of_rows, bases, strict=True):
         if not values:
@@ -334,7 +321,21 @@ def score_line(
         if unit == SHARE:
             cell = over_examples(cell, min(map(independent_examples, scores.values())))
         cells.append(cell)
-    return ScoreLine(name, finite(all_scores[0].get("chance")), cells)
+    return ScoreLine(name, finite(first_score.get("chance")), cells)
+
+
+def scores_by_seed(name: str, results: Mapping[Seeds, Lines]) -> dict[Seeds, Line]:
+    return {seeds: scores[name] for seeds, scores in results.items() if name in scores}
+
+
+def values_by_seed(scores: Mapping[Seeds, Line]) -> dict[Seeds, float]:
+    """Return the finite values of scores."""
+    values = {}
+    for seeds, score in scores.items():
+        value = finite(score.get("value"))
+        if value is not None:
+            values[seeds] = value
+    return values
 
 
 def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
@@ -371,7 +372,7 @@ def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]
         for lines, suffix in ((evaluation.lines, ""), (evaluation.equal, ", equal loss")):
             for line in lines:
                 cell = line.cells[row]
-                level = f": {line.of}" if line.of else ""
+                level = f": {line.name}" if line.name else ""
                 name = f"{evaluation.name}{level}{suffix}"
                 gap = cell.gap if cell else None
                 values[name] = cell.mean.mean if cell else None

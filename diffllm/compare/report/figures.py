@@ -182,16 +182,21 @@ def draw_curves(
     if log:
         logarithmic(axes)
     elif top is not None:
-        axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
-        for band, style in drawn:
-            if band.drawn.min() > top:
-                draw_arrow(axes, (band.x[-1], top), "^", style.colour)
+        end_scale(axes, drawn, top)
     draw_spikes(axes, drawn)
     axes.set_xlabel(across, loc="right")
     axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
     axes.xaxis.set_major_formatter(lambda x, _: compact(x))
     add_legend(figure)
     return figure
+
+
+def end_scale(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
+    bottom = axes.dataLim.ymin
+    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+    for band, style in drawn:
+        if band.drawn.min() > top:
+            draw_arrow(axes, (band.x[-1], top), "^", style.colour)
 
 
 def draw_floor(axes: "Axes", floor: Series) -> None:
@@ -242,15 +247,8 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
         )
     if band.stops:
         x, y = np.transpose(band.stops)
-        axes.plot(
-            x,
-            hide_nonpositive(y, log),
-            "x",
-            color=style.colour,
-            ms=6,
-            mew=1.6,
-            label="last finite value",
-        )
+        y = hide_nonpositive(y, log)
+        axes.plot(x, y, "x", color=style.colour, ms=6, mew=1.6, label="last finite value")
 
 
 def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:

@@ -214,24 +214,9 @@ def reading_terms(rows: list[Row]) -> list[tuple[str, str]]:
         ),
     ]
     if is_early(runs):
-        terms.append(
-            (
-                "Early training",
-                f"Fewer than {COMPUTE_OPTIMAL} tokens per parameter, about the number of "
-                "compute-optimal training (Hoffmann et al., 2022, arXiv 2203.15556, "
-                '"Chinchilla"). Gaps can change with more tokens.',
-            )
-        )
+        terms.append(EARLY_TRAINING)
     if has_intervals(rows):
-        terms.append(
-            (
-                "Intervals",
-                "95%, Student's t over seeds: the uncertainty of the mean that is due to the "
-                "seeds. A single seed has no interval. Student's t assumes that losses of seeds, "
-                "and their differences, are normally distributed; a few seeds cannot show "
-                "whether this holds.",
-            )
-        )
+        terms.append(INTERVALS_OVER_SEEDS)
     trend_interval = "; mean and Student's t interval over seeds" if has_intervals(rows) else ""
     terms += [
         (
@@ -268,6 +253,18 @@ def interval_text(rows: list[Row]) -> str:
     )
 
 
+EARLY_TRAINING = (
+    "Early training",
+    f"Fewer than {COMPUTE_OPTIMAL} tokens per parameter, about the number of compute-optimal "
+    'training (Hoffmann et al., 2022, arXiv 2203.15556, "Chinchilla"). Gaps can change with more '
+    "tokens.",
+)
+INTERVALS_OVER_SEEDS = (
+    "Intervals",
+    "95%, Student's t over seeds: the uncertainty of the mean that is due to the seeds. A single "
+    "seed has no interval. Student's t assumes that losses of seeds, and their differences, are "
+    "normally distributed; a few seeds cannot show whether this holds.",
+)
 MEASUREMENTS = (
     (
         "Diverged runs",

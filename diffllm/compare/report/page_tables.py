@@ -151,7 +151,7 @@ def groups_table(groups: list[Group]) -> Table:
 
 def score_table(name: str, lines: list[ScoreLine], rows: Sequence[Arm]) -> Table:
     """Return a table of scores with one column per evaluated row of the report."""
-    columns = [TableColumn(name, [Cell(line.of or "all") for line in lines], left=True)]
+    columns = [TableColumn(name, [Cell(line.name or "all") for line in lines], left=True)]
     if any(line.chance is not None for line in lines):
         columns.append(TableColumn("Chance", [Cell(fixed(line.chance, 3)) for line in lines]))
     for i, row in enumerate(rows):
@@ -177,9 +177,9 @@ def score_cell(score: ScoreCell | None) -> Cell:
 
 
 def runs_table(rows: list[Row]) -> Table:
-    runs = [run for row in rows for run in row.runs]
-    root = os.path.commonpath([run.path.absolute().parent for run in runs])
-    lines = [run_cells(row.label, run, root) for row in rows for run in row.runs]
+    runs = [(row.label, run) for row in rows for run in row.runs]
+    root = os.path.commonpath([run.path.absolute().parent for _, run in runs])
+    lines = [run_cells(label, run, root) for label, run in runs]
     heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "Spikes", "State"]
     return Table.of(heads, lines, (0, 2, 6, 7))
 
