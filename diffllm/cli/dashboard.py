@@ -85,7 +85,7 @@ def read_dashboard(args: DashboardArguments) -> "tuple[Dashboard, Path, str]":
     """Return the dashboard, the directory of dashboard.json, and the mode of wandb."""
     from diffllm.compare.dashboard import comparison_dashboard, project_dashboard
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.page import required
+    from diffllm.compare.report.report_page import required
     from diffllm.metrics.wandb_config import WandbConfig, WandbMode, check_project, resolve_mode
 
     mode = None if args.mode == "auto" else WandbMode(args.mode)

@@ -139,12 +139,12 @@ def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
         (each, line)
         for name in names
         for each in (each for each in comparison.evaluated if each.name == name)
-        for line in each.lines[: 1 if len(names) > 1 and each.lines[0].of == ALL else None]
+        for line in each.lines[: 1 if len(names) > 1 and each.lines[0].name == ALL else None]
     ]
     heads = ["task", "of", "row", "value", "chance", f"gap to {comparison.baseline}", "seeds"]
     for unit in dict.fromkeys(each.unit for each, _ in lines):
         rows = [
-            [each.name, line.of, row.label, in_digits(cell.mean.mean), decimals(line.chance),
+            [each.name, line.name, row.label, in_digits(cell.mean.mean), decimals(line.chance),
              with_interval(cell.gap, signed=True) if cell.gap else "", str(cell.mean.seeds)]
             for each, line in lines if each.unit == unit
             for row, cell in zip(comparison.rows, line.cells, strict=True) if cell

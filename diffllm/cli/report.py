@@ -37,7 +37,7 @@ class ReportArguments(CommandArguments):
 def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.page import write
+    from diffllm.compare.report.report_page import write
     from diffllm.compare.report.terminal import whole_text
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)

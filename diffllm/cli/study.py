@@ -279,7 +279,7 @@ def pilot_lines(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def print_needs(numbers: dict[str, Any]) -> None:
-    from diffllm.compare.report.pilot import SHOWN
+    from diffllm.compare.report.pilot import POWER_SEEDS
 
     comparisons = numbers["comparisons"]
     family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
@@ -287,13 +287,14 @@ def print_needs(numbers: dict[str, Any]) -> None:
     need = numbers["need"]
     seeds = ["many" if need[key] is None else f"{need[key]:,}" for key in ("seeds", "seeds_by_sd")]
     cost = compact(need["total_tokens"]), short(need["hours"])
-    power = [f"{need['power_by_seeds'][n]:.2f}" for n in SHOWN]
+    power = [f"{need['power_by_seeds'][n]:.2f}" for n in POWER_SEEDS]
     row = [fixed(need["sd"]), fixed(need["sd_upper"]), *seeds, *cost, *power]
     heads = ["sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
+    heads += [f"power with {POWER_SEEDS[0]}", *map(str, POWER_SEEDS[1:])]
     echo(
-        f"\na gap of {numbers['gap']:g} nats per token between two arms, found with power "
+        f"\na gap of {numbers['gap']:g} nats per token between two arms, numbers with power "
         f"{numbers['power']:g} at alpha {numbers['alpha']:g}, {sides}{family}\n"
-        f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], [row])}\n\n"
+        f"{Table.of(heads, [row])}\n\n"
         "sd: standard deviation between seeds of the differences between two arms\n"
         f"upper: upper {100 * UPPER:g}% confidence limit of sd, used for seeds, tokens, hours and "
         "power. by sd: seeds computed from sd\n"

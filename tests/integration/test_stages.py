@@ -24,8 +24,7 @@ from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
 from diffllm.compare.arms.run import load_run
-from diffllm.compare.report.stages import over_stages, stages_of
-from diffllm.compare.report.step_curves import run_curves
+from diffllm.compare.report.step_curves import over_stages, run_curves, stages_of
 from diffllm.config import load_config
 from diffllm.config.saved import load_run_config
 from diffllm.model import without_storage

@@ -17,7 +17,7 @@ def write_report(
         out: directory for both files; default: the closest directory that contains all runs.
     """
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.page import write
+    from diffllm.compare.report.report_page import write
 
     comparison, home = read(paths, baseline)
     return write(comparison, out or home)

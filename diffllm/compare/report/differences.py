@@ -1,20 +1,43 @@
-"""List every difference between the rows of a report, with its role in the comparison."""
+"""Settings of the rows of a report, and every difference between rows with its role."""
 
 from dataclasses import replace
+from typing import Any
 
 from diffllm.compare.arms.budget import LENGTH_KEYS, planned_budgets
-from diffllm.compare.arms.comparable import REPORT, Comparand, Difference, Role, differences
+from diffllm.compare.arms.comparable import (
+    ATTENTION,
+    REPORT,
+    Comparand,
+    Difference,
+    Role,
+    differences,
+    value_text,
+)
 from diffllm.compare.arms.directories import shortlist
-from diffllm.compare.report.keys import all_declarations, values_of
+from diffllm.compare.arms.heldout import HELDOUT_SPLIT
+from diffllm.compare.arms.run import Run
+from diffllm.compare.report.keys import (
+    FACTS,
+    HEADLINE,
+    SEEDS,
+    all_declarations,
+    default_values,
+    keys_of_fact,
+    overrides,
+    values_of,
+)
 from diffllm.compare.report.rows import Row
 from diffllm.config.changes import is_within
 from diffllm.core.keys import declaration_of
 from diffllm.core.printing import Cell, Table
+from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
 
 OMITTED = ("run", "attention")
 """Section and computed value that differ between any two rows."""
 MOST_LABELS = 4
 """Row labels per value in the table of differences."""
+ROLE_NAMES = {"question": "variant", "declared": "allowed"}
+"""Names of roles on the page, if they differ from those of `Role`."""
 ORDER: tuple[Role, ...] = ("question", "condition", "declared", "harmless")
 
 
@@ -24,55 +47,124 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     Omit the attention variant and the columns of the table of results. A row can have several
     values of a key that does not influence the loss.
     """
+    declared = all_declarations([run for row in rows for run in row.runs])
+    for name in LENGTH_KEYS:
+        declared[name] = replace(declaration_of(name, declared), fact="budget")
+    keys_of_rows = rows[0].differing
+    for name in keys_of_rows:
+        # These keys distinguish rows, even if a fact is compared in their place.
+        declared[name] = replace(declaration_of(name, declared), fact=None)
+    result = []
+    for difference in differences(comparands_of(rows), REPORT, declared):
+        if not is_within(difference.key, OMITTED):
+            result.append(difference)
+    result.sort(key=lambda item: (ORDER.index(item.role), item.key not in keys_of_rows))
+    return result
+
+
+def comparands_of(rows: list[Row]) -> list[Comparand]:
+    """Return the compared values of each run; columns of the table of results are omitted."""
     runs = [run for row in rows for run in row.runs]
-    declared = all_declarations(runs)
-    columns = {name for row in rows for name in row.values}
     budgets = dict(zip(runs, planned_budgets(runs), strict=True))
+    columns = {name for row in rows for name in row.values}
     comparands = []
     for row in rows:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
             for name in columns:
                 values.pop(name, None)
-            values["budget"] = budgets[run]
-            comparands.append(Comparand(row.label, run.cfg.seed, values | row.differing))
-    for name in LENGTH_KEYS:
-        declared[name] = replace(declaration_of(name, declared), fact="budget")
-    for name in rows[0].differing:
-        # These keys distinguish rows, even if a fact is compared in their place.
-        declared[name] = replace(declaration_of(name, declared), fact=None)
-    result = differences(comparands, REPORT, declared)
-    shown = [difference for difference in result if not is_within(difference.key, OMITTED)]
-
-    def place(difference: Difference) -> tuple[int, bool]:
-        return ORDER.index(difference.role), difference.key not in rows[0].differing
-
-    return sorted(shown, key=place)
+            values |= {"budget": budgets[run], **row.differing}
+            comparands.append(Comparand(row.label, run.cfg.seed, values))
+    return comparands
 
 
-def row_settings(row: Row, differences: list[Difference]) -> str:
+def row_settings(row: Row, differing: list[Difference]) -> str:
     """Return the settings of a row in which rows differ, such as "attention=gated optim.lr=0.1"."""
-    words = [f"attention={row.keys['attention']}"]
-    for difference in differences:
-        texts = [text for text, labels in difference.values.items() if row.label in labels]
-        if texts:
-            words.append(f"{difference.key}={' or '.join(texts)}")
-    return " ".join(words)
+    texts = [f"attention={row.keys['attention']}"]
+    for difference in differing:
+        values = [text for text, labels in difference.values.items() if row.label in labels]
+        if values:
+            texts.append(f"{difference.key}={' or '.join(values)}")
+    return " ".join(texts)
 
 
-def differences_table(differences: list[Difference]) -> Table:
+def differences_table(differing: list[Difference]) -> Table:
     """Return a table of the keys in which rows differ: role with reason, and rows of each value."""
-    roles = {"question": "variant", "declared": "allowed"}
     lines: list[list[str | Cell]] = []
-    for difference in differences:
-        name = roles.get(difference.role, difference.role)
+    for difference in differing:
+        name = ROLE_NAMES.get(difference.role, difference.role)
         values = []
         for text, labels in difference.values.items():
             values.append(f"{text}: {shortlist(labels, MOST_LABELS)}")
-        cells = [Cell(name, small=(difference.reason,)), Cell(small=tuple(values))]
-        lines.append([difference.key, *cells])
+        role = Cell(name, small=(difference.reason,))
+        lines.append([difference.key, role, Cell(small=tuple(values))])
     return Table.of(["Key", "Role", "Values"], lines, range(3))
 
 
-def row_settings_table(rows: list[Row], differences: list[Difference]) -> Table:
-    lines = [[row.label, row_settings(row, differences)] for row in rows]
+def row_settings_table(rows: list[Row], differing: list[Difference]) -> Table:
+    lines = [[row.label, row_settings(row, differing)] for row in rows]
     return Table.of(["Row", "Settings"], lines, range(2))
+
+
+def settings(rows: list[Row]) -> dict[str, str]:
+    """Return the values of the settings of all runs, as text, by key or fact.
+
+    These are the keys in HEADLINE, then all keys that decide numbers, order or a measurement and
+    are not at their default in every run, then facts.
+    """
+    runs = [run for row in rows for run in row.runs]
+    settings_of_runs = [settings_of(run) for run in runs]
+    texts = {}
+    for name in setting_names(runs, settings_of_runs):
+        texts_of_runs = []
+        for run, values in zip(runs, settings_of_runs, strict=True):
+            value = values.get(name, run.config.get(name))
+            if value not in (None, [], ""):
+                texts_of_runs.append(value_text(name, value))
+        if texts_of_runs:
+            texts[name] = " or ".join(dict.fromkeys(texts_of_runs))
+    return texts
+
+
+def setting_names(runs: list[Run], settings_of_runs: list[dict[str, Any]]) -> list[str]:
+    """Return the names of all settings: keys in HEADLINE, other keys as declared, then facts."""
+    names: set[str] = set().union(*settings_of_runs)
+    declared = all_declarations(runs)
+    keys = [key for key in (*HEADLINE, *declared) if key not in fact_declarations()]
+    ordered = [key for key in dict.fromkeys(keys) if key in names]
+    return ordered + sorted(names.difference(ordered))
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings of one run that are not at their default, by key or fact.
+
+    The training corpus of a run that `diffllm import` created is not known: its fact is "unknown",
+    and the config keys of the corpus have the value None.
+    """
+    defaults = default_values()
+    values: dict[str, Any] = {"model": run.cfg.resolved.choices["model"]}
+    for name, value in run.config.items():
+        declared = declaration_of(name, run.declarations)
+        # A mixture can have 500 sources; config.yaml lists them.
+        if declared.harmless or name in SEEDS or is_within(name, ["resolved", "data.sources"]):
+            continue
+        if name.startswith(ATTENTION) or declared.effect == "logging":
+            continue
+        default = defaults.get(name)
+        if declared.follows:
+            default = run.config.get(declared.follows)
+        if name in HEADLINE or value != default:
+            values[name] = value
+    values |= overrides(run)
+    facts = vars(facts_of(run.facts))
+    for name in (*FACTS, *machine_facts()):
+        values[name] = facts[name]
+    values[HELDOUT_SPLIT] = run.facts.get(HELDOUT_SPLIT)
+    if "imported" in run.facts:
+        for name in keys_of_fact("corpus", run.declarations):
+            values[name] = None
+        values["corpus"] = "unknown"
+    git = run.facts.get("git")
+    if isinstance(git, dict) and isinstance(git.get("commit"), str):
+        changes = ", with uncommitted changes" if git.get("dirty") else ""
+        values["commit"] = f"{git['commit'][:12]}{changes}"
+    return values

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from diffllm.compare.arms.arm import RunArm, Seeds
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run
-from diffllm.compare.arms.sentences import ends, finite
+from diffllm.compare.arms.sentences import (
+    ends,
+    finite,
+)
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results, question_of
 from diffllm.metrics.metric import possible_values
 from diffllm.statistics.estimates import Estimate, estimate, wilson
@@ -26,7 +29,8 @@ class ScoreCell(NamedTuple):
 
 
 class ScoreLine(NamedTuple):
-    of: str
+    name: str
+    """Level or metric of the score; "" if an evaluation has only one score."""
     chance: float | None
     cells: list[ScoreCell | None]
     """A cell per row; None without a score."""
@@ -60,12 +64,18 @@ def evaluations(
         step: use the checkpoints at this step; 0 selects the newest checkpoint of each run.
     """
     problems: dict[str, list[str]] = {}
-    by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
+    by_run: dict[Path, dict[int, Lines]] = {}
+    names: dict[str, None] = {}
+    for row in rows:
+        for run in row.runs:
+            steps = all_results(run.path, problems, step)
+            by_run[run.path] = steps
+            if steps:
+                names |= dict.fromkeys(steps[max(steps)])
     notes = [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
-    names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
     evaluated = []
     for name in names:
-        scores, note = gathered(name, rows, bases, by_run)
+        scores, note = evaluation_of_rows(name, rows, bases, by_run)
         if scores:
             evaluated.append(scores)
         if note:
@@ -73,7 +83,7 @@ def evaluations(
     return evaluated, notes
 
 
-def gathered(
+def evaluation_of_rows(
     name: str,
     rows: Sequence[RunArm],
     bases: Mapping[RunArm, RunArm],
@@ -95,13 +105,13 @@ def gathered(
             f"{name}: skipped {shortlist(skipped, 3)}, evaluated after another number of tokens, "
             "with another tokenizer, at other levels or on other examples."
         )
-    places = {row: i for i, row in enumerate(rows)}
-    base_places = [places[bases[row]] if row in bases else None for row in rows]
+    base_places = [rows.index(bases[row]) if row in bases else None for row in rows]
     newest = []
     subgroups = []
     for runs in by_row:
-        newest.append({seeds: run[-1].scores for seeds, run in runs.items()})
-        subgroups.append({seeds: subgroup_scores(run[-1].scores) for seeds, run in runs.items()})
+        scores = {seeds: run[-1].scores for seeds, run in runs.items()}
+        newest.append(scores)
+        subgroups.append({seeds: subgroup_scores(lines) for seeds, lines in scores.items()})
     lines = score_lines(newest, base_places, unit)
     if not lines:
         return None, note
@@ -158,17 +168,18 @@ def lines_at_loss(
 
 
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
+    """Return the checkpoints with an evaluation that asks the question of the newest, by step."""
     places, losses = run.metrics.columns.get("eval/loss", ((), ()))
     logged = {
-        int(run.metrics.steps[place]): float(loss)
-        for place, loss in zip(places, losses, strict=True)
+        int(run.metrics.steps[i]): float(loss) for i, loss in zip(places, losses, strict=True)
     }
     newest = question_of(steps[max(steps)][name])
-    return [
-        Checkpoint(finite(logged.get(step)), by_name(steps[step][name]))
-        for step in sorted(steps)
-        if name in steps[step] and question_of(steps[step][name]) == newest
-    ]
+    result = []
+    for step in sorted(steps):
+        score = steps[step].get(name)
+        if score is not None and question_of(score) == newest:
+            result.append(Checkpoint(finite(logged.get(step)), by_name(score)))
+    return result
 
 
 def by_name(result: Line) -> Lines:
@@ -179,13 +190,25 @@ def by_name(result: Line) -> Lines:
     """
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
-        means: Line = {"of": ALL}
-        for key in ("value", "chance"):
-            known = [x for score in scores if (x := finite(score.get(key))) is not None]
-            means[key] = sum(known) / len(known) if len(known) == len(scores) else None
-        means["examples"] = sum(independent_examples(score) for score in scores)
+        means: Line = {
+            "of": ALL,
+            "value": mean_of_all(scores, "value"),
+            "chance": mean_of_all(scores, "chance"),
+            "examples": sum(map(independent_examples, scores)),
+        }
         scores = [means, *scores]
     return {score["of"]: score for score in scores}
+
+
+def mean_of_all(scores: Sequence[Line], key: str) -> float | None:
+    """Return the mean of a number over all scores; None if it is missing in a score."""
+    numbers = []
+    for score in scores:
+        number = finite(score.get(key))
+        if number is None:
+            return None
+        numbers.append(number)
+    return sum(numbers) / len(numbers)
 
 
 def independent_examples(score: Line) -> float:
@@ -268,8 +291,8 @@ def score_lines(
         bases: for each report row, the index of its baseline row; None if it has no baseline.
     """
     names: dict[str, None] = {}
-    for scores_by_seed in results:
-        for scores in scores_by_seed.values():
+    for row_results in results:
+        for scores in row_results.values():
             names |= dict.fromkeys(scores)
     lines = []
     for name in names:
@@ -283,23 +306,10 @@ def score_line(
     name: str, results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
 ) -> ScoreLine:
     """Return the cells of one score, see `score_lines`."""
-    scores_of_rows: list[dict[Seeds, Line]] = []
-    values_of_rows: list[dict[Seeds, float]] = []
-    all_scores: list[Line] = []
-    for row_results in results:
-        scores: dict[Seeds, Line] = {}
-        values: dict[Seeds, float] = {}
-        for seeds, results_of_run in row_results.items():
-            if name not in results_of_run:
-                continue
-            scores[seeds] = results_of_run[name]
-            value = finite(scores[seeds].get("value"))
-            if value is not None:
-                values[seeds] = value
-        scores_of_rows.append(scores)
-        values_of_rows.append(values)
-        all_scores += scores.values()
-    limits = limits_of(unit, all_scores[0])
+    scores_of_rows = [scores_by_seed(name, row_results) for row_results in results]
+    values_of_rows = [values_by_seed(scores) for scores in scores_of_rows]
+    first_score = next(score for scores in scores_of_rows for score in scores.values())
+    limits = limits_of(unit, first_score)
     cells: list[ScoreCell | None] = []
     for scores, values, base in zip(scores_of_rows, values_of_rows, bases, strict=True):
         if not values:
@@ -311,7 +321,21 @@ def score_line(
         if unit == SHARE:
             cell = over_examples(cell, min(map(independent_examples, scores.values())))
         cells.append(cell)
-    return ScoreLine(name, finite(all_scores[0].get("chance")), cells)
+    return ScoreLine(name, finite(first_score.get("chance")), cells)
+
+
+def scores_by_seed(name: str, results: Mapping[Seeds, Lines]) -> dict[Seeds, Line]:
+    return {seeds: scores[name] for seeds, scores in results.items() if name in scores}
+
+
+def values_by_seed(scores: Mapping[Seeds, Line]) -> dict[Seeds, float]:
+    """Return the finite values of scores."""
+    values = {}
+    for seeds, score in scores.items():
+        value = finite(score.get("value"))
+        if value is not None:
+            values[seeds] = value
+    return values
 
 
 def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
@@ -342,14 +366,16 @@ def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for each in evaluated:
-        at_equal = [(line, ", equal loss") for line in each.equal]
-        for line, where in [*((line, "") for line in each.lines), *at_equal]:
-            cell = line.cells[row]
-            name = each.name + (f": {line.of}" if line.of else "") + where
-            gap = cell.gap if cell else None
-            found[name] = cell.mean.mean if cell else None
-            found[f"{name}, gap"] = gap.mean if gap else None
-            found |= ends(f"{name}, gap", gap)
-    return found
+    """Return the columns of report.csv with the scores of a row, given as its index."""
+    values: dict[str, float | None] = {}
+    for evaluation in evaluated:
+        for lines, suffix in ((evaluation.lines, ""), (evaluation.equal, ", equal loss")):
+            for line in lines:
+                cell = line.cells[row]
+                level = f": {line.name}" if line.name else ""
+                name = f"{evaluation.name}{level}{suffix}"
+                gap = cell.gap if cell else None
+                values[name] = cell.mean.mean if cell else None
+                values[f"{name}, gap"] = gap.mean if gap else None
+                values |= ends(f"{name}, gap", gap)
+    return values

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from diffllm.compare.arms.sentences import (
     short,
     with_minus,
 )
-from diffllm.compare.report.curves import Band, envelope
+from diffllm.compare.report.curves import Band, Spike, envelope
 from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate
@@ -28,7 +29,8 @@ FOREGROUND, MUTED, GRID, SURFACE = "#1b1f24", "#5d6570", "#e3e6ea", "#ffffff"
 WIDTH, HEIGHT, SMALL = 384, 248, 12.0
 """Sizes of figures and text in CSS pixels."""
 CHARACTER = 6.6
-LONGEST = 44
+"""Mean width of a character of a legend in pixels."""
+LABEL_LENGTH = 44
 ENTRIES = 10
 """With more rows, a legend names variants instead of rows."""
 LEGEND_LINE, HANDLE = 16, 40
@@ -41,36 +43,62 @@ FEW = 24
 """Curves of at most this number of points have markers."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
-    "svg.fonttype": "none", "svg.hashsalt": "diffllm",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "diffllm",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
-    "font.size": SMALL, "text.parse_math": False, "text.color": FOREGROUND,
-    "figure.facecolor": SURFACE, "figure.dpi": 72,
-    "figure.constrained_layout.w_pad": 0.07, "figure.constrained_layout.h_pad": 0.06,
-    "axes.facecolor": SURFACE, "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
-    "axes.labelcolor": MUTED, "axes.labelsize": SMALL, "axes.labelpad": 2,
-    "axes.titlecolor": MUTED, "axes.titlesize": SMALL, "axes.titlepad": 6,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": True,
-    "axes.formatter.limits": (-99, 99), "axes.formatter.useoffset": False,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
-    "grid.color": GRID, "grid.linewidth": 0.8, "xtick.major.pad": 3, "ytick.major.pad": 3,
-    "xtick.color": MUTED, "xtick.labelcolor": FOREGROUND, "xtick.major.size": 3,
-    "ytick.color": MUTED, "ytick.labelcolor": FOREGROUND, "ytick.major.size": 0,
-}  # fmt: skip
+    "font.size": SMALL,
+    "text.parse_math": False,
+    "text.color": FOREGROUND,
+    "figure.facecolor": SURFACE,
+    "figure.dpi": 72,
+    "figure.constrained_layout.w_pad": 0.07,
+    "figure.constrained_layout.h_pad": 0.06,
+    "axes.facecolor": SURFACE,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": SMALL,
+    "axes.labelpad": 2,
+    "axes.titlecolor": MUTED,
+    "axes.titlesize": SMALL,
+    "axes.titlepad": 6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.unicode_minus": True,
+    "axes.formatter.limits": (-99, 99),
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.major.pad": 3,
+    "ytick.major.pad": 3,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": FOREGROUND,
+    "xtick.major.size": 3,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": FOREGROUND,
+    "ytick.major.size": 0,
+}
+DOTTED: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": (0, (2, 2)), "zorder": 1}
+DASHED = DOTTED | {"linestyle": (0, (4, 2))}
 
 Bands = Sequence[Band | None]
 """A band per row, in the order of the styles; None without values."""
 
 
-def short_label(label: str, most: int = LONGEST) -> str:
-    return label if len(label) <= most else f"{label[: most - 1]}…"
+def short_label(label: str, length: int = LABEL_LENGTH) -> str:
+    return label if len(label) <= length else f"{label[: length - 1]}…"
 
 
 def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
     entries = {style.label: style for style in styles}
     if len(styles) > ENTRIES:
-        entries = {style.variant: style for style in reversed(styles)}
-        entries = dict(list(reversed(entries.items()))[:ENTRIES])
-    return [(short_label(name), style) for name, style in entries.items()]
+        by_variant = {style.variant: style for style in reversed(styles)}
+        entries = dict(reversed(by_variant.items()))
+    names = list(entries)[:ENTRIES]
+    return [(short_label(name), entries[name]) for name in names]
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -81,20 +109,32 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def add_legend(figure: "Figure") -> None:
     """Add a legend below the axes, and increase the figure's height by the legend's height."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    # Names of rows, which begin with a space, may be equal after `short_label`.
-    kept = [i for i, label in enumerate(labels) if label[0] == " " or label not in labels[:i]]
-    kept.sort(key=lambda i: labels[i][0] != " ")
-    labels = [labels[i] for i in kept]
+    entries = []
+    other_entries: dict[str, Any] = {}
+    for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
+        # Names of rows, which begin with a space, may be equal after `short_label`.
+        if label.startswith(" "):
+            entries.append((label, handle))
+        else:
+            other_entries.setdefault(label, handle)
+    entries += other_entries.items()
     width, height = figure.get_size_inches()
-    entry = HANDLE + CHARACTER * max(map(len, labels))
-    lines = -(-len(labels) // max(1, int(72 * width / entry)))
+    entry_width = HANDLE + CHARACTER * max(len(label) for label, _ in entries)
+    lines = math.ceil(len(entries) / max(1, int(72 * width / entry_width)))
     figure.set_size_inches(width, height + (LEGEND_LINE * lines + 4) / 72)
     figure.legend(
-        [handles[i] for i in kept], labels,
-        loc="outside lower center", ncols=-(-len(labels) // lines), frameon=False, borderpad=0,
-        borderaxespad=0.25, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.4,
-    )  # fmt: skip
+        [handle for _, handle in entries],
+        [label for label, _ in entries],
+        loc="outside lower center",
+        ncols=math.ceil(len(entries) / lines),
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0.25,
+        labelspacing=0.25,
+        columnspacing=1,
+        handlelength=2.2,
+        handletextpad=0.4,
+    )
 
 
 def draw_curves(
@@ -133,23 +173,16 @@ def draw_curves(
     axes.locator_params(axis="y", nbins=6, steps=ROUND)
     axes.margins(x=0.03)
     if floor is not None:
-        half = floor.values
-        axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
-        how: dict[str, Any] = {"color": MUTED, "alpha": 0.22, "lw": 0, "zorder": 0}
-        axes.fill_between(floor.tokens, -half, half, label="noise floor", **how)
+        draw_floor(axes, floor)
     if mark is not None:
-        how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (2, 2)), "zorder": 1}
-        axes.axhline(mark[0], label=mark[1], **how)
+        height, label = mark
+        axes.axhline(height, label=label, **DOTTED)
     for number, start in enumerate(starts):
-        how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1}
-        axes.axvline(start, label="start of a stage" if number == 0 else "", **how)
+        axes.axvline(start, label="start of a stage" if number == 0 else "", **DASHED)
     if log:
         logarithmic(axes)
     elif top is not None:
-        axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
-        for band, style in drawn:
-            if band.drawn.min() > top:
-                draw_arrow(axes, (band.x[-1], top), "^", style.colour)
+        end_scale(axes, drawn, top)
     draw_spikes(axes, drawn)
     axes.set_xlabel(across, loc="right")
     axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
@@ -158,28 +191,64 @@ def draw_curves(
     return figure
 
 
+def end_scale(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
+    bottom = axes.dataLim.ymin
+    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+    for band, style in drawn:
+        if band.drawn.min() > top:
+            draw_arrow(axes, (band.x[-1], top), "^", style.colour)
+
+
+def draw_floor(axes: "Axes", floor: Series) -> None:
+    axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
+    axes.fill_between(
+        floor.tokens,
+        -floor.values,
+        floor.values,
+        label="noise floor",
+        color=MUTED,
+        alpha=0.22,
+        lw=0,
+        zorder=0,
+    )
+
+
 def draw_arrow(axes: "Axes", place: tuple[float, float], arrow: str, colour: str) -> None:
-    how: dict[str, Any] = {"ls": "", "ms": 7, "clip_on": False, "label": "off the scale"}
-    axes.plot(*place, arrow, color=colour, **how)
+    axes.plot(*place, arrow, color=colour, ls="", ms=7, clip_on=False, label="off the scale")
 
 
 def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -> None:
-    marker = style.marker if len(band.x) <= FEW else ""
-    how: dict[str, Any] = {"marker": marker, **style.line}
-    for y, width, label in ((band.mean, 1.6, name), *((y, 0.7, "") for y in band.singles)):
-        axes.plot(band.x, hide_nonpositive(y, log), lw=width, ms=2 * width, label=label, **how)
+    lines = [(band.mean, 1.6, name)]
+    lines += [(single, 0.7, "") for single in band.singles]
+    for y, width, label in lines:
+        axes.plot(
+            band.x,
+            hide_nonpositive(y, log),
+            lw=width,
+            ms=2 * width,
+            label=label,
+            marker=style.marker if len(band.x) <= FEW else "",
+            **style.line,
+        )
     x, low, high = envelope(band)
     low = hide_nonpositive(low, log)
-    finite = np.isfinite(low) & np.isfinite(high)
-    spread = (band.high > band.mean).any() or (band.low < band.mean).any()
-    if spread and finite.any():
-        # The edge shows single steps and single seeds, whose area is too narrow to see.
-        how = {"facecolor": (style.colour, 0.13), "edgecolor": (style.colour, 0.3), "lw": 0.6}
-        axes.fill_between(x, low, high, where=finite, **how)
+    is_finite = np.isfinite(low) & np.isfinite(high)
+    has_area = (band.high > band.mean).any() or (band.low < band.mean).any()
+    if has_area and is_finite.any():
+        axes.fill_between(
+            x,
+            low,
+            high,
+            where=is_finite,
+            facecolor=(style.colour, 0.13),
+            # The edge shows single steps and single seeds, whose area is too narrow to see.
+            edgecolor=(style.colour, 0.3),
+            lw=0.6,
+        )
     if band.stops:
         x, y = np.transpose(band.stops)
-        how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "last finite value"}
-        axes.plot(x, hide_nonpositive(y, log), "x", **how)
+        y = hide_nonpositive(y, log)
+        axes.plot(x, y, "x", color=style.colour, ms=6, mew=1.6, label="last finite value")
 
 
 def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
@@ -189,21 +258,25 @@ def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
     """
     bottom, top = axes.get_ylim()
     axes.set_autoscaley_on(False)  # marks do not change the scale
+    spikes: list[Spike] = []
     for band, style in drawn:
         if band.spikes:
+            spikes += band.spikes
             x = [spike.x for spike in band.spikes]
             y = np.clip([spike.value for spike in band.spikes], bottom, top)
-            how: dict[str, Any] = {"ls": "", "ms": 5, "clip_on": False, "label": "spike"}
-            axes.plot(x, y, "^", color=style.colour, **how)
-    spikes = [spike for band, _ in drawn for spike in band.spikes]
-    if spikes:
-        highest = max(spikes, key=lambda spike: spike.value)
-        right = highest.x > sum(axes.dataLim.intervalx) / 2
-        axes.annotate(
-            f"step {highest.step:,}", (highest.x, min(highest.value, top)),
-            xytext=(-6 if right else 6, -2), textcoords="offset points",
-            horizontalalignment="right" if right else "left", verticalalignment="top",
-        )  # fmt: skip
+            axes.plot(x, y, "^", color=style.colour, ls="", ms=5, clip_on=False, label="spike")
+    if not spikes:
+        return
+    highest = max(spikes, key=lambda spike: spike.value)
+    is_right = highest.x > sum(axes.dataLim.intervalx) / 2
+    axes.annotate(
+        f"step {highest.step:,}",
+        (highest.x, min(highest.value, top)),
+        xytext=(-6 if is_right else 6, -2),
+        textcoords="offset points",
+        horizontalalignment="right" if is_right else "left",
+        verticalalignment="top",
+    )
 
 
 def hide_nonpositive(values: np.ndarray, log: bool) -> np.ndarray:
@@ -246,36 +319,45 @@ def draw_gaps(
     axes.set(xlim=(low, high), ylim=(len(gaps) - 0.4, -0.6))
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
     rings = hollow or [False] * len(gaps)
-    for y, (gap, style, ring) in enumerate(zip(gaps, styles, rings, strict=True)):
-        colour, first, last = style.colour, gap.mean, gap.mean
-        if gap.low is not None and gap.high is not None and not gap.all_equal:
-            first, last = gap.low, gap.high
-            how: dict[str, Any] = {"lw": 2.4, "solid_capstyle": "butt", "label": ends}
-            axes.plot((first, last), (y, y), color=colour, **how)
-        for end, beyond, arrow in ((low, first < low, "<"), (high, last > high, ">")):
-            if beyond:
-                draw_arrow(axes, (end, y), arrow, colour)
-        if not low <= gap.mean <= high:
-            side, end = ("left", low) if gap.mean < low else ("right", high)
-            value = with_minus(f"{gap.mean:+.3g}")
-            axes.text(end, y - 0.1, f" {value} ", horizontalalignment=side)
-        fill = SURFACE if ring else colour
+    for y, (gap, style, is_ring) in enumerate(zip(gaps, styles, rings, strict=True)):
+        draw_interval(axes, y, gap, style.colour, ends)
         name = "mean"
         if hollow:
-            name = "not significant" if ring else "significant"
-        how = {"ms": 7, "mew": 1.8, "color": colour, "markerfacecolor": fill, "label": name}
-        axes.plot(gap.mean, y, "o", **how)
+            name = "not significant" if is_ring else "significant"
+        fill = SURFACE if is_ring else style.colour
+        axes.plot(
+            gap.mean, y, "o", ms=7, mew=1.8, color=style.colour, markerfacecolor=fill, label=name
+        )
     axes.set_yticks(range(len(gaps)), [short_label(style.label, 22) for style in styles])
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
     axes.locator_params(axis="x", nbins=max(3, int(width / 90)), steps=ROUND)
     axes.xaxis.set_major_formatter(lambda x, _: with_minus(f"{x:+g}" if x else "0"))
-    axes.set_title(f"← {sides[0]}" if low < 0 else "", loc="left")
-    axes.set_title(f"{sides[1]} →" if high > 0 else "", loc="right")
+    negative, positive = sides
+    axes.set_title(f"← {negative}" if low < 0 else "", loc="left")
+    axes.set_title(f"{positive} →" if high > 0 else "", loc="right")
     axes.set_xlabel(across, loc="right")
     add_legend(figure)
     return figure
+
+
+def draw_interval(axes: "Axes", y: int, gap: Estimate, colour: str, label: str) -> None:
+    """Draw an interval at the height `y`, with arrows and the mean if they leave the axis."""
+    low, high = axes.get_xlim()
+    first, last = gap.mean, gap.mean
+    if gap.interval and not gap.all_equal:
+        first, last = gap.interval
+        axes.plot((first, last), (y, y), color=colour, lw=2.4, solid_capstyle="butt", label=label)
+    if first < low:
+        draw_arrow(axes, (low, y), "<", colour)
+    if last > high:
+        draw_arrow(axes, (high, y), ">", colour)
+    value = with_minus(f" {gap.mean:+.3g} ")
+    if gap.mean < low:
+        axes.text(low, y - 0.1, value, horizontalalignment="left")
+    elif gap.mean > high:
+        axes.text(high, y - 0.1, value, horizontalalignment="right")
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
@@ -285,16 +367,18 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
     of the gaps with the most seeds; the size of a gap is the largest absolute value of its mean and
     its interval ends. The intervals of gaps with fewer seeds are ignored, because they are wider.
     """
-    most = max(gap.seeds for gap in gaps)
-    bounds = [
-        [x for x in (gap.mean, gap.low, gap.high) if x is not None]
-        for gap in gaps
-        if gap.seeds == most
-    ]
-    limit = OUTLYING * median_low(max(map(abs, each)) for each in bounds) or 1.0
-    shown = [float(np.clip(x, -limit, limit)) for each in bounds for x in each]
-    shown += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
-    low, high = min(0.0, *shown), max(0.0, *shown)
+    most_seeds = max(gap.seeds for gap in gaps)
+    values: list[float] = []
+    sizes = []
+    for gap in gaps:
+        if gap.seeds == most_seeds:
+            ends = [gap.mean, *(gap.interval or ())]
+            values += ends
+            sizes.append(max(map(abs, ends)))
+    limit = OUTLYING * median_low(sizes) or 1.0
+    values = np.clip(values, -limit, limit).tolist()
+    values += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
+    low, high = min(0.0, *values), max(0.0, *values)
     margin = 0.12 * (high - low) or 1.0
     return low - margin, high + margin
 

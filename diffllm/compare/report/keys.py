@@ -88,28 +88,50 @@ def distinguish(runs: list[Run]) -> Keys:
     values = distinguishing_values(runs)
     # Two variants have different fields below `model.attention`, with different defaults. Only
     # overrides of these defaults distinguish rows of one variant.
-    differing = {name for run in runs for name in overrides(run)}
-    rows = [Comparand(str(i), 0, run_values) for i, run_values in enumerate(values)]
-    for difference in differences(rows, REPORT, declared):
-        name = difference.key
-        declaration = declaration_of(name, declared)
-        is_compared = difference.role != "harmless" or explains_fact(name, declaration.fact, values)
-        if is_compared and is_deciding(name, declaration):
-            differing.add(name)
+    differing = overridden_keys(runs) | deciding_differences(values, declared)
     values = with_facts_of_seeds(values, runs, differing, declared)
+    # Facts of the machine no longer differ if the runs of each seed agree.
     differing -= {fact for fact in machine_facts() if not differs(fact, values)}
     explained = explained_names(differing, values, declared)
 
     # The attention variant is the first part of every label, even if all runs have the same.
     swept = ["attention", *sorted(differing - explained - {"attention"})]
     # Groups of comparable rows need all conditions, also those that another key explains.
-    incomparable = []
-    for name in sorted(differing):
-        if role(name, declaration_of(name, declared), REPORT) == "condition":
-            incomparable.append(name)
-    shown = {*swept, *incomparable}
-    shown_values = [{name: run_values.get(name) for name in shown} for run_values in values]
+    incomparable = conditions_of(differing, declared)
+    shown_values = []
+    for run_values in values:
+        shown_values.append({name: run_values.get(name) for name in (*swept, *incomparable)})
     return Keys(swept, incomparable, shown_values)
+
+
+def overridden_keys(runs: Sequence[Run]) -> set[str]:
+    return {name for run in runs for name in overrides(run)}
+
+
+def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -> set[str]:
+    """Return the names in which runs differ, if different values mean different rows.
+
+    Args:
+        values: for each run, the values by name.
+    """
+    comparands = [Comparand(str(i), 0, run_values) for i, run_values in enumerate(values)]
+    names = set()
+    for difference in differences(comparands, REPORT, declared):
+        name = difference.key
+        declaration = declaration_of(name, declared)
+        is_compared = difference.role != "harmless" or explains_fact(name, declaration.fact, values)
+        if is_compared and is_deciding(name, declaration):
+            names.add(name)
+    return names
+
+
+def conditions_of(names: Collection[str], declared: Declarations) -> list[str]:
+    """Return the names of keys and facts that must agree in compared rows, sorted."""
+    conditions = []
+    for name in sorted(names):
+        if role(name, declaration_of(name, declared), REPORT) == "condition":
+            conditions.append(name)
+    return conditions
 
 
 def with_facts_of_seeds(
@@ -127,18 +149,16 @@ def with_facts_of_seeds(
     """
     facts = sorted(set(machine_facts()).intersection(differing))
     others = sorted({*differing}.difference(facts))
-    conditions = []
-    for name in others:
-        if role(name, declaration_of(name, declared), REPORT) == "condition":
-            conditions.append(name)
+    conditions = conditions_of(others, declared)
     comparable: dict[str, dict[str, list[int]]] = {}
     for i, run_values in enumerate(values):
-        arms = comparable.setdefault(shown_value([run_values.get(n) for n in conditions]), {})
-        arms.setdefault(shown_value([run_values.get(n) for n in others]), []).append(i)
+        arms = comparable.setdefault(text_of_values(conditions, run_values), {})
+        arms.setdefault(text_of_values(others, run_values), []).append(i)
     groups = [list(arms.values()) for arms in comparable.values()]
     combined = list(values)
     for fact in facts:
         united = arms_equal_by_seed(fact, list(chain.from_iterable(groups)), runs, values)
+        # Arms that differ in other conditions are united only if this unites all runs.
         if not united or len(united[0][1]) < len(runs):
             united = []
             for arms_of_group in groups:
@@ -218,12 +238,13 @@ def values_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def distinguishing_values(runs: list[Run]) -> list[dict[str, Any]]:
     """Return `values_of(runs)` with overrides of the variants, and before matches and budgets."""
-    overridden = {name for run in runs for name in overrides(run)}
-    result = []
+    overridden = overridden_keys(runs)
     plans = planned_budgets(runs)
+    result = []
     for run, values, plan in zip(runs, values_of(runs), plans, strict=True):
         values |= {name: run.config.get(name) for name in overridden}
-        if matched := run.cfg.resolved.matched:
+        matched = run.cfg.resolved.matched
+        if matched:
             # The solved width follows from the match; the target's width is the setting.
             values[f"model.{matched.key}"] = matched.target_ffn_dim
         result.append(without_length(values, plan))
@@ -241,10 +262,9 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> list[dict[str, Any
     """
     targets: dict[str, set[str]] = {}
     for match in MATCHES:
-        targets[match] = {run_values[match] for run_values in values}
-        targets[match] -= {
-            run_values["attention"] for run_values in values if run_values[match] is not None
-        }
+        matched_runs = [run_values for run_values in values if run_values[match] is not None]
+        targets[match] = {run_values[match] for run_values in matched_runs}
+        targets[match] -= {run_values["attention"] for run_values in matched_runs}
     counted = []
     for run_values in values:
         if all(run_values[match] is None for match in MATCHES):
@@ -264,8 +284,8 @@ def explains_fact(key: str, fact: str | None, values: list[dict[str, Any]]) -> b
     """Return whether a key explains the different values of the fact that is compared instead."""
     if fact not in FACTS:
         return False
-    known = [run_values for run_values in values if run_values[fact] is not None]
-    return determine([fact], key, known)
+    recorded = [run_values for run_values in values if run_values[fact] is not None]
+    return determine([fact], key, recorded)
 
 
 def causes_of(name: str, declared: Declarations) -> set[str]:
@@ -330,8 +350,13 @@ def determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any
     runs have the same value of `key`, return False. `values` contains one dict per run, from key to
     value.
     """
-    seen: dict[str, set[str]] = {}
+    texts_by_cause: dict[str, set[str]] = {}
     for run_values in values:
-        cause = shown_value([run_values.get(name) for name in sorted(keys)])
-        seen.setdefault(cause, set()).add(shown_value(run_values.get(key)))
-    return differs(key, values) and all(len(texts) == 1 for texts in seen.values())
+        texts = texts_by_cause.setdefault(text_of_values(sorted(keys), run_values), set())
+        texts.add(shown_value(run_values.get(key)))
+    return differs(key, values) and all(len(texts) == 1 for texts in texts_by_cause.values())
+
+
+def text_of_values(names: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return a text that is equal for two runs with equal values of `names`."""
+    return shown_value([values.get(name) for name in names])

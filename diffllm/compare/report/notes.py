@@ -1,43 +1,27 @@
-"""Sentences of a report about its runs: sizes, held-out text, settings and problems."""
+"""Sentences of a report about its runs: sizes, held-out text, problems, and how to read a page."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.comparable import (
-    ATTENTION,
-    HASH,
-    disagrees,
-    shown_value,
-    value_text,
-)
+from diffllm.compare.arms.comparable import HASH, disagrees, shown_value
 from diffllm.compare.arms.directories import shortlist
-from diffllm.compare.arms.heldout import HELDOUT, HELDOUT_SPLIT
+from diffllm.compare.arms.heldout import HELDOUT, heldout_text
 from diffllm.compare.arms.run import Run, skipped_text
 from diffllm.compare.arms.sentences import (
+    MISSING,
     finite,
     plural,
     range_text,
     two_digits,
 )
-from diffllm.compare.report.keys import (
-    FACTS,
-    HEADLINE,
-    SEEDS,
-    all_declarations,
-    default_values,
-    differs,
-    keys_of_fact,
-    overrides,
-)
-from diffllm.compare.report.results import NAMED, progress, size_against
+from diffllm.compare.report.curves import POINTS
+from diffllm.compare.report.keys import FACTS, all_declarations, differs
+from diffllm.compare.report.results import NAMED, has_intervals, progress, size_against
 from diffllm.compare.report.rows import Row
-from diffllm.config.changes import is_within
-from diffllm.core.keys import declaration_of
 from diffllm.evaluation.heldout import same_documents
-from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
+from diffllm.metrics.facts import facts_of, machine_facts
 
-TOLERANCE = 0.005
+SIZE_TOLERANCE = 0.005
 """Relative difference in parameters above which a note warns."""
 COMPUTE_OPTIMAL = 20
 """Tokens per parameter of compute-optimal training (Hoffmann et al., 2022, arXiv 2203.15556,
@@ -50,15 +34,18 @@ def run_notes(run: Run) -> list[str]:
         changes = "; ".join(run.changes)
         notes.append(f"{run.path} has no gap: its config changed during training ({changes}).")
     if run.diverged:
-        why = "its held-out loss is not finite"
+        reason = "its held-out loss is not finite"
         if run.gave_up:
-            where = f"step {run.last_step} of {run.cfg.steps}"
-            why = f"it stopped at {where}, because too many updates in a row were skipped"
-        notes.append(f"{run.path} diverged: {why}; losses and gaps exclude it.")
+            reason = (
+                f"it stopped at step {run.last_step} of {run.cfg.steps}, because too many updates "
+                "in a row were skipped"
+            )
+        notes.append(f"{run.path} diverged: {reason}; losses and gaps exclude it.")
     elif run.summary is None:
-        unfinished = f"has not finished: {progress(run)}"
-        why = "was imported and not trained here" if "imported" in run.facts else unfinished
-        notes.append(f"{run.path} {why}; the numbers of the table exclude it.")
+        state = f"has not finished: {progress(run)}"
+        if "imported" in run.facts:
+            state = "was imported and not trained here"
+        notes.append(f"{run.path} {state}; the numbers of the table exclude it.")
     if run.metrics.skipped:
         notes.append(f"{skipped_text(run.path, run.metrics.skipped)}.")
     return notes
@@ -73,25 +60,27 @@ def fact_notes(runs: list[Run]) -> list[str]:
             facts.append(fact)
     missing: dict[str, list[str]] = {}
     for run in runs:
-        if unknown := [fact for fact in facts if run.facts.get(fact) is None]:
-            missing.setdefault(", ".join(unknown), []).append(str(run.path))
+        unrecorded = ", ".join(fact for fact in facts if run.facts.get(fact) is None)
+        if unrecorded:
+            missing.setdefault(unrecorded, []).append(str(run.path))
     return [
-        f"{shortlist(paths, NAMED)}: run.json does not record {unknown}. These runs have no "
+        f"{shortlist(paths, NAMED)}: run.json does not record {unrecorded}. These runs have no "
         "gap to runs that do; among themselves, their config keys are compared instead."
-        for unknown, paths in missing.items()
+        for unrecorded, paths in missing.items()
     ]
 
 
 def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     notes = []
     for row, base in gaps:
-        size, other = (each.fact("parameters") for each in (row, base))
-        if not size or not other or abs(size / other - 1) <= TOLERANCE:
+        size, base_size = row.fact("parameters"), base.fact("parameters")
+        if not size or not base_size or abs(size / base_size - 1) <= SIZE_TOLERANCE:
             continue
-        advice, models = "", [each.runs[0].cfg.model for each in (row, base)]
+        advice = ""
+        models = [arm.runs[0].cfg.model for arm in (row, base)]
         if not any(model.match_params_to or model.match_flops_to for model in models):
-            larger = (row if size > other else base).runs[0].variant
-            advice = f"; model.match_params_to={larger} makes runs of equal size"
+            larger = row if size > base_size else base
+            advice = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
         notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
     return notes
 
@@ -166,79 +155,18 @@ def code_notes(rows: Sequence[RunArm]) -> list[str]:
     return [f"Rows were trained by different versions of diffllm's code: {', '.join(texts)}."]
 
 
-def settings(rows: list[Row]) -> dict[str, str]:
-    """Return the values of the settings of all runs, as text, by key or fact.
-
-    These are the keys in HEADLINE, then all keys that decide numbers, order or a measurement and
-    are not at their default in every run, then facts.
-    """
-    runs = [run for row in rows for run in row.runs]
-    by_run = [settings_of(run) for run in runs]
-    keys = [key for key in all_declarations(runs) if key not in fact_declarations()]
-    order = {name: place for place, name in enumerate(dict.fromkeys((*HEADLINE, *keys)))}
-    names = sorted(
-        {name for values in by_run for name in values},
-        key=lambda name: (order.get(name, len(order)), name),
-    )
-    texts = {}
-    for name in names:
-        shown: list[str] = []
-        for run, values in zip(runs, by_run, strict=True):
-            value = values.get(name, run.config.get(name))
-            if value not in (None, [], ""):
-                shown.append(value_text(name, value))
-        if shown:
-            texts[name] = " or ".join(dict.fromkeys(shown))
-    return texts
-
-
-def settings_of(run: Run) -> dict[str, Any]:
-    """Return the settings of one run that are not at their default, by key or fact.
-
-    The training corpus of a run that `diffllm import` created is not known: its fact is "unknown",
-    and the config keys of the corpus have the value None.
-    """
-    defaults = default_values()
-    values: dict[str, Any] = {"model": run.cfg.resolved.choices["model"]}
-    for name, value in run.config.items():
-        declared = declaration_of(name, run.declarations)
-        # A mixture can have 500 sources; config.yaml lists them.
-        if declared.harmless or name in SEEDS or is_within(name, ["resolved", "data.sources"]):
-            continue
-        if name.startswith(ATTENTION) or declared.effect == "logging":
-            continue
-        default = defaults.get(name)
-        if declared.follows:
-            default = run.config.get(declared.follows)
-        if name in HEADLINE or value != default:
-            values[name] = value
-    values |= overrides(run)
-    facts = vars(facts_of(run.facts))
-    for name in (*FACTS, *machine_facts()):
-        values[name] = facts[name]
-    values[HELDOUT_SPLIT] = run.facts.get(HELDOUT_SPLIT)
-    if "imported" in run.facts:
-        for name in keys_of_fact("corpus", run.declarations):
-            values[name] = None
-        values["corpus"] = "unknown"
-    git = run.facts.get("git")
-    if isinstance(git, dict) and isinstance(commit := git.get("commit"), str):
-        changes = ", with uncommitted changes" if git.get("dirty") else ""
-        values["commit"] = f"{commit[:12]}{changes}"
-    return values
-
-
 def runs_summary(rows: list[Row]) -> str:
     runs = [run for row in rows for run in row.runs]
     finished = sum(run.summary is not None for run in runs)
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
-    count = f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}"
-    tokens = [run.planned_tokens for run in runs]
-    sentence = (
-        f"{count}: {finished} of {plural(len(runs), 'run')} finished; {range_text(tokens)} tokens "
-        "per run"
+    unit = "seed" if seeds == "1" else "seeds"
+    text = (
+        f"{plural(len(rows), 'row')} × {seeds} {unit}: "
+        f"{finished} of {plural(len(runs), 'run')} finished; "
+        f"{range_text([run.planned_tokens for run in runs])} tokens per run"
     )
-    return ", ".join(filter(None, [sentence, training_length(runs)])) + "."
+    length = training_length(runs)
+    return f"{text}, {length}." if length else f"{text}."
 
 
 def training_length(runs: Collection[Run]) -> str:
@@ -266,3 +194,111 @@ def tokens_per_parameter(runs: Iterable[Run]) -> list[float]:
         if size:
             ratios.append(run.planned_tokens / size)
     return ratios
+
+
+def reading_terms(rows: list[Row]) -> list[tuple[str, str]]:
+    """Return pairs of a term and its explanation for the page of these rows."""
+    runs = [run for row in rows for run in row.runs]
+    terms = [
+        (
+            "Held-out loss",
+            f"Cross-entropy of {heldout_text(runs)} after the last step, in nats per token. A "
+            "token's cross-entropy is minus the logarithm of its predicted probability; lower is "
+            "better. Word frequencies alone are a model that predicts each token with its share "
+            "of the held-out text.",
+        ),
+        (
+            "Held-out sample loss",
+            "Cross-entropy of a fixed sample of the held-out split (`eval.sequences`), measured "
+            "during training.",
+        ),
+    ]
+    if is_early(runs):
+        terms.append(EARLY_TRAINING)
+    if has_intervals(rows):
+        terms.append(INTERVALS_OVER_SEEDS)
+    trend_interval = "; mean and Student's t interval over seeds" if has_intervals(rows) else ""
+    terms += [
+        (
+            "Gaps",
+            "Differences to the baseline of the same seed, which starts from the same weights "
+            f"and reads the same data in the same order. {interval_text(rows)} An arrow marks an "
+            "interval, or a whole row, beyond the scale.",
+        ),
+        (
+            "Trends",
+            "Slope of a gap of held-out sample losses over log2 of tokens: a least-squares line "
+            f"for each seed through the evaluations after 10% of training{trend_interval}. The "
+            "learning rate decays over the same tokens.",
+        ),
+        *MEASUREMENTS,
+    ]
+    return terms
+
+
+def interval_text(rows: list[Row]) -> str:
+    """Explain intervals of gaps, and how many of them exclude 0 by chance."""
+    if not has_intervals(rows):
+        return "A single seed has no interval and no test."
+    gaps = sum(row.gap is not None for row in rows)
+    chance = "If the true gap is 0, one interval in twenty excludes 0 by chance"
+    if gaps > 1:
+        chance += (
+            f": of the {gaps} gaps here, {round(gaps / 20, 2)} on average. Holm's correction "
+            "accounts for this: with it, one page in twenty shows a gap if no true gap exists"
+        )
+    return (
+        "Mean and interval are over the seeds of both rows. An interval that contains 0 shows no "
+        f"difference, but does not show that the rows are equal. {chance}."
+    )
+
+
+EARLY_TRAINING = (
+    "Early training",
+    f"Fewer than {COMPUTE_OPTIMAL} tokens per parameter, about the number of compute-optimal "
+    'training (Hoffmann et al., 2022, arXiv 2203.15556, "Chinchilla"). Gaps can change with more '
+    "tokens.",
+)
+INTERVALS_OVER_SEEDS = (
+    "Intervals",
+    "95%, Student's t over seeds: the uncertainty of the mean that is due to the seeds. A single "
+    "seed has no interval. Student's t assumes that losses of seeds, and their differences, are "
+    "normally distributed; a few seeds cannot show whether this holds.",
+)
+MEASUREMENTS = (
+    (
+        "Diverged runs",
+        "Runs that ended without a finite held-out loss, at their last step or because too many "
+        "updates in a row were skipped. Means and t tests exclude diverged runs, and look better "
+        "without them. The share of diverged runs has Clopper and Pearson's interval and "
+        "Fisher's exact test against the baseline. A gap that favours the row with the larger "
+        "share of diverged runs is never significant.",
+    ),
+    (
+        "Events",
+        "Values of the loss, or of the logarithm of the gradient norm, that are 4 standard "
+        "deviations above a line through the 32 values before. Values with fewer than 8 quiet "
+        "steps in between form one event. NaN and infinity always count. Rates are per judged "
+        "step (a step with enough earlier values) over all seeds, with exact Poisson intervals "
+        "(Garwood, 95%). The table of runs has the numbers of spikes of each run.",
+    ),
+    (
+        "Figures",
+        "Curves of training loss, gradient norm and learning rate show every step if the run "
+        "has steps.npy, and all other training curves show logged steps, as do the tables. "
+        "Where all seeds that logged a metric have a value, a line shows the mean over seeds "
+        "and a band the range from lowest to highest. Elsewhere, thin lines show single seeds, "
+        "and a cross marks the last finite value of a seed that ends early. Running means are "
+        "centred. A triangle marks the first step of an event, as in the table; at the upper "
+        "edge, its value is above the scale or not finite. Runs without events.jsonl have no "
+        "triangles. The band of training loss and gradient norm covers every step of every "
+        "seed. Longer runs are drawn in at most 1,000 intervals. A band has at most "
+        f"{POINTS} points, each with the lowest and the highest value up to the next point. "
+        "Figures by layer show the finished runs of a row, or all runs if no run has finished, "
+        "at the last common logged step. The values are in the tables and in report.csv. If a "
+        "legend names variants because there are more than ten rows, rows of a variant share a "
+        "hue, with shades and dashes in the order of the table.",
+    ),
+    ("Directories", "Relative to the directory that contains all runs."),
+    (MISSING, "Not measured, or not finite."),
+)

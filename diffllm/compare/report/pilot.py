@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.arms.arm import Seeds
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.sentences import exact_note
 from diffllm.compare.report.comparison import read
@@ -15,7 +16,8 @@ from diffllm.metrics.records import finite
 from diffllm.statistics.power_analysis import chance_of_less, least_seeds, paired_power
 from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 
-SHOWN = (3, 5, 8, 12)
+POWER_SEEDS = (3, 5, 8, 12)
+"""Numbers of seeds for which the power is printed."""
 ARMS = 2
 HALF = 0.5
 """Power below which a study is more likely to miss the gap than to find it."""
@@ -43,57 +45,75 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     has two seeds with a finite loss, or if all losses are equal.
     """
     comparison, _ = read(paths)
-    group, *others = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
+    group, *ignored = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
     rows = [row for row in group.rows if row.ended]
     losses = [row.finite_values for row in rows]
-    repeated = [values for values in losses if len(values) > 1]
-    finished = [run for row in rows for run in row.finished]
-    diverged = sum(row.diverged for row in rows)
-    spread, common = pooled(repeated), pairs(repeated)
-    if spread is None:
-        raise ConfigError(
-            f"pilot={comparison.title}: no arm has two seeds with a finite loss "
-            f"({len(finished)} runs finished, {diverged} diverged); train one arm with more seeds"
-        )
-    if not spread.sd:
-        raise ConfigError(
-            f"pilot={comparison.title}: the seeds of each arm have the same loss, so power "
-            "cannot be computed; choose runs with different losses"
-        )
-    notes = []
-    if ignored := [row.label for other in others for row in other.rows]:
-        notes.append(
-            "ignored, because their settings differ from the other runs: " + ", ".join(ignored)
-        )
-    if thin := thin_note(finished):
-        notes.append(thin)
+    spread = loss_spread(comparison.title, rows, losses)
+    common = pairs([losses_of_arm for losses_of_arm in losses if len(losses_of_arm) > 1])
+    notes = pilot_notes(ignored, rows)
     if common and common.differences.sd:
-        differences = common.differences
+        gap_spread = common.differences
     else:
-        differences = SeedSpread(spread.sd * math.sqrt(2), spread.df)
+        gap_spread = SeedSpread(spread.sd * math.sqrt(2), spread.df)
         notes.append("no two arms of the pilot vary over common seeds: seeds count as uncorrelated")
-    need = seeds_needed(goal, differences)
-    if need["seeds"] and (
-        note := exact_note(need["seeds"], goal.comparisons, goal.alpha, goal.sides)
-    ):
-        notes.append(note)
-    tokens, seconds = group.rows[0].runs[0].planned_tokens, mean_seconds(rows)
-    need |= total_cost(need["seeds"], tokens, seconds)
-    low, high = spread.interval
+    need = seeds_needed(goal, gap_spread)
+    seeds = need["seeds"]
+    exact = exact_note(seeds, goal.comparisons, goal.alpha, goal.sides) if seeds else ""
+    if exact:
+        notes.append(exact)
+    tokens = group.rows[0].runs[0].planned_tokens
+    seconds = mean_seconds(rows)
+    diverged = sum(row.diverged for row in rows)
     return {
         **vars(goal),
         "pilot": comparison.title,
-        "arms": [arm_numbers(*arm) for arm in zip(rows, losses, strict=True)],
+        "arms": [arm_numbers(row) for row in rows],
         "runs": sum(map(len, losses)) + diverged,
         "diverged": diverged,
         "tokens": tokens,
         "seconds": seconds,
-        **{"sd": spread.sd, "sd_low": low, "sd_high": high, "df": spread.df},
+        **sd_numbers(spread),
+        "df": spread.df,
         "correlation": common and common.correlation,
         "common_seeds": common and common.seeds,
-        "need": need,
+        "need": need | total_cost(seeds, tokens, seconds),
         "notes": notes,
     }
+
+
+def loss_spread(title: str, rows: list[Row], losses: list[dict[Seeds, float]]) -> SeedSpread:
+    """Return the standard deviation of the finite `losses` of each row between seeds.
+
+    Raises ConfigError if this standard deviation is unknown or 0.
+    """
+    spread = pooled(losses)
+    if spread is None:
+        finished = sum(len(row.finished) for row in rows)
+        diverged = sum(row.diverged for row in rows)
+        raise ConfigError(
+            f"pilot={title}: no arm has two seeds with a finite loss "
+            f"({finished} runs finished, {diverged} diverged); train one arm with more seeds"
+        )
+    if not spread.sd:
+        raise ConfigError(
+            f"pilot={title}: the seeds of each arm have the same loss, so power "
+            "cannot be computed; choose runs with different losses"
+        )
+    return spread
+
+
+def pilot_notes(ignored: list[Group], rows: list[Row]) -> list[str]:
+    """Return notes about the rows of ignored groups, and about the held-out text of `rows`."""
+    notes = []
+    labels = [row.label for group in ignored for row in group.rows]
+    if labels:
+        notes.append(
+            f"ignored, because their settings differ from the other runs: {', '.join(labels)}"
+        )
+    thin = thin_note(run for row in rows for run in row.finished)
+    if thin:
+        notes.append(thin)
+    return notes
 
 
 def total_cost(seeds: int | None, tokens: int, seconds: float | None) -> dict[str, Any]:
@@ -117,12 +137,17 @@ def degrees_of_freedom(group: Group) -> int:
 
 def mean_seconds(rows: list[Row]) -> float | None:
     """Return the mean time of the finished runs in seconds; None if no time is known."""
-    summaries = [run.summary or {} for row in rows for run in row.finished]
-    times = [x for summary in summaries if (x := finite(summary.get("seconds")))]
+    times = []
+    for row in rows:
+        for run in row.finished:
+            seconds = finite((run.summary or {}).get("seconds"))
+            if seconds:
+                times.append(seconds)
     return sum(times) / len(times) if times else None
 
 
-def arm_numbers(row: Row, losses: dict[tuple[int, int], float]) -> dict[str, Any]:
+def arm_numbers(row: Row) -> dict[str, Any]:
+    losses = row.finite_values
     spread = pooled([losses])
     return {
         "arm": row.label,
@@ -130,6 +155,11 @@ def arm_numbers(row: Row, losses: dict[tuple[int, int], float]) -> dict[str, Any
         "diverged": row.diverged,
         "sd": spread.sd if spread else None,
     }
+
+
+def sd_numbers(spread: SeedSpread) -> dict[str, float]:
+    low, high = spread.interval
+    return {"sd": spread.sd, "sd_low": low, "sd_high": high}
 
 
 def seeds_needed(goal: Goal, spread: SeedSpread) -> dict[str, Any]:
@@ -141,22 +171,30 @@ def seeds_needed(goal: Goal, spread: SeedSpread) -> dict[str, Any]:
     recommends too few seeds for goal.power.
     """
 
-    def chance(sd: float, seeds: int) -> float:
+    def power(sd: float, seeds: int) -> float:
         return paired_power(goal.gap, sd, seeds, goal.alpha / goal.comparisons, goal.sides)
 
-    (low, high), upper = spread.interval, spread.upper
-    sds = {"seeds": upper, "seeds_by_sd": spread.sd, "seeds_low": low, "seeds_high": high}
-    seeds = {key: least_seeds(partial(chance, sd), goal.power) for key, sd in sds.items()}
-    planned = seeds["seeds"]
-    risks = {
-        f"{risk}{by}": chance_of_less(chance, spread, sd / spread.sd, goal.power, less)
-        for by, sd in (("", upper), ("_by_sd", spread.sd))
-        for risk, less in (("too_few", goal.power), ("far_too_few", HALF))
-    }
+    def least(sd: float) -> int | None:
+        return least_seeds(partial(power, sd), goal.power)
+
+    def risk(sd: float, lower_power: float) -> float | None:
+        return chance_of_less(power, spread, sd / spread.sd, goal.power, lower_power)
+
+    low, high = spread.interval
+    upper = spread.upper
+    planned = least(upper)
     return {
-        **{"sd": spread.sd, "sd_low": low, "sd_high": high, "sd_upper": upper, "df": spread.df},
-        **seeds,
-        "power": chance(upper, planned) if planned else None,
-        "power_by_seeds": {n: chance(upper, n) for n in SHOWN},
-        **risks,
+        **sd_numbers(spread),
+        "sd_upper": upper,
+        "df": spread.df,
+        "seeds": planned,
+        "seeds_by_sd": least(spread.sd),
+        "seeds_low": least(low),
+        "seeds_high": least(high),
+        "power": power(upper, planned) if planned else None,
+        "power_by_seeds": {seeds: power(upper, seeds) for seeds in POWER_SEEDS},
+        "too_few": risk(upper, goal.power),
+        "far_too_few": risk(upper, HALF),
+        "too_few_by_sd": risk(spread.sd, goal.power),
+        "far_too_few_by_sd": risk(spread.sd, HALF),
     }

@@ -3,8 +3,11 @@
 A figure is omitted if all its values are 0 or missing. A section without figures is omitted too.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -27,21 +30,23 @@ from diffllm.compare.report.results import (
     trend_sentences,
 )
 from diffllm.compare.report.rows import keys_apart
-from diffllm.compare.report.stages import over_stages, spikes_over_stages, stages_of
 from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
     RunCurves,
     band_of_values,
     line_without,
+    over_stages,
     run_curves,
+    spikes_over_stages,
+    stages_of,
 )
 from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import GAPS, METRICS, metric_of
 
-FIRST = 0.2
+FIRST_STEPS = 0.2
 """Share of a run that counts as first steps, whose high losses would flatten the scale of the rest.
 Curves of few points have no first steps."""
 
@@ -55,100 +60,117 @@ def page_sections(
     """
     draw = Figures(comparison, styles, hidden)
     if any(row.gap for row in draw.rows):
-        first = [*draw.intervals(), *draw.cards([metric_of("eval/loss")])]
+        first = draw.intervals() + draw.cards([metric_of("eval/loss")])
     else:
         first = draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
-    first = [*draw.stages(), *first]
-    shown = {card.title for card in first}
+    first = draw.stages() + first
+    titles = {card.title for card in first}
     sections = []
     for title, group in sections_by_title().items():
-        parts = [
-            (section, draw.cards((m for m in METRICS if m.section is section), shown))
-            for section in group
-        ]
-        cards = [card for _, cards in parts for card in cards]
+        cards: list[Figure] = []
+        intros = []
+        for section in group:
+            metrics = [metric for metric in METRICS if metric.section is section]
+            section_cards = draw.cards(metrics, omitted=titles)
+            cards += section_cards
+            if section_cards and section.intro:
+                intros.append(section.intro.format(**draw.fields))
         if title == GAPS.report:
             cards += draw.gap()
-        intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
             blocks: list[Block] = [FigureGrid(cards)]
-            if intro:
-                blocks.insert(0, Paragraph(intro.format(**draw.fields)))
+            if intros:
+                blocks.insert(0, Paragraph(" ".join(intros)))
             sections.append(Section(title, blocks))
     return first, sections, draw.costs()
 
 
 class Figures:
+    """Draws the figures of a comparison; methods return [] for figures without values."""
+
     def __init__(
         self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
     ):
-        kept = [i for i in range(len(comparison.rows)) if i not in hidden]
-        self.rows, self.styles = [comparison.rows[i] for i in kept], [styles[i] for i in kept]
-        self.baseline, self.tested = comparison.baseline, len(tested_rows(comparison.rows))
+        drawn = [i for i in range(len(comparison.rows)) if i not in hidden]
+        self.rows = [comparison.rows[i] for i in drawn]
+        self.styles = [styles[i] for i in drawn]
+        self.baseline = comparison.baseline
+        self.tested = len(tested_rows(comparison.rows))
         self.runs = [run for row in self.rows for run in row.runs]
-        logged = [len(run.series("train/loss").values) for run in self.runs]
-        self.smoothed_over = points = curves.window(max(logged))
+        points = max(len(run.series("train/loss").values) for run in self.runs)
+        self.smoothed_over = curves.window(points)
+        """Logged steps of a running mean."""
         steps = max(run.last_step for run in self.runs)
-        self.interval = -(-steps // INTERVALS) or 1
+        self.interval = max(1, math.ceil(steps / INTERVALS))
         """Steps per point of the curves of every step."""
         self.smoothed_intervals = curves.window(steps // self.interval)
         self.curves_by_run: dict[Run, RunCurves] = {}
         lengths = {run.cfg.seq_len for run in self.runs}
-        self.length = n = min(lengths) if len(lengths) == 1 else None
+        self.length = min(lengths) if len(lengths) == 1 else None
         """Tokens per sequence; None if runs differ."""
-        keys = keys_apart(comparison.groups, comparison.differences, 3)
+        keys = "" if hidden else keys_apart(comparison.groups, comparison.differences, 3)
+        self.fields = self.text_fields(keys)
+
+    def text_fields(self, keys: str) -> dict[str, str]:
+        """Return the values of the placeholders in texts of the table of metrics.
+
+        Args:
+            keys: keys in which the shown groups of rows differ, as text.
+        """
         pairing = pairing_note(self.rows, "Bands", sample_range)
-        self.fields = {
+        smoothing = "At logged steps"
+        if self.smoothed_over > 1:
+            smoothing = f"Running mean over {self.smoothed_over} logged steps"
+        uniform = ""
+        if self.length:
+            uniform = f" ({short(self.length**-0.5)} at n = {self.length:,})"
+        return {
             "heldout": heldout_text(self.runs),
             "pairing": f" {pairing}" if pairing else "",
-            "smoothing": f"Running mean over {points} logged steps" if points > 1
-            else "At logged steps",
-            "uniform": f" ({short(n**-0.5)} at n = {n:,})" if n else "",
-            "incomparable": f" Rows are not comparable: they differ in {keys}."
-            if keys and not hidden else "",
-        }  # fmt: skip
-        """Values of the placeholders in texts of the table of metrics."""
+            "smoothing": smoothing,
+            "uniform": uniform,
+            "incomparable": f" Rows are not comparable: they differ in {keys}." if keys else "",
+        }
 
-    def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Figure]:
-        return [
-            card
-            for metric in metrics
-            for plot in metric.plots
-            if plot.title not in shown
-            for card in self.plot(metric, plot)
-        ]
+    def cards(self, metrics: Iterable[Metric], omitted: Collection[str] = ()) -> list[Figure]:
+        """Draw the plots of metrics, except those with a title in `omitted`."""
+        cards = []
+        for metric in metrics:
+            for plot in metric.plots:
+                if plot.title not in omitted:
+                    cards += self.plot(metric, plot)
+        return cards
 
     def plot(self, metric: Metric, plot: Plot) -> list[Figure]:
         if isinstance(plot, Bars):
             return []
         if isinstance(plot, Layers):
-            said = plot.caption.format(**self.fields) or f"{metric.meaning}."
-            return self.layers(plot, said, metric)
+            return self.layers(plot, metric)
         assert isinstance(plot, Curve)
         if metric.name in NAMES:
             return self.every_step(plot, metric)
-        cards, points = [], self.smoothed_over if plot.smooth else 1
-        for group, pick in self.series_of(metric):
-            named = replace(plot, title=plot.title.format(group=group))
+        points = self.smoothed_over if plot.smooth else 1
+        cards = []
+        for group, read_series in self.series_of(metric):
+            titled = replace(plot, title=plot.title.format(group=group))
             caption = plot.caption.format(**self.fields, group=group) or f"{metric.meaning}."
-            highest = metric.name.endswith("*") and not group
-            said = " The value of the layer with the highest value at each step." if highest else ""
-            bands = [
-                curves.over_seeds(curves.smoothed(pick(run), points) for run in row.runs)
-                for row in self.rows
-            ]
-            cards += self.card(named, caption + said, metric.unit, bands)
+            if metric.name.endswith("*") and not group:
+                caption += " The value of the layer with the highest value at each step."
+            bands = []
+            for row in self.rows:
+                smooth = [curves.smoothed(read_series(run), points) for run in row.runs]
+                bands.append(curves.over_seeds(smooth))
+            cards += self.card(titled, caption, metric.unit, bands)
         return cards
 
     def every_step(self, plot: Curve, metric: Metric) -> list[Figure]:
         """Draw a metric that steps.npy contains."""
-        fields = {**self.fields, "smoothing": self.smoothing_text()}
+        fields = self.fields | {"smoothing": self.smoothing_text()}
         caption = plot.caption.format(**fields) or f"{metric.meaning}."
         bands = []
         for row in self.rows:
-            bands.append(
-                self.step_band(plot, metric.name, [self.curves_of(run) for run in row.runs])
-            )
+            curves_of_row = [self.curves_of(run) for run in row.runs]
+            bands.append(self.step_band(plot, metric.name, curves_of_row))
         if plot.smooth and self.has_every_step():
             caption += " Area: lowest to highest step."
         elif self.interval > 1 and self.has_every_step():
@@ -190,31 +212,34 @@ class Figures:
         )
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
+        """Return pairs of a name and a function that reads the curve of a run.
 
-        def highest(run: Run) -> Series:
-            tokens, values = run.by_layer(metric.quantity)
-            return Series(tokens, values.max(axis=1, initial=-np.inf))
-
+        A metric of all layers or groups has one curve per group, or that of the highest layer.
+        """
         if not metric.name.endswith("*"):
-            return [("", lambda run: run.series(metric.name))]
+            return [("", methodcaller("series", metric.name))]
         if any(run.layers(metric.quantity) for run in self.runs):
-            return [("", highest)]
-        names = {name for run in self.runs for name in run.metrics.columns if metric.covers(name)}
-        return [
-            (name.removeprefix(f"{metric.quantity}/"), lambda run, name=name: run.series(name))  # type: ignore[misc]
-            for name in sorted(names)
-        ]
+            return [("", partial(highest_layer, metric.quantity))]
+        names: set[str] = set()
+        for run in self.runs:
+            names.update(filter(metric.covers, run.metrics.columns))
+        prefix = f"{metric.quantity}/"
+        return [(name.removeprefix(prefix), methodcaller("series", name)) for name in sorted(names)]
 
     def stages(self) -> list[Figure]:
         """Draw the training loss over all stages, if a run continues another run."""
-        stages = {run.path: stages_of(run) for run in self.runs}
-        starts = {before for each in stages.values() for _, before in each if before}
+        stages_by_run = {run.path: stages_of(run) for run in self.runs}
+        starts: set[float] = set()
+        for stages in stages_by_run.values():
+            starts.update(tokens for _, tokens in stages if tokens)
         if not starts:
             return []
         plot = Curve("Loss over all stages", smooth=True, clip=True)
         bands = []
         for row in self.rows:
-            joined = [self.curves_over_stages(stages[run.path], "train/loss") for run in row.runs]
+            joined = [
+                self.curves_over_stages(stages_by_run[run.path], "train/loss") for run in row.runs
+            ]
             bands.append(self.step_band(plot, "train/loss", joined))
         caption = (
             "Training loss of each run after its earlier stages, over the tokens of all stages."
@@ -229,7 +254,14 @@ class Figures:
         return RunCurves({name: joined}, {name: spikes}, curves_of_stages[-1].every_step)
 
     def intervals(self) -> list[Figure]:
-        found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
+        gaps = []
+        styles = []
+        hollow = []
+        for row, style in zip(self.rows, self.styles, strict=True):
+            if row.gap:
+                gaps.append(row.gap)
+                styles.append(style)
+                hollow.append(not survives(row))
         title = f"Gap to {self.baseline} at the end"
         caption = "Held-out loss minus the baseline's. Left of 0 is better."
         if has_intervals(self.rows):
@@ -244,10 +276,7 @@ class Figures:
                 " Filled: significant after Holm's correction over the "
                 f"{self.tested} gaps of this page."
             )
-        figure = draw_gaps(
-            [row.gap for row, _ in found if row.gap], [style for _, style in found],
-            hollow=[not survives(row) for row, _ in found] if self.tested else (),
-        )  # fmt: skip
+        figure = draw_gaps(gaps, styles, hollow=hollow if self.tested else ())
         return [Figure(title, caption, to_image(figure, title))]
 
     def gap(self) -> list[Figure]:
@@ -276,7 +305,8 @@ class Figures:
             cards += self.card(plot, caption, "nats per token", bands, across=budget.unit)
         return cards
 
-    def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Figure]:
+    def layers(self, plot: Layers, metric: Metric) -> list[Figure]:
+        caption = plot.caption.format(**self.fields) or f"{metric.meaning}."
         bands = [curves.at_end(row, metric.quantity) for row in self.rows]
         mark = None
         if plot.uniform and self.length:
@@ -285,34 +315,47 @@ class Figures:
         return self.card(plot, caption, metric.unit, bands, across="layer", mark=mark)
 
     def card(
-        self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
+        self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **options: Any
     ) -> list[Figure]:
         """Draw `bands` in one figure; return [figure], or [] if all values are 0 or missing.
 
         Args:
-            how: additional keyword arguments for `draw_curves`.
+            options: additional keyword arguments for `draw_curves`.
         """
         values = finite_values(bands)
         if not values.any():
             return []
-        spikes = [spike for band in bands if band is not None for spike in band.spikes]
         low, high, top = float(values.min()), float(values.max()), top_of(bands)
-        if spikes:
-            highest = max(spikes, key=lambda spike: spike.value)
-            value = short(highest.value) if np.isfinite(highest.value) else "not finite"
-            caption += f" Triangles mark spikes, the highest at step {highest.step:,} ({value})."
-            if isinstance(plot, Curve) and plot.smooth:
-                caption += " The running mean omits marked steps."
+        caption += spikes_text(plot, bands)
         if isinstance(plot, Curve) and plot.clip and high > top > low:
-            how["top"] = top
+            options["top"] = top
             caption += f" The scale ends at {short(top)}; {largest_text(bands)}."
-        if log := plot.log and high > 0:
+        log = plot.log and high > 0
+        if log:
             omitted = ", which omits values of 0 or below" if low <= 0 else ""
             caption += f" Logarithmic scale{omitted}."
         if plot.mark is not None:
-            how["mark"] = (plot.mark, f"{unit} {short(plot.mark)}")
-        image = to_image(draw_curves(bands, self.styles, unit, log=log, **how), plot.title)
+            options["mark"] = (plot.mark, f"{unit} {short(plot.mark)}")
+        image = to_image(draw_curves(bands, self.styles, unit, log=log, **options), plot.title)
         return [Figure(plot.title, caption, image, plot.folded)]
+
+
+def highest_layer(quantity: str, run: Run) -> Series:
+    """Return the highest value over the layers of a metric that is logged per layer."""
+    tokens, values = run.by_layer(quantity)
+    return Series(tokens, values.max(axis=1, initial=-np.inf))
+
+
+def spikes_text(plot: Curve | Layers, bands: Bands) -> str:
+    spikes = [spike for band in bands if band is not None for spike in band.spikes]
+    if not spikes:
+        return ""
+    highest = max(spikes, key=lambda spike: spike.value)
+    value = short(highest.value) if np.isfinite(highest.value) else "not finite"
+    text = f" Triangles mark spikes, the highest at step {highest.step:,} ({value})."
+    if isinstance(plot, Curve) and plot.smooth:
+        text += " The running mean omits marked steps."
+    return text
 
 
 def finite_values(bands: Bands) -> np.ndarray:
@@ -333,18 +376,18 @@ def top_of(bands: Bands) -> float:
 
     The axis ignores the first 20% of training and marked spikes, and includes all other losses.
     """
-    found = [band for band in bands if band is not None]
-    end = max((band.x[-1] for band in found), default=0)
+    drawn = [band for band in bands if band is not None]
+    end = max((band.x[-1] for band in drawn), default=0)
     tops = []
-    for band in found:
+    for band in drawn:
         values = np.fmax.reduce([band.high, *band.singles])
-        start = FIRST * end if len(band.x) > FEW else 0
-        included = np.isfinite(values) & (band.x >= start)
+        start = FIRST_STEPS * end if len(band.x) > FEW else 0
+        is_included = np.isfinite(values) & (band.x >= start)
         for spike in band.spikes:
             first, last = np.searchsorted(band.x, (spike.x, spike.end))
-            included[first : last + 1] = False
-        if included.any():
-            tops.append(float(values[included].max()))
+            is_included[first : last + 1] = False
+        if is_included.any():
+            tops.append(float(values[is_included].max()))
     if not tops:
         return np.inf
     top, low = max(tops), float(finite_values(bands).min())

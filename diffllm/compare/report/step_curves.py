@@ -1,17 +1,20 @@
-"""Curves of the values of every optimizer step, and their spikes.
+"""Curves of the values of every optimizer step, and their spikes, also over stages of training.
 
 The values are in steps.npy, the spikes in events.jsonl. Runs of older versions have only the logged
 values of metrics.jsonl.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.arms.run import Run, Series
+from diffllm.compare.arms.directories import is_run
+from diffllm.compare.arms.run import Run, Series, load_run
 from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr
@@ -25,6 +28,8 @@ NAMES = ("train/loss", "train/grad_norm", "train/lr")
 """Metrics whose figures show every step."""
 INTERVALS = 1000
 """Largest number of points of a curve."""
+MOST_STAGES = 100
+"""Largest number of stages of a run; protects against a cycle of run directories."""
 MARKED = {"loss_spike": "train/loss", "grad_spike": "train/grad_norm"}
 """Metric whose figure marks an event, by kind of event."""
 
@@ -91,18 +96,18 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     intervals = (steps - 1) // size
     starts = np.flatnonzero(np.diff(intervals, prepend=intervals[0] - 1))
     lengths = np.diff(starts, append=len(steps))
-    finite = np.abs(values) <= LARGEST
-    values = np.where(finite, values, np.nan)
-    total = np.add.reduceat(np.where(finite, values, 0), starts)
-    count = np.add.reduceat(finite.astype(np.int64), starts)
-    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
-    peak = values == np.repeat(high, lengths)
+    is_finite = np.abs(values) <= LARGEST
+    values = np.where(is_finite, values, np.nan)
+    total = np.add.reduceat(np.where(is_finite, values, 0), starts)
+    count = np.add.reduceat(is_finite.astype(np.int64), starts)
+    high = np.fmax.reduceat(values, starts)
+    is_peak = values == np.repeat(high, lengths)
     return StepCurve(
-        tokens[starts + lengths - 1],
-        np.where(count > 0, total / count.clip(1), np.nan),
-        low,
-        high,
-        np.maximum.reduceat(np.where(peak, steps, 0), starts),
+        tokens=tokens[starts + lengths - 1],
+        mean=np.where(count > 0, total / count.clip(1), np.nan),
+        low=np.fmin.reduceat(values, starts),
+        high=high,
+        peak_steps=np.maximum.reduceat(np.where(is_peak, steps, 0), starts),
     )
 
 
@@ -125,11 +130,16 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
             continue
         tokens = curves[name].tokens
         # A killed process may not have written the rows of its last events.
-        if len(tokens) and event.tokens <= int(tokens[-1]):
-            value = finite(event.value)
-            end = event.tokens + APART * run.tokens_per_step
-            height = np.inf if value is None else value
-            spikes[name].append(Spike(event.step, event.tokens, end, height))
+        if not len(tokens) or event.tokens > int(tokens[-1]):
+            continue
+        value = finite(event.value)
+        spike = Spike(
+            step=event.step,
+            x=event.tokens,
+            end=event.tokens + APART * run.tokens_per_step,
+            value=np.inf if value is None else value,
+        )
+        spikes[name].append(spike)
     return spikes
 
 
@@ -164,8 +174,8 @@ def band_of_values(
     if band is None or lows is None or highs is None:
         return None
     peaks = []
-    for curve, marks in zip(curves, spikes, strict=True):
-        high = np.where(unmarked(curve, marks), curve.high, np.nan)
+    for curve, spikes_of_seed in zip(curves, spikes, strict=True):
+        high = np.where(unmarked(curve, spikes_of_seed), curve.high, np.nan)
         if np.isfinite(high).any():
             place = np.nanargmax(high)
             peaks.append((float(high[place]), int(curve.peak_steps[place])))
@@ -176,3 +186,70 @@ def band_of_values(
         spikes=tuple(chain(*spikes)),
         peak=max(peaks, default=None),
     )
+
+
+def stages_of(run: Run) -> list[tuple[Run, int]]:
+    """Return the stages up to `run`, oldest first, with the tokens before each stage.
+
+    The list begins after the newest stage whose directory is missing or damaged.
+    """
+    stages = [(run, tokens_before(run))]
+    previous = previous_run(run)
+    while previous is not None and len(stages) < MOST_STAGES:
+        stages.insert(0, (previous, tokens_before(previous)))
+        previous = previous_run(previous)
+    return stages
+
+
+def tokens_before(run: Run) -> int:
+    return (run.facts.get("previous") or {}).get("tokens") or 0
+
+
+def previous_run(run: Run) -> Run | None:
+    """Read the run whose checkpoint this run continued.
+
+    Relative paths start at the current directory, or at the directory that contains `run`. Return
+    None for a first stage, and if the previous run is missing or damaged.
+    """
+    previous = run.facts.get("previous")
+    if not previous:
+        return None
+    recorded_path = Path(previous["path"]).parent.parent
+    for path in (recorded_path, run.path.parent / recorded_path.name):
+        if is_run(path) and path.resolve() != run.path.resolve():
+            with suppress(CheckpointError):
+                return load_run(path)
+            return None
+    return None
+
+
+def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
+    """Return one curve over the tokens of all stages, from the curve of each stage.
+
+    `starts` has the number of tokens before each stage, see `stages_of`.
+    """
+    columns = []
+    for curve, (start, end) in zip(curves, spans(starts), strict=True):
+        shifted = curve._replace(tokens=curve.tokens + start)
+        is_included = shifted.tokens <= end
+        columns.append([column[is_included] for column in shifted])
+    return StepCurve(*map(np.concatenate, zip(*columns, strict=True)))
+
+
+def spikes_over_stages(spikes_of_stages: list[list[Spike]], starts: list[int]) -> list[Spike]:
+    """Return the spikes of all stages at the tokens of all stages; see `over_stages`."""
+    shifted = []
+    for spikes, (start, end) in zip(spikes_of_stages, spans(starts), strict=True):
+        for spike in spikes:
+            if spike.x + start <= end:
+                shifted.append(spike._replace(x=spike.x + start, end=spike.end + start))
+    return shifted
+
+
+def spans(starts: list[int]) -> Iterator[tuple[int, float]]:
+    """Return the tokens at the start and the end of each stage.
+
+    The next stage may start from a checkpoint before the end of a stage. Later steps of the stage
+    are then not part of the training.
+    """
+    return zip(starts, [*starts[1:], np.inf], strict=True)

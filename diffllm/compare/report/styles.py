@@ -87,21 +87,31 @@ def styles_of(labels: Sequence[str], identities: Sequence[tuple[str, ...]]) -> l
     styles: list[RowStyle] = []
     used: set[tuple[str, int]] = set()
     for i, (label, identity) in enumerate(zip(labels, identities, strict=True)):
-        hue, dash = variant_style(identity[0])
-        nth, count = identities[:i].count(identity), identities.count(identity)
-        light = 1 - DARKEST * nth / max(count - 1, 1)
-        dash += nth
-        if changes := identity[1:]:
+        variant, *changes = identity
+        hue, dash = variant_style(variant)
+        # Rows with equal overrides, such as those of several learning rates, become darker.
+        earlier_rows = identities[:i].count(identity)
+        equal_rows = identities.count(identity)
+        light = 1 - DARKEST * earlier_rows / max(equal_rows - 1, 1)
+        dash += earlier_rows
+        if changes:
             number = crc32(" ".join(changes).encode())
             light *= SHADES[number % len(SHADES)]
             dash += 1 + number // len(SHADES) % (len(DASHES) - 1)
-        colour = "#" + "".join(f"{round(int(hue[j : j + 2], 16) * light):02x}" for j in (1, 3, 5))
+        colour = shade(hue, light)
         while (colour, dash % len(DASHES)) in used and dash < 2 * len(DASHES):
             dash += 1
-        used.add((colour, dash % len(DASHES)))
+        dash %= len(DASHES)
+        used.add((colour, dash))
         marker = MARKERS[i % len(MARKERS)]
-        styles.append(RowStyle(label, identity[0], colour, DASHES[dash % len(DASHES)], marker))
+        styles.append(RowStyle(label, variant, colour, DASHES[dash], marker))
     return styles
+
+
+def shade(colour: str, light: float) -> str:
+    """Multiply red, green and blue of a colour such as "#0068b0" by `light`."""
+    channels = [round(channel * light) for channel in bytes.fromhex(colour[1:])]
+    return f"#{bytes(channels).hex()}"
 
 
 def variant_style(variant: str) -> tuple[str, int]:

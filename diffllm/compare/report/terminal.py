@@ -21,65 +21,91 @@ from diffllm.compare.report.results import (
     pairing_note,
     trend_sentences,
 )
-from diffllm.compare.report.rows import Row, apart_text, in_short
+from diffllm.compare.report.rows import Group, Row, apart_text, in_short
 from diffllm.core.printing import Table
 
-WIDTH = 100
-NOTES = 10
+LINE_WIDTH = 100
+"""Characters per line."""
+MOST_NOTES = 10
 
 
 def whole_text(comparison: Comparison) -> str:
-    trends = map(ascii_minus, trend_sentences(comparison.rows))
-    notes = [f"note: {note}" for note in (*trends, *comparison.notes[:NOTES])]
-    if more := len(comparison.notes[NOTES:]):
-        notes.append(f"note: the page has {more} more notes")
-    return "\n".join([table_text(comparison), *[""] * bool(notes), *notes])
+    lines = [table_text(comparison)]
+    notes = [ascii_minus(sentence) for sentence in trend_sentences(comparison.rows)]
+    notes += comparison.notes[:MOST_NOTES]
+    omitted = len(comparison.notes) - MOST_NOTES
+    if omitted > 0:
+        notes.append(f"the page has {omitted} more notes")
+    if notes:
+        lines.append("")
+    lines += [f"note: {note}" for note in notes]
+    return "\n".join(lines)
 
 
 def loss_table(comparison: Comparison) -> Table:
     """Return the table of mean losses and gaps, with 95% intervals."""
-    rows = comparison.rows
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
-    shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
-    lines = [[row_cells(row)[i] for i in shown] for row in rows]
-    return Table.of([heads[i] for i in shown], lines, left=range(len(shown)))
+    table = Table.of(heads, [row_cells(row) for row in comparison.rows], left=range(len(heads)))
+    if any(row.gap for row in comparison.rows):
+        return table
+    return Table([column for column in table.columns if column.title != heads[2]])
 
 
 def table_text(comparison: Comparison) -> str:
-    """Return an ASCII table of mean losses and gaps, at most `WIDTH` characters wide."""
-    rows, groups = comparison.rows, comparison.groups
-    text = loss_table(comparison).text(WIDTH)
+    """Return an ASCII table of mean losses and gaps, at most `LINE_WIDTH` characters wide."""
+    rows = comparison.rows
     runs = [run for row in rows for run in row.runs]
-    if not has_intervals(rows):
-        text.append("Nats per token; a single seed has no interval.")
-    else:
-        text.append("Nats per token, means over seeds; 95% intervals in brackets.")
-        if any(row.gap and row.gap.holds_zero for row in rows):
-            text.append("An interval that contains 0 shows no difference.")
-        text += wrap(pairing_note(rows, "Intervals", loss_interval), WIDTH)
-        text += wrap(holm_sentence(rows), WIDTH)
-    warnings = [warning for warning in (few_seeds_note(rows), thin_note(runs)) if warning]
-    for warning in (*comparison.warnings, *warnings):
-        text += wrap(f"warning: {warning}", WIDTH)
+    lines = loss_table(comparison).text(LINE_WIDTH)
+    lines += interval_lines(rows)
+    warnings = [*comparison.warnings, few_seeds_note(rows), thin_note(runs)]
+    for warning in warnings:
+        if warning:
+            lines += wrap(f"warning: {warning}", LINE_WIDTH)
     if is_early(runs):
-        text.append(training_length(runs))
-    shares = [(row.label, divergence(row)) for row in rows]
-    diverged = [f"{label}: {share}." for label, share in shares if share]
-    if diverged:
-        text += [*diverged, "Losses and gaps exclude diverged runs; their share is in brackets."]
-    if len(groups) > 1:
-        text += ["", *wrap(f"{apart_text(groups, comparison.differences)}:", WIDTH)]
-    for group in groups if len(groups) > 1 else []:
-        paths = [run.path for row in group.rows for run in row.runs]
-        where = paths[0] if len(paths) == 1 else os.path.commonpath([p.parent for p in paths])
-        name = f"  {group.letter}  {where}: "
-        text.append(name + in_short(group, max(WIDTH - len(name), 20)))
-    return "\n".join(map(ascii_minus, text))
+        lines.append(training_length(runs))
+    lines += diverged_lines(rows)
+    if len(comparison.groups) > 1:
+        reason = apart_text(comparison.groups, comparison.differences)
+        lines += ["", *wrap(f"{reason}:", LINE_WIDTH)]
+        lines += [group_line(group) for group in comparison.groups]
+    return "\n".join(map(ascii_minus, lines))
+
+
+def interval_lines(rows: list[Row]) -> list[str]:
+    """Explain the numbers of the table, and their intervals if there are several seeds."""
+    if not has_intervals(rows):
+        return ["Nats per token; a single seed has no interval."]
+    lines = ["Nats per token, means over seeds; 95% intervals in brackets."]
+    if any(row.gap and row.gap.holds_zero for row in rows):
+        lines.append("An interval that contains 0 shows no difference.")
+    lines += wrap(pairing_note(rows, "Intervals", loss_interval), LINE_WIDTH)
+    return lines + wrap(holm_sentence(rows), LINE_WIDTH)
+
+
+def diverged_lines(rows: list[Row]) -> list[str]:
+    lines = [f"{row.label}: {divergence(row)}." for row in rows if row.diverged]
+    if lines:
+        lines.append("Losses and gaps exclude diverged runs; their share is in brackets.")
+    return lines
+
+
+def group_line(group: Group) -> str:
+    """Return the letter, the directory and the settings of a group of comparable rows."""
+    paths = [run.path for row in group.rows for run in row.runs]
+    place = paths[0] if len(paths) == 1 else os.path.commonpath([path.parent for path in paths])
+    name = f"  {group.letter}  {place}: "
+    return name + in_short(group, max(LINE_WIDTH - len(name), 20))
 
 
 def row_cells(row: Row) -> list[str]:
-    loss = with_interval(row.loss) if row.loss else MISSING
-    gap = with_interval(row.gap, signed=True) if row.gap else ""
-    seeds = f"{row.seeds}" if row.seeds == len(row.runs) else f"{row.seeds} of {len(row.runs)}"
-    seeds += f", {row.diverged} diverged" if row.diverged else ""
-    return [row.label, loss, gap, seeds, compact(row.values.get("parameters"))]
+    runs = len(row.runs)
+    seeds = f"{row.seeds}" if row.seeds == runs else f"{row.seeds} of {runs}"
+    if row.diverged:
+        seeds += f", {row.diverged} diverged"
+    return [
+        row.label,
+        with_interval(row.loss) if row.loss else MISSING,
+        with_interval(row.gap, signed=True) if row.gap else "",
+        seeds,
+        compact(row.values.get("parameters")),
+    ]

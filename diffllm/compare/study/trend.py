@@ -7,7 +7,7 @@ import numpy as np
 
 from diffllm.compare.arms.arm import Arm
 from diffllm.compare.arms.sentences import ascii_minus
-from diffllm.compare.arms.trend import study_trend_sentence, trend_sentence
+from diffllm.compare.arms.trend import loss_trend, trend_sentence
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.trend_data import check_sizes
@@ -68,5 +68,5 @@ def study_trend_sentence(study: Study, arms: Mapping[str, StudyArm]) -> str:
     rule = study.rule
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
         return ""
-    trend = study_trend_sentence(arms[rule.arm], arms[rule.against])
+    trend = loss_trend(arms[rule.arm], arms[rule.against])
     return ascii_minus(trend_sentence(rule.arm, rule.against, trend)) if trend else ""

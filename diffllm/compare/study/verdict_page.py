@@ -241,7 +241,7 @@ def gaps_figure(verdict: Verdict) -> Figure:
 def conditions_text(verdict: Verdict) -> str:
     """State the number of runs and seeds, and the differences that the study declares."""
     runs = plural(len(runs_of(verdict.arms)), "run")
-    seeds = range_text([len(arm.values) for arm in verdict.arms if arm.runs], str)
+    seeds = range_text([len(arm.seed_values) for arm in verdict.arms if arm.runs], str)
     text = f"{runs}, seeds per arm: {seeds}."
     if verdict.study.unequal:
         text += f" Differences that the study declares: {', '.join(verdict.study.unequal)}."

@@ -239,7 +239,7 @@ def write_comparison(directory: Path) -> list[str]:
     wanted, files = "comparison of the runs", []
     try:
         from diffllm.compare.report.comparison import read
-        from diffllm.compare.report.page import write
+        from diffllm.compare.report.report_page import write
         from diffllm.compare.report.terminal import whole_text
         from diffllm.compare.wandb_runs import record_gaps
 

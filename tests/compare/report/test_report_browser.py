@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import sample_comparison as sample
 
-from diffllm.compare.report.page import page
+from diffllm.compare.report.report_page import page
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.raw_values import read_values
 from diffllm.compare.study.verdict import judge_evidence

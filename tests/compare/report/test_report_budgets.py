@@ -12,7 +12,7 @@ from diffllm.compare.arms.budget import BUDGETS, flops_spent
 from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import gap_band, sample_gaps, seed_noise
-from diffllm.compare.report.page import page
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.terminal import table_text
 from diffllm.config.matching import totals
 from diffllm.metrics.steps import STEP, StepsFile

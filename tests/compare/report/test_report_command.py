@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs.written import sweep, write_run
 
-import diffllm.compare.report.page
+import diffllm.compare.report.report_page
 from diffllm import cli as tools
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.report import write_report
@@ -172,7 +172,7 @@ def test_report_command_prints_single_error_line_for_invalid_argument(swept, cap
 def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
     write_report([Path("cmp1")])
     before = {name: (swept / name).read_bytes() for name in files(swept)}
-    monkeypatch.setattr(diffllm.compare.report.page, "csv_text", lambda rows: "\ud800")
+    monkeypatch.setattr(diffllm.compare.report.report_page, "csv_text", lambda rows: "\ud800")
     with pytest.raises(UnicodeEncodeError):
         write_report([Path("cmp1")])
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before

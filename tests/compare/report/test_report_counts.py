@@ -12,8 +12,8 @@ from test_report_page import Reader
 
 from diffllm.compare.arms.sentences import compact, fixed
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.costs import cost_columns
-from diffllm.compare.report.page import page
+from diffllm.compare.report.page_tables import cost_columns
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.tables import csv_text, fold_constant, table_columns
 from diffllm.compare.report.terminal import table_text
 from diffllm.compare.sweep.command import print_outcomes

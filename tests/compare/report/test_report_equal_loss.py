@@ -11,7 +11,7 @@ from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
-from diffllm.compare.report.page import page
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, results_of, store_result
 

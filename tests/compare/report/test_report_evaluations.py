@@ -10,8 +10,9 @@ import pytest
 from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
-from diffllm.compare.report.page import page
-from diffllm.compare.report.tables import csv_text, score_table
+from diffllm.compare.report.page_tables import score_table
+from diffllm.compare.report.report_page import page
+from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
 from diffllm.statistics.estimates import estimate
 
@@ -66,7 +67,7 @@ def test_report_contains_mean_score_for_each_needle_depth(runs: Path) -> None:
             )
     comparison = compared(runs)
     (needle,) = (each for each in comparison.evaluated if each.name == "needle")
-    assert [line.of for line in needle.parts] == ["512, depth 0.25", "512, depth 0.75"]
+    assert [line.name for line in needle.parts] == ["512, depth 0.25", "512, depth 0.75"]
     standard, diff_v2 = needle.parts[0].cells
     assert standard.mean == estimate([0.2, 0.4, 0.3])
     assert diff_v2.gap == estimate([0.5 - 0.2, 0.4 - 0.4, 0.6 - 0.3])
@@ -78,7 +79,7 @@ def test_mean_and_gap_of_each_evaluation_score_match_reference(
 ) -> None:
     (mqar,) = compared(runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
-    assert [line.of for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
+    assert [line.name for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
     assert mqar.lines[1].chance == 0.25
     for line, values in zip(mqar.lines[1:], (EASY, HARD), strict=True):
         standard, diff_v2 = line.cells
@@ -278,7 +279,7 @@ def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
     comparison = compared(runs)
     harness, _, phonebook = comparison.evaluated
     assert (harness.name, phonebook.name) == ("lm_eval-mine", "phonebook")
-    assert [line.of for line in harness.lines] == ["acc,none", "bits_per_byte,none"]
+    assert [line.name for line in harness.lines] == ["acc,none", "bits_per_byte,none"]
     for line, factor in ((harness.lines[0], 1), (harness.lines[1], 2), (phonebook.lines[-1], 1)):
         assert [cell and cell.mean.mean for cell in line.cells] == [0.5 * factor, 0.75 * factor]
     assert "lm_eval-mine, metric of lm-eval" in page(comparison)

@@ -9,7 +9,7 @@ from test_report_page import Reader, figures_of, words_of
 
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.page import page
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.results import finding
 from diffllm.compare.report.terminal import table_text
 from diffllm.config.compose import variant_config, variants

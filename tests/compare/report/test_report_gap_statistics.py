@@ -13,11 +13,12 @@ from test_report_page import Reader, figures_of, words_of
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps
-from diffllm.compare.report.page import page
+from diffllm.compare.report.page_tables import gap_table
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.results import holm_sentence
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import row_styles
-from diffllm.compare.report.tables import csv_text, gap_table, table_columns
+from diffllm.compare.report.tables import csv_text, table_columns
 from diffllm.compare.report.terminal import table_text
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.divergence import Share

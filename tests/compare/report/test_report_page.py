@@ -25,10 +25,11 @@ from diffllm.compare.arms.sentences import compact
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of
-from diffllm.compare.report.page import page
+from diffllm.compare.report.page_tables import runs_table
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.styles import row_styles
-from diffllm.compare.report.tables import runs_table, table_columns
+from diffllm.compare.report.tables import table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell
 from diffllm.metrics.panels import sections_by_title

@@ -10,10 +10,11 @@ from runs.written import loaded, write_run
 from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.page import page
+from diffllm.compare.report.page_tables import gap_table
+from diffllm.compare.report.report_page import page
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import row_styles
-from diffllm.compare.report.tables import csv_text, gap_table
+from diffllm.compare.report.tables import csv_text
 from diffllm.compare.report.terminal import whole_text
 
 TOKENS = 8 * 32

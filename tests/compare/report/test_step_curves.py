@@ -14,8 +14,13 @@ from diffllm.compare.arms.run import Series, load_run
 from diffllm.compare.report import write_report
 from diffllm.compare.report.curves import Spike, over_seeds, smoothed
 from diffllm.compare.report.figures import draw_curves
-from diffllm.compare.report.stages import spikes_over_stages
-from diffllm.compare.report.step_curves import band_of_values, line_without, reduced, run_curves
+from diffllm.compare.report.step_curves import (
+    band_of_values,
+    line_without,
+    reduced,
+    run_curves,
+    spikes_over_stages,
+)
 from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.events import EVENTS, Event, EventsFile, events_of_step
 from diffllm.metrics.spikes import SpikeMonitor

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffllm.compare.arms.comparable import Difference
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.pages import (
     Block,
@@ -18,14 +19,21 @@ from diffllm.compare.arms.pages import (
     TableBlock,
     Terms,
 )
+from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import fixed
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.costs import cost_columns, cost_table, unplanned_sentences
-from diffllm.compare.report.differences import differences_table, row_settings_table
+from diffllm.compare.report.differences import differences_table, row_settings_table, settings
 from diffllm.compare.report.evaluations import Evaluated
 from diffllm.compare.report.figures import RC
-from diffllm.compare.report.notes import runs_summary, settings
-from diffllm.compare.report.reading import reading_terms
+from diffllm.compare.report.notes import reading_terms, runs_summary
+from diffllm.compare.report.page_tables import (
+    cost_columns,
+    gap_table,
+    groups_table,
+    runs_table,
+    score_table,
+    unplanned_sentences,
+)
 from diffllm.compare.report.results import (
     few_seeds_note,
     finding,
@@ -38,21 +46,13 @@ from diffllm.compare.report.results import (
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.styles import RowStyle, row_styles
-from diffllm.compare.report.tables import (
-    csv_text,
-    fold_constant,
-    gap_table,
-    groups_table,
-    runs_table,
-    score_table,
-    table_columns,
-)
+from diffllm.compare.report.tables import csv_text, fold_constant, table_columns
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn
 
-MOST = 12
+OPEN_ROWS = 12
 """Largest number of rows whose results are not folded."""
 OPEN_EVALUATIONS = 8
 OPEN_NOTES = 4
@@ -96,34 +96,26 @@ def page(comparison: Comparison) -> str:
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         first_figures, figure_sections, cost_figures = page_sections(comparison, styles, hidden)
+    blocks = header(comparison, styles, bool(hidden))
+    if first_figures:
+        blocks.append(FigureGrid(first_figures))
     sections = [results_section(comparison, styles)]
     if comparison.evaluated:
         sections.append(evaluations_section(comparison))
-    if costs := cost_table(rows, comparison.baseline):
-        introduction = Paragraph(" ".join([COSTS, *unplanned_sentences(rows)]))
-        blocks = [introduction, *folded(costs, "At equal cost"), FigureGrid(cost_figures)]
-        sections.append(Section("At equal cost", blocks))
+    sections += cost_sections(comparison, cost_figures)
     sections += figure_sections
-    if samples := sample_texts(rows, styles):
+    samples = sample_texts(rows, styles)
+    if samples:
         sections.append(Section("Text", [Paragraph(SAMPLES), FigureGrid(samples)]))
+    sections.append(Section("Settings", [Terms([*settings(rows).items()], "terms short")]))
     is_single = len(rows) == 1 and len(rows[0].runs) == 1
     runs = Details("Runs", [TableBlock(runs_table(rows), "Runs")], level=2, is_open=is_single)
+    sections.append(Section("", [runs]))
     columns = [*table_columns(rows, comparison.baseline), *cost_columns(rows)]
     meanings = Terms([(column.head, column.meaning) for column in columns])
-    sections += [
-        Section("Settings", [Terms([*settings(rows).items()], "terms short")]),
-        Section("", [runs]),
-        Section("", [Details("Columns of the tables", [meanings], level=2)]),
-    ]
-    return Page(
-        title=comparison.title,
-        header=[
-            *header(comparison, styles, bool(hidden)),
-            *([FigureGrid(first_figures)] if first_figures else []),
-        ],
-        sections=sections,
-        footer=Section("How to read this", [Terms(reading_terms(rows))]),
-    ).html()
+    sections.append(Section("", [Details("Columns of the tables", [meanings], level=2)]))
+    footer = Section("How to read this", [Terms(reading_terms(rows))])
+    return Page(comparison.title, blocks, sections, footer).html()
 
 
 COSTS = (
@@ -146,25 +138,30 @@ def header(comparison: Comparison, styles: list[RowStyle], hides_groups: bool) -
     rows, groups = comparison.rows, comparison.groups
     blocks: list[Block] = [Paragraph(runs_summary(rows), style="summary")]
     if len(groups) > 1:
-        figures = "; figures show only the first group" if hides_groups else ""
-        apart = apart_text(groups, comparison.differences)
-        differences = TableBlock(groups_table(groups), "Differences", "cards matrix always")
-        warning = Paragraph(f"{apart}. Gaps between groups are not measured{figures}.")
-        details = Details("Differences", [differences], level=0)
-        blocks.append(Notice("Not comparable", [warning, details]))
-    shown = min(len(groups[0].rows), MOST) if hides_groups else MOST
+        blocks.append(groups_notice(comparison, hides_groups))
+    open_rows = min(len(groups[0].rows), OPEN_ROWS) if hides_groups else OPEN_ROWS
     items = findings(comparison, styles)
-    blocks.append(Items(items[:shown], "findings"))
-    if more := items[shown:]:
-        blocks.append(Details(f"{len(more)} more rows", [Items(more, "findings")], level=0))
-    if holm := holm_sentence(rows):
-        blocks.append(Paragraph(holm, style="holm"))
-    for text in comparison.warnings:
-        blocks.append(Paragraph(f"Warning: {text}", style="holm"))
-    for warning_text in (few_seeds_note(rows), thin_note(run for row in rows for run in row.runs)):
-        if warning_text:
-            blocks.append(Paragraph(f"Warning: {warning_text}.", style="holm"))
+    blocks.append(Items(items[:open_rows], "findings"))
+    more_items = items[open_rows:]
+    if more_items:
+        title = f"{len(more_items)} more rows"
+        blocks.append(Details(title, [Items(more_items, "findings")], level=0))
+    texts = [holm_sentence(rows)]
+    texts += [f"Warning: {text}" for text in comparison.warnings]
+    for warning in (few_seeds_note(rows), thin_note(run for row in rows for run in row.runs)):
+        if warning:
+            texts.append(f"Warning: {warning}.")
+    blocks += [Paragraph(text, style="holm") for text in texts if text]
     return blocks
+
+
+def groups_notice(comparison: Comparison, hides_groups: bool) -> Notice:
+    groups = comparison.groups
+    figures = "; figures show only the first group" if hides_groups else ""
+    reason = apart_text(groups, comparison.differences)
+    warning = Paragraph(f"{reason}. Gaps between groups are not measured{figures}.")
+    table = TableBlock(groups_table(groups), "Differences", "cards matrix always")
+    return Notice("Not comparable", [warning, Details("Differences", [table], level=0)])
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[Item]:
@@ -178,22 +175,24 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[Item]:
     items = []
     for row, style in zip(comparison.rows, styles, strict=True):
         run = row.runs[0]
-        description = ""
-        if run.variant not in described:
-            described.add(run.variant)
-            recorded = run.facts.get("variant_line")  # as written at the start of the run
-            if isinstance(recorded, str) and recorded:
-                description = recorded
-            else:
-                description = variant_line(run.variant, run.cfg.model.attention)
+        description = "" if run.variant in described else described_variant(run)
+        described.add(run.variant)
         items.append(Item(finding(row), style.swatch, description, headings.get(id(row), "")))
     return items
 
 
+def described_variant(run: Run) -> str:
+    """Return the line about the variant as written at the start of the run, or a new line."""
+    recorded = run.facts.get("variant_line")
+    if isinstance(recorded, str) and recorded:
+        return recorded
+    return variant_line(run.variant, run.cfg.model.attention)
+
+
 def folded(table: Table, label: str, style: str = "cards", key: str = "") -> list[Block]:
     """Return a table without its constant columns, and a paragraph that states their values."""
-    shown, sentences = fold_constant(table)
-    blocks: list[Block] = [TableBlock(shown, label, style, key)]
+    short_table, sentences = fold_constant(table)
+    blocks: list[Block] = [TableBlock(short_table, label, style, key)]
     if sentences:
         blocks.append(aside(" ".join(sentences)))
     return blocks
@@ -208,29 +207,36 @@ def results_section(comparison: Comparison, styles: list[RowStyle]) -> Section:
     names = TableColumn("Row", [Cell(style.label, icon=style.swatch) for style in styles])
     results = Table([names, *table_columns(rows, comparison.baseline)])
     blocks = folded(results, "Results", "cards" if len(rows) > 1 else "cards always", "main")
-    if pairing := pairing_note(rows, "Intervals", loss_interval):
+    pairing = pairing_note(rows, "Intervals", loss_interval)
+    if pairing:
         blocks.append(aside(pairing))
-    if tests := gap_table(rows, styles):
+    tests = gap_table(rows, styles)
+    if tests:
         title = "Statistics of the gaps"
         explained = [*folded(tests, title, key="tests"), aside(tests_text(rows))]
         blocks.append(Details(title, explained, style="tests"))
     if notes:
-        title, few = f"Notes ({len(notes)})", len(notes) <= OPEN_NOTES
-        blocks.append(Details(title, [Items(notes)], style="box", is_open=few))
-    if differences := comparison.row_differences:
-        title = "Differences between these rows"
-        parts = [
-            TableBlock(differences_table(differences), title, "cards matrix"),
-            TableBlock(
-                row_settings_table(rows, differences), "Settings of each row", "cards matrix"
-            ),
-            aside(
-                "Conditions must agree in compared rows. Rows may differ in allowed keys. "
-                "Harmless keys change the held-out loss at most by rounding."
-            ),
-        ]
-        blocks.append(Details(f"{title} ({len(differences)})", parts, style="tests"))
+        is_open = len(notes) <= OPEN_NOTES
+        blocks.append(
+            Details(f"Notes ({len(notes)})", [Items(notes)], is_open=is_open, style="box")
+        )
+    if comparison.row_differences:
+        blocks.append(differences_details(rows, comparison.row_differences))
     return Section("Results", blocks, key="results")
+
+
+def differences_details(rows: list[Row], differing: list[Difference]) -> Details:
+    title = "Differences between these rows"
+    row_table = row_settings_table(rows, differing)
+    blocks = [
+        TableBlock(differences_table(differing), title, "cards matrix"),
+        TableBlock(row_table, "Settings of each row", "cards matrix"),
+        aside(
+            "Conditions must agree in compared rows. Rows may differ in allowed keys. "
+            "Harmless keys change the held-out loss at most by rounding."
+        ),
+    ]
+    return Details(f"{title} ({len(differing)})", blocks, style="tests")
 
 
 def tests_text(rows: list[Row]) -> str:
@@ -293,6 +299,18 @@ def evaluation_details(evaluated: Evaluated, rows: list[Row], is_open: bool) -> 
         blocks.append(Details(title, equal, level=0))
     title = f"{name}, {evaluated.unit}"
     return Details(title, blocks, is_open=is_open, style="evaluation")
+
+
+def cost_sections(comparison: Comparison, figures: list[Figure]) -> list[Section]:
+    """Return the section of gaps at equal cost; [] if no row has such a gap."""
+    rows = [row for row in comparison.rows if row.equal]
+    if not rows:
+        return []
+    title = "At equal cost"
+    labels = TableColumn(f"Gap to {comparison.baseline}", [Cell(row.label) for row in rows])
+    introduction = Paragraph(" ".join([COSTS, *unplanned_sentences(rows)]))
+    table = folded(Table([labels, *cost_columns(rows)]), title)
+    return [Section(title, [introduction, *table, FigureGrid(figures)])]
 
 
 def sample_texts(rows: list[Row], styles: list[RowStyle]) -> list[Figure]:

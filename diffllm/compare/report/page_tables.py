@@ -1,0 +1,212 @@
+"""Tables of a report page: tests of gaps, gaps at equal cost, groups of rows, scores and runs."""
+
+import os
+from collections.abc import Sequence
+
+from diffllm.compare.arms.arm import RunArm
+from diffllm.compare.arms.budget import BUDGETS
+from diffllm.compare.arms.gap import ArmGap
+from diffllm.compare.arms.run import Run, run_value
+from diffllm.compare.arms.sentences import (
+    MISSING,
+    clock,
+    compact,
+    digits_for,
+    finite,
+    fixed,
+    in_digits,
+    in_words,
+    p_text,
+    with_interval,
+)
+from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
+from diffllm.compare.report.results import gap_tag, lost_seeds, tested_rows
+from diffllm.compare.report.rows import Group, Row
+from diffllm.compare.report.styles import RowStyle
+from diffllm.core.printing import Cell, Table, TableColumn
+from diffllm.metrics.display import spike_text
+from diffllm.metrics.table import metric_of
+
+HOLM = "p, Holm"
+TESTS = (
+    "Row",
+    "Pairs",
+    ("Paired gap", "nats per token, 95%"),
+    "p",
+    HOLM,
+    ("Unpaired gap", "Welch, 95%"),
+    "Welch's p",
+    ("Documents and seeds", "95%"),
+    ("Correlation", "between seeds"),
+    ("Trend", "per doubling of tokens, 95%"),
+    ("Diverged", "95%, and p"),
+)
+SPIKE_COUNTS = (
+    "spikes/loss_total",
+    "spikes/grad_total",
+    "spikes_detrended/loss_total",
+    "spikes_detrended/grad_total",
+)
+
+
+def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
+    """Return the table of tests; None if no gap has a test and no run diverged."""
+    several = len(tested_rows(rows)) > 1
+    lines = []
+    for row, style in zip(rows, styles, strict=True):
+        if row.against is not None and row.outcome is not None:
+            names = Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch)
+            lines.append([names, *test_cells(row, row.outcome, several)])
+    if not lines or not (tested_rows(rows) or any(row.diverged for row in rows)):
+        return None
+    table = Table.of(TESTS, lines)
+    if several:
+        return table
+    # Holm's correction does not change a single p.
+    return Table([column for column in table.columns if column.title != HOLM])
+
+
+def test_cells(row: Row, gap: ArmGap, several: bool) -> list[Cell]:
+    """Return the cells of a gap in the table of tests, in the order of TESTS.
+
+    Args:
+        several: whether the page has several gaps, so that the tag is next to Holm's p.
+    """
+    paired, welch = gap.paired, gap.welch
+    return [
+        Cell(str(paired.seeds) if paired else "0"),
+        Cell(with_interval(paired.estimate, True, 4) if paired else MISSING),
+        Cell(p_text(paired.p if paired else None), tag="" if several else gap_tag(row)),
+        Cell(p_text(row.p_holm), tag=gap_tag(row)),
+        Cell(with_interval(welch.estimate, True, 4) if welch else MISSING),
+        Cell(p_text(welch.p if welch else None)),
+        documents_cell(gap),
+        Cell(fixed(gap.correlation, 2, signed=True)),
+        Cell(with_interval(row.trend.slope.estimate, True) if row.trend else MISSING),
+        diverged_cell(gap),
+    ]
+
+
+def documents_cell(gap: ArmGap) -> Cell:
+    if gap.over_documents is None:
+        return Cell(MISSING)
+    return Cell(in_words(gap.over_documents.estimate, signed=True) or MISSING)
+
+
+def diverged_cell(gap: ArmGap) -> Cell:
+    candidate, base = gap.candidate, gap.base
+    if not candidate.diverged and not base.diverged:
+        return Cell("no run")
+    low, high = candidate.interval
+    text = f"{candidate.diverged} of {candidate.runs} ({low:.0%} to {high:.0%}) against "
+    text += f"{base.diverged} of {base.runs}"
+    return Cell(text, small=(f"p {p_text(gap.p_diverged)}, Fisher",))
+
+
+def cost_columns(rows: list[Row]) -> list[TableColumn]:
+    """Return the columns of gaps at equal tokens, FLOPs and seconds."""
+    columns = []
+    for name, budget in BUDGETS.items():
+        if not any(name in row.equal for row in rows):
+            continue
+        loss = "held-out sample loss" if name == "tokens" else "final held-out loss"
+        meaning = f"{budget.meaning}; {loss} minus the baseline's after equal {budget.unit}"
+        cells = [equal_cell(row, name) for row in rows]
+        columns.append(TableColumn(f"At equal {budget.unit}", cells, "nats per token", meaning))
+    return columns
+
+
+def unplanned_sentences(rows: list[Row]) -> list[str]:
+    """State how to plan runs for missing columns of the table of costs; [] if none is missing."""
+    missing = []
+    for name in ("flops", "seconds"):
+        if not any(name in row.equal for row in rows):
+            missing.append(f"equal {BUDGETS[name].unit}")
+    if not missing:
+        return []
+    in_sweep = "`train.budget.flops` in a sweep, or " if "equal FLOPs" in missing else ""
+    return [f"No gap at {' or '.join(missing)}: plan such runs with {in_sweep}`budget` in a study."]
+
+
+def equal_cell(row: Row, budget: str) -> Cell:
+    equal = row.equal.get(budget)
+    if equal is None:
+        return Cell(MISSING)
+    small = lost_seeds(row)
+    interval = in_words(equal.gap, signed=True)
+    if interval:
+        small.insert(0, interval)
+    cost = clock(equal.at) if budget == "seconds" else compact(equal.at, 3)
+    return Cell(fixed(equal.gap.mean, signed=True), equal.gap.mean, tuple(small), f"at {cost}")
+
+
+def groups_table(groups: list[Group]) -> Table:
+    heads = ["Group", "rows", *groups[0].values]
+    lines = []
+    for group in groups:
+        labels = ", ".join(row.label for row in group.rows)
+        lines.append([group.letter, labels, *group.values.values()])
+    return Table.of(heads, lines, range(len(heads)))
+
+
+def score_table(name: str, lines: list[ScoreLine], rows: Sequence[RunArm]) -> Table:
+    """Return a table of scores with one column per evaluated row of the report."""
+    columns = [TableColumn(name, [Cell(line.name or "all") for line in lines], left=True)]
+    if any(line.chance is not None for line in lines):
+        columns.append(TableColumn("Chance", [Cell(fixed(line.chance, 3)) for line in lines]))
+    for i, row in enumerate(rows):
+        scores = [line.cells[i] for line in lines]
+        if any(score is not None for score in scores):
+            columns.append(TableColumn(row.label, [score_cell(score) for score in scores]))
+    return Table(columns)
+
+
+def score_cell(score: ScoreCell | None) -> Cell:
+    if score is None:
+        return Cell(MISSING)
+    small = []
+    interval = in_words(score.mean, digits=digits_for(score.mean))
+    if interval:
+        small.append(interval)
+    if score.over_examples:
+        low, high = score.over_examples
+        small.append(f"{low:.3f} to {high:.3f} over examples")
+    if score.gap:
+        small.append(f"gap {with_interval(score.gap, signed=True)}")
+    return Cell(in_digits(score.mean.mean), small=tuple(small))
+
+
+def runs_table(rows: list[Row]) -> Table:
+    runs = [(row.label, run) for row in rows for run in row.runs]
+    root = os.path.commonpath([run.path.absolute().parent for _, run in runs])
+    lines = [run_cells(label, run, root) for label, run in runs]
+    heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "Spikes", "State"]
+    return Table.of(heads, lines, (0, 2, 6, 7))
+
+
+def run_cells(label: str, run: Run, root: str) -> list[str | Cell]:
+    """Return the cells of a run in the table of runs, with its path relative to `root`."""
+    command = run.facts.get("command")
+    tokens = run.metrics.tokens
+    loss = run.final_loss if run.ended else run.last_value("eval/loss")
+    return [
+        label,
+        str(run.cfg.seed),
+        Cell(
+            os.path.relpath(run.path.absolute(), root),
+            small=(command,) if isinstance(command, str) else (),
+        ),
+        compact(int(tokens[-1]) if len(tokens) else None),
+        Cell(fixed(loss), small=() if run.ended or loss is None else ("held-out sample",)),
+        clock((run.summary or {}).get("seconds")),
+        spikes_cell(run),
+        run.state,
+    ]
+
+
+def spikes_cell(run: Run) -> Cell:
+    counts = {name: finite(run_value(run, metric_of(name))) for name in SPIKE_COUNTS}
+    if None in counts.values():
+        return Cell(MISSING)
+    of_values, _, without_trend = spike_text(counts).partition("; ")
+    return Cell(of_values, small=(without_trend,))
