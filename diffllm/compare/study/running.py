@@ -37,8 +37,8 @@ from diffllm.compare.sweep.command import (
     run_values,
 )
 from diffllm.compare.sweep.directory import SweepDirectory
-from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Ending, Job
+from diffllm.compare.sweep.plan import flops_of_step
 from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals

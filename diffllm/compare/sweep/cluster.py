@@ -221,3 +221,18 @@ def in_queue(job_id: str) -> bool:
             "try again when squeue works"
         )
     return bool(answer.stdout.strip())
+
+
+def check_queue(job_ids: dict[str, str]) -> None:
+    """Raise ConfigError if a job in `job_ids` is in SLURM's queue.
+
+    The run of such a job cannot be renamed. `job_ids` maps the names of the runs to the ids of
+    their SLURM jobs.
+    """
+    for name, job_id in job_ids.items():
+        if in_queue(job_id):
+            fix = f"wait until job {job_id} begins, or run scancel {job_id}"
+            raise ConfigError(
+                f"the run {name} is in SLURM's queue, but must be renamed because this command "
+                f"sweeps over other keys; {fix}"
+            )

@@ -5,13 +5,14 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.directory import MESSAGE_WORDS, SweepDirectory
-from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import (
     experiment_words,
@@ -24,7 +25,8 @@ from diffllm.core.files import take_back
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
-from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.display import duration
+from diffllm.metrics.records import finite, read_ending, read_record, stopped_text
 from diffllm.metrics.wandb_config import RUN_ID
 from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
 
@@ -109,6 +111,42 @@ def join_ranks() -> World:
     if world.size > 1:  # Runs rendezvous through the store of this process.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return world
+
+
+@dataclass
+class Pace:
+    """Seconds and training FLOPs of finished runs that follow each other on this machine."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+
+    @classmethod
+    def of_summaries(cls, jobs: Iterable[Job]) -> "Pace":
+        """Add up finished runs of earlier starts, of which only the training time is known."""
+        pace = cls()
+        for job in jobs:
+            summary = read_ending(Path(job.path)) or {}
+            seconds, steps = finite(summary.get("seconds")), finite(summary.get("steps"))
+            if seconds and steps:
+                pace.add(seconds, job.flops_of_step * steps)
+        return pace
+
+    def add(self, seconds: float, flops: float) -> None:
+        self.seconds += seconds
+        self.flops += flops
+
+    def eta(self, jobs: list[Job]) -> str:
+        """Estimate the time of the remaining runs `jobs`; return "" if no run has finished.
+
+        The estimate assumes that these runs make as many training FLOPs per second as the finished
+        runs. Steps before a run's newest checkpoint are not repeated.
+        """
+        if not self.flops:
+            return ""
+        flops = sum(job.flops_of_step * (job.steps - job.saved_step) for job in jobs)
+        runs = "1 run" if len(jobs) == 1 else f"{len(jobs)} runs"
+        eta = duration(self.seconds * flops / self.flops)
+        return f"{runs} left, ETA {eta} (at the training FLOPs per second of the finished runs)"
 
 
 def run_here(
