@@ -1,7 +1,6 @@
 """Run a study: check the study before its start, and start its runs in stages."""
 
 import shlex
-import signal
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,10 +30,10 @@ from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
     join_ranks,
+    launch_values,
     print_outcomes,
     print_upload,
     run_here,
-    run_values,
 )
 from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.job import Ending, Job
@@ -102,11 +101,8 @@ def run_study(
     if place is None:
         return 0, None
     print_upload(out)
-    content = {
-        "study": str(out),
-        "signal": signal.Signals(stopped).name if stopped else None,
-        "runs": [run_values(str(out / n), all_endings.get(n)) for n in place[0].record["runs"]],
-    }
+    directory = place[0]
+    content = launch_values(directory, directory.record["runs"], all_endings, stopped)
     if unfinished or stopped:
         return stopped_status(stopped) if stopped else 1, content
     diverged = [choice for choice in choose_rates(study, rate_runs(out)) if choice.lr is None]

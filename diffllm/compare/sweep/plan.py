@@ -221,11 +221,18 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{separator}{safe}"
 
 
-class SweepRun(NamedTuple):
-    """A run of a sweep: its overrides and their complete config."""
+class RunPlan(NamedTuple):
+    """The overrides of a run, and its complete config."""
 
     words: list[str]
     cfg: TrainConfig
+
+
+def run_plans(overrides: list[Override]) -> list[RunPlan]:
+    """Return a plan per combination of swept values; raises ConfigError if a config is invalid."""
+    word_lists = combinations(overrides)
+    configs = configs_of([partial(load_config, words) for words in word_lists])
+    return [RunPlan(words, cfg) for words, cfg in zip(word_lists, configs, strict=True)]
 
 
 def plan_sweep(
@@ -244,15 +251,13 @@ def plan_sweep(
         The locked directory, and for each run the keyword arguments of `Job`.
     """
     all_keys = [override.get_key_element() for override in overrides]
-    word_lists = combinations(overrides)
-    configs = configs_of([partial(load_config, words) for words in word_lists])
-    configs[0].run.name = "run"  # `choose_path` needs a name.
-    directory = SweepDirectory(choose_path(configs[0]).parent, created_paths=created_paths)
+    plans = run_plans(overrides)
+    plans[0].cfg.run.name = "run"  # `choose_path` needs a name.
+    directory = SweepDirectory(choose_path(plans[0].cfg).parent, created_paths=created_paths)
     keys = naming_keys(directory, keys_of_sweep(overrides), all_keys)
     begun = begun_configs(directory)
-    added_words = apply_older_defaults(configs, all_keys, begun)
-    word_lists = [[*words, *added_words] for words in word_lists]
-    runs = named_runs(word_lists, configs, keys, begun)
+    added_words = apply_older_defaults(plans, all_keys, begun)
+    runs = named_runs(plans, keys, begun)
     for name, run in runs.items():
         run.cfg.check_world(world_size)
         check_wandb(run.cfg.wandb)
@@ -288,43 +293,41 @@ def keys_of_sweep(overrides: list[Override]) -> list[str]:
 
 
 def apply_older_defaults(
-    configs: list[TrainConfig], all_keys: list[str], begun: dict[str, TrainConfig]
+    plans: list[RunPlan], all_keys: list[str], begun: dict[str, TrainConfig]
 ) -> list[str]:
-    """Give `configs` the older default of eval.tokens if a begun run has it.
+    """Give all plans the older default of eval.tokens if a begun run has it.
 
     Runs of older versions measured the whole held-out split by default, so the new runs of their
-    sweep must do the same. Return the override to add to the command lines of all runs.
+    sweep must do the same. Return the overrides that this function adds to the plans.
     """
     is_older = any(cfg.eval.tokens is None for cfg in begun.values())
     if "eval.tokens" in all_keys or not is_older:
         return []
-    for cfg in configs:
+    for words, cfg in plans:
+        words.append("eval.tokens=null")
         cfg.eval.tokens = None
     return ["eval.tokens=null"]
 
 
 def named_runs(
-    word_lists: list[list[str]],
-    configs: list[TrainConfig],
-    keys: list[str],
-    begun: dict[str, TrainConfig],
-) -> dict[str, SweepRun]:
-    """Return the runs by name. Several spellings of equal values give one run.
+    plans: list[RunPlan], keys: list[str], begun: dict[str, TrainConfig]
+) -> dict[str, RunPlan]:
+    """Set and return the names of the runs. Several spellings of equal values give one run.
 
     Begun runs keep their names, which may be from a sweep over fewer keys.
     """
     begun_names = {name_run(cfg, keys): name for name, cfg in begun.items()}
     runs = {}
-    for words, cfg in zip(word_lists, configs, strict=True):
-        name = name_run(cfg, keys)
+    for plan in plans:
+        name = name_run(plan.cfg, keys)
         name = begun_names.get(name, name)
-        cfg.run.name = name
-        cfg.run.swept = keys
-        runs[name] = SweepRun(words, cfg)
+        plan.cfg.run.name = name
+        plan.cfg.run.swept = keys
+        runs[name] = plan
     return runs
 
 
-def launch_arguments(name: str, run: SweepRun) -> list[str]:
+def launch_arguments(name: str, run: RunPlan) -> list[str]:
     """Return the arguments of `diffllm train` for a run."""
     swept = ",".join(run.cfg.run.swept)
     return [*run.words, f"run.swept=[{swept}]", typed_override("run.name", name)]
@@ -374,7 +377,7 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
 
 
 def check_all_runs(
-    directory: SweepDirectory, runs: dict[str, SweepRun], shared_words: list[str]
+    directory: SweepDirectory, runs: dict[str, RunPlan], shared_words: list[str]
 ) -> dict[str, str]:
     """Check the planned and the recorded runs; return their groups in wandb, by run name.
 
