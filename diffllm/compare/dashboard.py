@@ -78,6 +78,9 @@ def comparison_dashboard(
     """
     logged_runs = find_logged_runs(comparison, entity, mode)
     project, entity = common_project([run.cfg for run in logged_runs], title)
+    gap_colours = {NOISE_FLOOR: MUTED}
+    for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
+        gap_colours |= dict.fromkeys(gap_metrics(row.label), style.colour)
     group_colours: dict[str, str] = {}
     for run in logged_runs:
         group_colours.setdefault(run.group, run.colour)
@@ -92,7 +95,7 @@ def comparison_dashboard(
         group_colours=group_colours,
         baseline=[run.id for run in logged_runs if run.is_baseline],
         comparison=comparison_id,
-        gap_colours=colours_of_gaps(comparison),
+        gap_colours=gap_colours,
     )
 
 
@@ -133,14 +136,6 @@ def logged_metrics(comparison: Comparison) -> set[str]:
         for run in row.runs:
             names.update(run.metrics.columns)
     return names
-
-
-def colours_of_gaps(comparison: Comparison) -> dict[str, str]:
-    """Return the colour of each line with a gap, by metric."""
-    colours = {NOISE_FLOOR: MUTED}
-    for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
-        colours |= dict.fromkeys(gap_metrics(row.label), style.colour)
-    return colours
 
 
 def common_project(configs: list[WandbConfig], title: str) -> tuple[str, str]:

@@ -177,7 +177,7 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
         return None
     parent = writable_parent(sweep)
     run_id = comparison_id(sweep)
-    cfg = comparison_config(comparison, sweep, *destination)
+    cfg = comparison_config(comparison, sweep, destination)
     options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
     if destination.mode is WandbMode.offline:
         options["id"] = offline_id(parent, run_id, has_online(parent, run_id))
@@ -190,15 +190,11 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
 
 
 def comparison_config(
-    comparison: Comparison,
-    directory: Path,
-    mode: WandbMode | None = None,
-    project: str | None = None,
-    entity: str | None = None,
+    comparison: Comparison, directory: Path, destination: Destination | tuple[()] = ()
 ) -> WandbConfig:
-    """Return the wandb config of the gaps: that of the first run, with the given replacements."""
+    """Return the wandb config of the gaps: that of the first run, with the given destination."""
     first = comparison.rows[0].runs[0]
-    cfg = with_recorded(first.cfg.wandb, first.variables, mode, project, entity)
+    cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
     return with_defaults(cfg, COMPARISON, [directory_name(directory)])
 
 

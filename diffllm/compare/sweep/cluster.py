@@ -200,8 +200,7 @@ def ranks_of_runs(cluster: ClusterLauncher | None, world_size: int) -> tuple[int
     """
     if cluster is None:
         return world_size, ranks_on_first_node()
-    ranks_here = cluster.world_size if cluster.kind == "local" else 0
-    return cluster.world_size, ranks_here
+    return cluster.world_size, cluster.world_size if cluster.kind == "local" else 0
 
 
 def first_failed(endings: list[Ending]) -> Ending:
@@ -244,18 +243,3 @@ def in_queue(job_id: str) -> bool:
             "try again when squeue works"
         )
     return bool(answer.stdout.strip())
-
-
-def check_queue(job_ids: dict[str, str]) -> None:
-    """Raise ConfigError if a job in `job_ids` is in SLURM's queue.
-
-    The run of such a job cannot be renamed. `job_ids` maps the names of the runs to the ids of
-    their SLURM jobs.
-    """
-    for name, job_id in job_ids.items():
-        if in_queue(job_id):
-            fix = f"wait until job {job_id} begins, or run scancel {job_id}"
-            raise ConfigError(
-                f"the run {name} is in SLURM's queue, but must be renamed because this command "
-                f"sweeps over other keys; {fix}"
-            )

@@ -244,22 +244,18 @@ def launch_values(
         endings: how the runs that this launch has started ended, by name.
         stopped: number of the received signal; 0 for none.
     """
-    return {
-        directory.kind: str(directory.path),
-        "signal": signal.Signals(stopped).name if stopped else None,
-        "runs": [outcome_values(directory.path / name, endings.get(name)) for name in names],
-    }
-
-
-def outcome_values(path: Path, ending: Ending | None) -> dict[str, Any]:
-    """Return the values that --json prints for a run; `ending` as in `read_outcome`."""
-    summary, ending = read_outcome(path, ending)
-    state, reason = ending.state, ending.reason
-    if summary:
-        state, reason = "finished", ""
-        if summary.get("stopped"):
-            state, reason = "diverged", stopped_text(summary)
-    return {"run": str(path), "state": state, "reason": reason or None, "summary": summary}
+    runs = []
+    for name in names:
+        path = directory.path / name
+        summary, ending = read_outcome(path, endings.get(name))
+        state, reason = ending.state, ending.reason or None
+        if summary:
+            state, reason = "finished", None
+            if summary.get("stopped"):
+                state, reason = "diverged", stopped_text(summary)
+        runs.append({"run": str(path), "state": state, "reason": reason, "summary": summary})
+    signal_name = signal.Signals(stopped).name if stopped else None
+    return {directory.kind: str(directory.path), "signal": signal_name, "runs": runs}
 
 
 def print_upload(directory: Path) -> None:
@@ -319,6 +315,5 @@ def write_comparison(directory: Path) -> list[str]:
         content = "gaps in wandb"
         record_gaps(comparison, directory)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        echo(f"no {content}: {reason}")
+        echo(f"no {content}: {' '.join(str(error).split()) or type(error).__name__}")
     return files

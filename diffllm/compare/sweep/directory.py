@@ -19,6 +19,9 @@ from diffllm.training.directory import check_kind
 MESSAGE_WORDS = ("sweep directory", "another run.sweep")
 """Kind of directory, and the override that chooses another, in errors of `hold` and `reserve`."""
 
+Configs = dict[str, TrainConfig]
+"""Configs of runs, by run name."""
+
 
 class SweepDirectory:
     """The directory of a sweep or study; `record` holds the content of its file sweep.json.
@@ -74,8 +77,8 @@ def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list
     return [*keys, *(key for key in swept_keys if key not in keys)]
 
 
-def begun_configs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return {run name: saved config} for all runs that have started and are not damaged."""
+def begun_configs(directory: SweepDirectory) -> Configs:
+    """Return the saved configs of all runs that have started and are not damaged."""
     configs = {}
     for name in directory.record["runs"]:
         with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
@@ -85,8 +88,8 @@ def begun_configs(directory: SweepDirectory) -> dict[str, TrainConfig]:
 
 def recorded_configs(
     directory: SweepDirectory, planned_names: Collection[str], shared_words: list[str]
-) -> dict[str, TrainConfig]:
-    """Return the configs of the runs in sweep.json that this command does not plan, by run name.
+) -> Configs:
+    """Return the configs of the runs in sweep.json that this command does not plan.
 
     Runs that have not begun are included, because their labels need the same keys; such a run is
     omitted if its config is invalid. `shared_words` contains the overrides that all runs share.
@@ -104,11 +107,8 @@ def recorded_configs(
     return configs
 
 
-def check_runs(directory: SweepDirectory, configs: dict[str, TrainConfig]) -> None:
-    """Raise ConfigError if an existing run of the sweep cannot resume with its new config.
-
-    `configs` contains the new configs by run name.
-    """
+def check_runs(directory: SweepDirectory, configs: Configs) -> None:
+    """Raise ConfigError if an existing run cannot resume with its config in `configs`."""
     for name, cfg in configs.items():
         run = directory.path / name
         log = run.with_name(f"{name}.log")

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
@@ -16,8 +17,9 @@ from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import ListConfig
 
-from diffllm.compare.sweep.cluster import check_queue
+from diffllm.compare.sweep.cluster import in_queue
 from diffllm.compare.sweep.directory import (
+    Configs,
     SweepDirectory,
     begun_configs,
     check_runs,
@@ -177,30 +179,23 @@ def value_of(cfg: TrainConfig, key: str) -> Any:
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
-    """Return the shortest suffix of each key that identifies the key; "" for a config group.
+    """Return the shortest suffix of each key that no other key has; "" for a config group.
 
     The keys data.seed, seed and optim.lr have the labels data.seed, seed and lr.
     """
-    labels = {}
-    for key in keys:
-        others = [other for other in keys if other != key and other not in GROUPS]
-        labels[key] = "" if key in GROUPS else unique_suffix(key, others)
+    suffixes_by_key = {key: suffixes(key) for key in keys if key not in GROUPS}
+    counts = Counter(itertools.chain(*suffixes_by_key.values()))
+    labels = dict.fromkeys(keys, "")
+    for key, candidates in suffixes_by_key.items():
+        unique = [suffix for suffix in candidates if counts[suffix] == 1]
+        labels[key] = unique[0] if unique else candidates[-1]
     return labels
 
 
-def unique_suffix(key: str, others: list[str]) -> str:
-    """Return the shortest dotted suffix of `key` that no key in `others` has, or else `key`."""
-    path = key.lstrip("+")
-    parts = path.split(".")
-    for start in reversed(range(1, len(parts))):
-        suffix = ".".join(parts[start:])
-        if not any(is_suffix(suffix, other.lstrip("+")) for other in others):
-            return suffix
-    return path
-
-
-def is_suffix(suffix: str, path: str) -> bool:
-    return path == suffix or path.endswith(f".{suffix}")
+def suffixes(key: str) -> list[str]:
+    """Return the parts of a dotted key that end at its end, shortest first."""
+    parts = key.lstrip("+").split(".")
+    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
 
 
 def label_value(label: str, value: Any) -> str:
@@ -250,6 +245,8 @@ def plan_sweep(
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
     """
+    from diffllm.compare.report.rows import row_labels  # A slow import: loads SciPy.
+
     all_keys = [override.get_key_element() for override in overrides]
     plans = run_plans(overrides)
     plans[0].cfg.run.name = "run"  # `choose_path` needs a name.
@@ -271,7 +268,10 @@ def plan_sweep(
         if keys != directory.record["keys"]:
             record_keys(directory, keys, begun)
         fixed_words = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
-        groups = check_all_runs(directory, runs, [*fixed_words, *added_words])
+        configs = recorded_configs(directory, runs, [*fixed_words, *added_words])
+        configs |= {name: run.cfg for name, run in runs.items()}
+        check_runs(directory, configs)
+        groups = dict(zip(configs, row_labels([*configs.values()]), strict=True))
         for name, run in runs.items():
             directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
         directory.write()
@@ -280,9 +280,10 @@ def plan_sweep(
         raise
     jobs = []
     for number, (name, run) in enumerate(runs.items(), start=1):
+        naming_words = [f"run.swept=[{','.join(keys)}]", typed_override("run.name", name)]
         job = Job(
             number, len(runs), name, str(directory.path / name), run.cfg.steps,
-            flops_of_step(run.cfg), launch_arguments(name, run), finished[name], group=groups[name],
+            flops_of_step(run.cfg), [*run.words, *naming_words], finished[name], group=groups[name],
         )  # fmt: skip
         jobs.append(vars(job))
     return directory, jobs
@@ -292,9 +293,7 @@ def keys_of_sweep(overrides: list[Override]) -> list[str]:
     return [o.get_key_element() for o in overrides if o.is_sweep_override()]
 
 
-def apply_older_defaults(
-    plans: list[RunPlan], all_keys: list[str], begun: dict[str, TrainConfig]
-) -> list[str]:
+def apply_older_defaults(plans: list[RunPlan], all_keys: list[str], begun: Configs) -> list[str]:
     """Give all plans the older default of eval.tokens if a begun run has it.
 
     Runs of older versions measured the whole held-out split by default, so the new runs of their
@@ -309,9 +308,7 @@ def apply_older_defaults(
     return ["eval.tokens=null"]
 
 
-def named_runs(
-    plans: list[RunPlan], keys: list[str], begun: dict[str, TrainConfig]
-) -> dict[str, RunPlan]:
+def named_runs(plans: list[RunPlan], keys: list[str], begun: Configs) -> dict[str, RunPlan]:
     """Set and return the names of the runs. Several spellings of equal values give one run.
 
     Begun runs keep their names, which may be from a sweep over fewer keys.
@@ -325,12 +322,6 @@ def named_runs(
         plan.cfg.run.swept = keys
         runs[name] = plan
     return runs
-
-
-def launch_arguments(name: str, run: RunPlan) -> list[str]:
-    """Return the arguments of `diffllm train` for a run."""
-    swept = ",".join(run.cfg.run.swept)
-    return [*run.words, f"run.swept=[{swept}]", typed_override("run.name", name)]
 
 
 def flops_of_step(cfg: TrainConfig) -> float:
@@ -355,13 +346,18 @@ def check_memory_of(name: str, cfg: TrainConfig, world_size: int, ranks_here: in
         raise ConfigError(f"run {name}: {error}") from error
 
 
-def record_keys(directory: SweepDirectory, keys: list[str], begun: dict[str, TrainConfig]) -> None:
+def record_keys(directory: SweepDirectory, keys: list[str], begun: Configs) -> None:
     """Record that the names of runs consist of `keys`. Runs that have not begun get new names.
 
     Raises ConfigError if such a run is in SLURM's queue.
     """
-    job_ids = directory.record["jobs"]
-    check_queue({name: job_id for name, job_id in job_ids.items() if name not in begun})
+    for name, job_id in directory.record["jobs"].items():
+        if name not in begun and in_queue(job_id):
+            fix = f"wait until job {job_id} begins, or run scancel {job_id}"
+            raise ConfigError(
+                f"the run {name} is in SLURM's queue, but must be renamed because this command "
+                f"sweeps over other keys; {fix}"
+            )
     directory.record["keys"] = keys
     directory.record["runs"] = {name: words_for(cfg, keys) for name, cfg in begun.items()}
 
@@ -374,19 +370,3 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
         if value is not None:
             words.append(f"{key}={value if key in GROUPS else as_text(value)}")
     return words
-
-
-def check_all_runs(
-    directory: SweepDirectory, runs: dict[str, RunPlan], shared_words: list[str]
-) -> dict[str, str]:
-    """Check the planned and the recorded runs; return their groups in wandb, by run name.
-
-    `shared_words` contains the overrides that all runs share.
-    """
-    from diffllm.compare.report.rows import row_labels  # A slow import: loads SciPy.
-
-    configs = recorded_configs(directory, runs, shared_words)
-    for name, run in runs.items():
-        configs[name] = run.cfg
-    check_runs(directory, configs)
-    return dict(zip(configs, row_labels([*configs.values()]), strict=True))
