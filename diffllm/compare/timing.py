@@ -299,11 +299,10 @@ def profile_of(
             tokens_per_step=arm.cfg.global_batch_size * arm.cfg.seq_len,
             block_seconds=[measurement.blocks for measurement in measurements[name]],
         )
-    threads = max(results[-1].threads for results in measurements.values())
     return TimingProfile(
         format=FORMAT,
         date=time.strftime("%Y-%m-%d"),
-        threads=threads,
+        threads=max(results[-1].threads for results in measurements.values()),
         warmup_steps=turns.warmup_steps,
         timed_steps=turns.timed_steps,
         arms=timings,
