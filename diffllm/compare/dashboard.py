@@ -11,16 +11,14 @@ from typing import NamedTuple
 
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import MUTED
-from diffllm.compare.report.rows import Row
 from diffllm.compare.report.styles import STYLED, row_styles, variant_style
 from diffllm.compare.report.terminal import loss_table
-from diffllm.compare.wandb_runs import ids_of_run, stored_comparison_id
+from diffllm.compare.wandb_runs import NOISE_FLOOR, gap_metrics, ids_of_run, stored_comparison_id
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
 from diffllm.metrics.table import GAPS
 from diffllm.metrics.wandb_config import WandbConfig, WandbMode, resolve_mode, with_recorded
 
-NOISE_FLOOR = "gap/noise_floor"
 LEAST_RUNS, PROJECT_RUNS = 10, 100
 """Lower bound of runs per panel, and runs per panel in the dashboard of a project."""
 
@@ -48,7 +46,9 @@ class Dashboard:
     @property
     def most_runs(self) -> int:
         """Number of runs that each panel shows: all runs of a sweep, and the comparison."""
-        return max(LEAST_RUNS, len(self.run_colours) + 1) if self.run_colours else PROJECT_RUNS
+        if not self.run_colours:
+            return PROJECT_RUNS
+        return max(LEAST_RUNS, len(self.run_colours) + 1)
 
 
 def project_dashboard(project: str, entity: str) -> Dashboard:
@@ -77,30 +77,23 @@ def comparison_dashboard(
         mode: replaces the mode of the runs, because `diffllm wandb` also writes disabled runs.
     """
     logged_runs = find_logged_runs(comparison, entity, mode)
-    project, entity = common_project([run.cfg for run in logged_runs.values()], title)
-    run_colours: dict[str, str] = {}
-    group_colours: dict[str, str] = {}
+    project, entity = common_project([run.cfg for run in logged_runs], title)
     gap_colours = {NOISE_FLOOR: MUTED}
-    baseline_ids = []
     for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
-        gap_colours |= dict.fromkeys(gap_metrics(row), style.colour)
-        for run in row.runs:
-            if logged_run := logged_runs.get(run.path):
-                run_colours[logged_run.id] = style.colour
-                group_colours.setdefault(logged_run.group, style.colour)
-                if row.is_baseline:
-                    baseline_ids.append(logged_run.id)
-    runs = [run for row in comparison.rows for run in row.runs]
-    names = {name for run in runs for name in run.metrics.columns}
+        gap_colours |= dict.fromkeys(gap_metrics(row.label), style.colour)
+    group_colours: dict[str, str] = {}
+    for run in logged_runs:
+        group_colours.setdefault(run.group, run.colour)
     comparison_id = stored_comparison_id(directory)
+    gaps = gap_panels(comparison, comparison_id is not None)
     return Dashboard(
         title=f"diffllm {title}",
         project=project,
         entity=entity,
-        sections=make_sections(names, gap_panels(comparison, comparison_id is not None)),
-        run_colours=run_colours,
+        sections=make_sections(logged_metrics(comparison), gaps),
+        run_colours={run.id: run.colour for run in logged_runs},
         group_colours=group_colours,
-        baseline=baseline_ids,
+        baseline=[run.id for run in logged_runs if run.is_baseline],
         comparison=comparison_id,
         gap_colours=gap_colours,
     )
@@ -113,24 +106,36 @@ class LoggedRun(NamedTuple):
     group: str
     cfg: WandbConfig
     """Result of `with_recorded`."""
+    colour: str
+    is_baseline: bool
 
 
 def find_logged_runs(
     comparison: Comparison, entity: str, mode: WandbMode | None
-) -> dict[Path, LoggedRun]:
-    """Return the runs that were logged to wandb, by path.
+) -> list[LoggedRun]:
+    """Return the runs that were logged to wandb, row by row.
 
     Arguments as in `comparison_dashboard`.
     """
-    logged_runs = {}
-    for row in comparison.rows:
+    logged_runs = []
+    for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
         for run in row.runs:
             cfg = with_recorded(run.cfg.wandb, run.variables, mode, entity=entity or None)
-            if resolve_mode(cfg) != "disabled":
-                run_id = ids_of_run(run.path, run.facts, cfg).newest
-                group = run.facts.get("wandb_group") or cfg.group or run.variant
-                logged_runs[run.path] = LoggedRun(run_id, group, cfg)
+            if resolve_mode(cfg) == "disabled":
+                continue
+            run_id = ids_of_run(run.path, run.facts, cfg).newest
+            group = run.facts.get("wandb_group") or cfg.group or run.variant
+            logged_runs.append(LoggedRun(run_id, group, cfg, style.colour, row.is_baseline))
     return logged_runs
+
+
+def logged_metrics(comparison: Comparison) -> set[str]:
+    """Return the names of the metrics that at least one run has logged."""
+    names: set[str] = set()
+    for row in comparison.rows:
+        for run in row.runs:
+            names.update(run.metrics.columns)
+    return names
 
 
 def common_project(configs: list[WandbConfig], title: str) -> tuple[str, str]:
@@ -143,21 +148,21 @@ def common_project(configs: list[WandbConfig], title: str) -> tuple[str, str]:
             f"no run of {title} was logged to wandb (wandb.mode=disabled); write the runs with "
             "diffllm wandb sweep=DIR mode=online, then add mode=online"
         )
-    places = sorted({(cfg.project or "", cfg.entity or "") for cfg in configs})
-    if len(places) > 1:
-        paths = [f"{entity}/{project}" if entity else project for project, entity in places]
+    projects = sorted({(cfg.project or "", cfg.entity or "") for cfg in configs})
+    if len(projects) > 1:
+        paths = [f"{entity}/{project}" if entity else project for project, entity in projects]
         raise ConfigError(
             f"the runs of {title} are in several wandb projects ({', '.join(paths)}); "
             "name runs of one project with sweep=DIR, or set entity=NAME if only entities differ"
         )
-    return places[0]
+    return projects[0]
 
 
 def make_sections(names: Collection[str] | None, gaps: list[Panel]) -> list[PanelSection]:
     """Return the sections that have panels; `names` is as in `panels_of`."""
     sections = []
-    for title, of_title in sections_by_title().items():
-        panels = panels_of(of_title, names)
+    for title, metrics in sections_by_title().items():
+        panels = panels_of(metrics, names)
         if title == GAPS.report:
             panels += gaps
         if panels:
@@ -173,10 +178,5 @@ def gap_panels(comparison: Comparison, over_tokens: bool) -> list[Panel]:
     panels = [Panel("Gaps at the end", (), axis="", text=loss_table(comparison).markdown())]
     if over_tokens:
         for row in rows:
-            panels.append(Panel(f"Gap of {row.label}", (*gap_metrics(row), NOISE_FLOOR)))
+            panels.append(Panel(f"Gap of {row.label}", (*gap_metrics(row.label), NOISE_FLOOR)))
     return panels
-
-
-def gap_metrics(row: Row) -> list[str]:
-    """Return the names of a row's gap and the ends of its interval, as `record_gaps` logs them."""
-    return [f"gap/{row.label}{end}" for end in ("", "/low", "/high")]

@@ -21,11 +21,18 @@ import torch
 
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import config_of_planned, first_runs
+from diffllm.compare.study.planned_runs import config_of_planned, errors_of_arm, first_runs
 from diffllm.compare.sweep.cluster import ranks_of_runs
 from diffllm.compare.sweep.command import join_ranks, run_here
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.sweep.plan import combinations, experiment_words, name_run, split_overrides
+from diffllm.compare.sweep.plan import (
+    RunPlan,
+    experiment_words,
+    keys_of_sweep,
+    name_run,
+    run_plans,
+    split_overrides,
+)
 from diffllm.compare.timing_profile import (
     FORMAT,
     ArmTiming,
@@ -33,9 +40,7 @@ from diffllm.compare.timing_profile import (
     TimingProfile,
     time_settings,
 )
-from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import LENGTHS
-from diffllm.config.loading import configs_of
 from diffllm.config.words import typed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.keys import declaration_of, declarations
@@ -82,13 +87,6 @@ class Turns(NamedTuple):
         return self.warmup_steps + self.timed_steps
 
 
-class Arm(NamedTuple):
-    """An arm to time: the overrides of its runs and their complete config."""
-
-    words: list[str]
-    cfg: TrainConfig
-
-
 class Measurement(NamedTuple):
     """Result of one turn: its blocks, facts of the run, and CPU threads per rank."""
 
@@ -97,12 +95,12 @@ class Measurement(NamedTuple):
     threads: int
 
 
-def arms_of_study(study: Study) -> dict[str, Arm]:
+def arms_of_study(study: Study) -> dict[str, RunPlan]:
     """Return the arms of a study, each with its first seed and learning rate."""
-    return {run.arm: Arm(run.words, config_of_planned(run)) for run in first_runs(study)}
+    return {run.arm: RunPlan(run.words, config_of_planned(run)) for run in first_runs(study)}
 
 
-def arms_of_sweep(words: list[str]) -> dict[str, Arm]:
+def arms_of_sweep(words: list[str]) -> dict[str, RunPlan]:
     """Return the runs of the sweep with the overrides `words`, each with its first seed, by name.
 
     Raises ConfigError if the overrides or a config are invalid.
@@ -110,14 +108,15 @@ def arms_of_sweep(words: list[str]) -> dict[str, Arm]:
     overrides, launcher = split_overrides([*experiment_words(words), *words])
     if launcher:
         raise ConfigError(f"{launcher[0]}: timing measures the machine of this command; remove it")
-    jobs = combinations(overrides)
-    configs = configs_of([partial(load_config, job) for job in jobs])
-    declared = declarations(configs[0])
-    swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
-    keys = [key for key in swept if "seed" not in declaration_of(key, declared).kinds]
-    arms: dict[str, Arm] = {}
-    for job, cfg in zip(jobs, configs, strict=True):
-        arms.setdefault(name_run(cfg, keys or ["attention"]), Arm(job, cfg))
+    plans = run_plans(overrides)
+    declared = declarations(plans[0].cfg)
+    keys = []
+    for key in keys_of_sweep(overrides):
+        if "seed" not in declaration_of(key, declared).kinds:
+            keys.append(key)
+    arms: dict[str, RunPlan] = {}
+    for plan in plans:
+        arms.setdefault(name_run(plan.cfg, keys or ["attention"]), plan)
     return arms
 
 
@@ -126,7 +125,7 @@ def turn_order(names: Sequence[str], round_number: int) -> list[str]:
     return list(names) if round_number % 2 else list(reversed(names))
 
 
-def turn_words(arm: Arm, turns: Turns, world_size: int) -> list[str]:
+def turn_words(arm: RunPlan, turns: Turns, world_size: int) -> list[str]:
     """Return the overrides of a turn: the arm's overrides, with few steps and little other work.
 
     The length of the arm's config decides about torch.compile, because a turn is a short run. Steps
@@ -160,7 +159,7 @@ def turn_words(arm: Arm, turns: Turns, world_size: int) -> list[str]:
 
 
 def time_arms(
-    choose: Callable[[], dict[str, Arm]], turns: Turns, out: Path, added: list[str]
+    choose: Callable[[], dict[str, RunPlan]], turns: Turns, out: Path, added: list[str]
 ) -> tuple[int, TimingProfile | None]:
     """Train the arms in turns and return their step times. Every rank must call this.
 
@@ -180,7 +179,7 @@ def time_arms(
     measurements: defaultdict[str, list[Measurement]] = defaultdict(list)
     with ExitStack() as stack:
 
-        def begin() -> tuple[list[dict[str, Any]], dict[str, Arm]]:
+        def begin() -> tuple[list[dict[str, Any]], dict[str, RunPlan]]:
             arms = choose()
             check_arms(arms, world.size)
             words = {name: turn_words(arm, turns, world.size) for name, arm in arms.items()}
@@ -203,14 +202,12 @@ def time_arms(
     return 0, profile_of(arms, measurements, turns) if arms else None
 
 
-def check_arms(arms: Mapping[str, Arm], world_size: int) -> None:
+def check_arms(arms: Mapping[str, RunPlan], world_size: int) -> None:
     _, ranks_here = ranks_of_runs(None, world_size)
     for name, arm in arms.items():
-        try:
+        with errors_of_arm(name):
             arm.cfg.check_world(world_size)
             check_memory(arm.cfg, world_size, ranks_here)
-        except ConfigError as error:
-            raise ConfigError(f"arm {name}: {error}") from error
 
 
 def directory_for_runs(out: Path) -> "TemporaryDirectory[str]":
@@ -290,7 +287,7 @@ def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
 
 
 def profile_of(
-    arms: Mapping[str, Arm], measurements: Mapping[str, list[Measurement]], turns: Turns
+    arms: Mapping[str, RunPlan], measurements: Mapping[str, list[Measurement]], turns: Turns
 ) -> TimingProfile:
     timings = {}
     for name, arm in arms.items():
@@ -302,11 +299,10 @@ def profile_of(
             tokens_per_step=arm.cfg.global_batch_size * arm.cfg.seq_len,
             block_seconds=[measurement.blocks for measurement in measurements[name]],
         )
-    threads = max(results[-1].threads for results in measurements.values())
     return TimingProfile(
         format=FORMAT,
         date=time.strftime("%Y-%m-%d"),
-        threads=threads,
+        threads=max(results[-1].threads for results in measurements.values()),
         warmup_steps=turns.warmup_steps,
         timed_steps=turns.timed_steps,
         arms=timings,

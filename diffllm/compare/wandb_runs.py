@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -13,6 +14,7 @@ from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import read_state
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.curves import rows_of_gaps, sample_gaps, seed_noise
+from diffllm.compare.report.rows import Row
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -41,6 +43,8 @@ from diffllm.training.wandb_description import wandb_arguments, wandb_ending, wi
 
 COMPARISON = "comparison"
 """Job type and default group of the wandb run of a comparison."""
+NOISE_FLOOR = "gap/noise_floor"
+"""Metric of half the width of the noise floor."""
 COMPARISON_ID = ".wandb-id"
 """File in a directory of runs: the id of the wandb run of their comparison."""
 
@@ -91,7 +95,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         "run", "id", "replaces" (id of the run that the server already has, or None), "lines",
         "seconds", "url" (None offline), "directory" (of wandb's files).
     """
-    with shared_lock(path) as ended:
+    with shared_lock(path) as has_ended:
         cfg = load_run_config(path)
         facts = read_record(path / "run.json") or {}
         variables = recorded_variables(facts)
@@ -100,10 +104,10 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         )
         ids = ids_of_run(path, facts, wandb_config)
         run_id = ids.newest
-        place = writable_parent(path)
+        parent = writable_parent(path)
         lines = nonempty_history(path)
-        was_online = bool(facts.get("wandb_online")) or has_online(place, run_id)
-        training_mode = None if ended else mode_in_training(cfg, variables, was_online)
+        was_online = bool(facts.get("wandb_online")) or has_online(parent, run_id)
+        training_mode = None if has_ended else mode_in_training(cfg, variables, was_online)
         if training_mode in ("online", "shared"):
             raise CheckpointError(f"{path} is in training and logs online; wait until it ends")
         options = init_options(
@@ -115,30 +119,29 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             options["id"] = new_id()
         elif destination.mode is WandbMode.offline:
             on_server = was_online or ids.uploaded is not None
-            options["id"] = offline_id(place, run_id, on_server)
+            options["id"] = offline_id(parent, run_id, on_server)
         summary, exit_code = wandb_ending(read_ending(path) or {})
-        mode = destination.mode.value
         summary |= events_summary(path)
-        uploaded = upload(mode, options, lines, summary, exit_code)
+        uploaded = upload(destination.mode.value, options, lines, summary, exit_code)
         if destination.mode is WandbMode.online and training_mode != "offline":
-            set_aside(place, run_id)  # Not earlier: the server could have refused the run.
+            set_aside(parent, run_id)  # Not earlier: the server could have refused the run.
             store_newest_id(path, ids, wandb_config, uploaded.id)
     # A run that trains offline keeps its id, so no wandb run is replaced.
     former_id = None if training_mode == "offline" else run_id
     return as_json(path, uploaded, former_id)
 
 
-def offline_id(place: Path, run_id: str, on_server: bool) -> str:
+def offline_id(parent: Path, run_id: str, on_server: bool) -> str:
     """Set aside the offline runs `run_id`, and return the id of the next one.
 
     The id is new if the server has the run: `wandb sync` would append to it.
 
     Args:
-        place: parent of wandb's directory.
+        parent: parent of wandb's directory.
         on_server: whether the run was online.
     """
-    on_server = on_server or is_synced(place, run_id)
-    set_aside(place, run_id)
+    on_server = on_server or is_synced(parent, run_id)
+    set_aside(parent, run_id)
     return new_id() if on_server else run_id
 
 
@@ -153,13 +156,13 @@ def store_newest_id(path: Path, ids: WandbIds, cfg: WandbConfig, newest_id: str)
 def nonempty_history(path: Path) -> Iterator[dict[str, Any]]:
     """Return the result of `history`; raises CheckpointError if the run has no steps."""
     lines = history(path)
-    first = next(lines, None)
-    if first is None:
+    first_line = next(lines, None)
+    if first_line is None:
         raise CheckpointError(
             f"{path} has no metrics: steps.npy and metrics.jsonl are missing or empty; "
             "train the run first"
         )
-    return chain([first], lines)
+    return chain([first_line], lines)
 
 
 def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
@@ -172,20 +175,27 @@ def write_gaps(sweep: Path, destination: Destination) -> dict[str, Any] | None:
     gaps = gap_run(comparison, sweep)
     if gaps is None:
         return None
-    place = writable_parent(sweep)
-    first = comparison.rows[0].runs[0]
+    parent = writable_parent(sweep)
     run_id = comparison_id(sweep)
-    cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
-    cfg = with_defaults(cfg, COMPARISON, [directory_name(sweep)])
+    cfg = comparison_config(comparison, sweep, destination)
     options = init_options(cfg, **gaps.arguments, run_id=run_id, variables={})
     if destination.mode is WandbMode.offline:
-        options["id"] = offline_id(place, run_id, has_online(place, run_id))
+        options["id"] = offline_id(parent, run_id, has_online(parent, run_id))
     uploaded = upload(destination.mode.value, options, gaps.lines, gaps.summary)
     if destination.mode is WandbMode.online:
-        set_aside(place, run_id)  # Not earlier: the server could have refused the run.
+        set_aside(parent, run_id)  # Not earlier: the server could have refused the run.
     if uploaded.id != run_id:
         store_comparison_id(sweep, uploaded.id)
     return as_json(sweep, uploaded, run_id)
+
+
+def comparison_config(
+    comparison: Comparison, directory: Path, destination: Destination | tuple[()] = ()
+) -> WandbConfig:
+    """Return the wandb config of the gaps: that of the first run, with the given destination."""
+    first = comparison.rows[0].runs[0]
+    cfg = with_recorded(first.cfg.wandb, first.variables, *destination)
+    return with_defaults(cfg, COMPARISON, [directory_name(directory)])
 
 
 def as_json(path: Path, uploaded: Upload, former_id: str | None) -> dict[str, Any]:
@@ -210,16 +220,16 @@ def recorded_id(path: Path, facts: dict[str, Any]) -> str:
     The id of a run of an older version without both depends on its config and first metrics. Raises
     CheckpointError if config.yaml is then unreadable.
     """
-    known_id = facts.get("wandb_id")
-    if known_id is None:
+    run_id = facts.get("wandb_id")
+    if run_id is None:
         for checkpoint in list_checkpoints(path / "checkpoints")[-1:]:
-            known_id = (read_state(checkpoint)["loop"] or {}).get("wandb_id")
-    if isinstance(known_id, str) and RUN_ID.fullmatch(known_id):
-        return known_id
+            run_id = (read_state(checkpoint)["loop"] or {}).get("wandb_id")
+    if isinstance(run_id, str) and RUN_ID.fullmatch(run_id):
+        return run_id
     with readable(path / "config.yaml"):
         content = read_bytes(path / "config.yaml")
-    first = next(history(path), {})
-    return hashlib.sha256(content + repr(first).encode()).hexdigest()[:8]
+    first_line = next(history(path), {})
+    return hashlib.sha256(content + repr(first_line).encode()).hexdigest()[:8]
 
 
 def mode_in_training(cfg: TrainConfig, variables: dict[str, str], was_online: bool) -> str:
@@ -231,20 +241,19 @@ def mode_in_training(cfg: TrainConfig, variables: dict[str, str], was_online: bo
     """
     if cfg.wandb.mode is not WandbMode.auto:
         return cfg.wandb.mode.value
-    if mode := MODES.get(variables.get("WANDB_MODE", "")):
-        return mode
-    return "online" if was_online else "offline"
+    default = "online" if was_online else "offline"
+    return MODES.get(variables.get("WANDB_MODE", "")) or default
 
 
 def writable_parent(path: Path) -> Path:
     """Return the result of `wandb_parent`; raises ConfigError if wandb cannot write there."""
-    place = wandb_parent(path)
-    directory = place / "wandb" if (place / "wandb").exists() else place
+    parent = wandb_parent(path)
+    directory = parent / "wandb" if (parent / "wandb").exists() else parent
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{directory} cannot be written; set WANDB_DIR to a directory for the files of wandb"
         )
-    return place
+    return parent
 
 
 class GapRun(NamedTuple):
@@ -268,20 +277,9 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
     rows = [row for row in comparison.rows if row.gap]
     if not rows:
         return None
-    gaps = {}
-    for row in rows:
-        assert row.baseline
-        gaps_of_row = sample_gaps(row, row.baseline)
-        if gaps_of_row:
-            gaps[row.label] = gaps_of_row
-    lines: dict[int, dict[str, float]] = {}
-    for label, by_tokens in gaps.items():
-        for tokens, gap in by_tokens.items():
-            lines.setdefault(tokens, {}).update(gap_values(label, gap))
-    floor = seed_noise(rows_of_gaps(comparison.rows)) if gaps else None
-    if floor:
-        for tokens, half in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
-            lines.setdefault(int(tokens), {})["gap/noise_floor"] = half
+    lines = []
+    for step, (tokens, values) in enumerate(sorted(gaps_by_tokens(comparison, rows).items())):
+        lines.append({"step": step, "tokens": tokens, **values})
     summary = {}
     for row in rows:
         assert row.gap
@@ -291,10 +289,21 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
         "job_type": COMPARISON,
         "config": {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]},
     }
-    steps = []
-    for step, (tokens, line) in enumerate(sorted(lines.items())):
-        steps.append({"step": step, "tokens": tokens, **line})
-    return GapRun(arguments, steps, summary)
+    return GapRun(arguments, lines, summary)
+
+
+def gaps_by_tokens(comparison: Comparison, rows: list[Row]) -> dict[int, dict[str, float]]:
+    """Return the gaps of `rows` and the noise floor as {training tokens: {metric: nats}}."""
+    values: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        assert row.baseline
+        for tokens, gap in sample_gaps(row, row.baseline).items():
+            values[tokens] |= gap_values(row.label, gap)
+    floor = seed_noise(rows_of_gaps(comparison.rows)) if values else None
+    if floor:
+        for tokens, half_width in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
+            values[int(tokens)][NOISE_FLOOR] = half_width
+    return values
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
@@ -307,9 +316,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     run.json. If no row has a gap, or if wandb is disabled, log nothing and return False; otherwise
     return True.
     """
-    first = comparison.rows[0].runs[0]
-    cfg = with_recorded(first.cfg.wandb, first.variables)
-    cfg = with_defaults(cfg, COMPARISON, [directory_name(directory)])
+    cfg = comparison_config(comparison, directory)
     gaps = gap_run(comparison, directory)
     if gaps is None or resolve_mode(cfg) == "disabled":
         return False
@@ -326,11 +333,14 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     return True
 
 
+def gap_metrics(label: str) -> list[str]:
+    """Return the names of a row's gap and of both ends of its interval."""
+    return [f"gap/{label}", f"gap/{label}/low", f"gap/{label}/high"]
+
+
 def gap_values(label: str, gap: Estimate) -> dict[str, float]:
-    values = {f"gap/{label}": gap.mean}
-    if gap.interval:
-        values[f"gap/{label}/low"], values[f"gap/{label}/high"] = gap.interval
-    return values
+    numbers = [gap.mean, *(gap.interval or ())]
+    return dict(zip(gap_metrics(label), numbers, strict=False))  # a single seed has no interval
 
 
 def comparison_id(directory: Path) -> str:
@@ -338,10 +348,10 @@ def comparison_id(directory: Path) -> str:
 
     An id derived from the path would not be unique: many sweeps have the same path.
     """
-    if stored := stored_comparison_id(directory):
-        return stored
-    run_id = new_id()
-    store_comparison_id(directory, run_id)
+    run_id = stored_comparison_id(directory)
+    if run_id is None:
+        run_id = new_id()
+        store_comparison_id(directory, run_id)
     return run_id
 
 
@@ -355,7 +365,7 @@ def store_comparison_id(directory: Path, run_id: str) -> None:
 
 def stored_comparison_id(directory: Path) -> str | None:
     with suppress(OSError, UnicodeDecodeError):
-        stored = (directory / COMPARISON_ID).read_text(encoding="utf-8").strip()
-        if re.fullmatch(r"[0-9a-f]{8}", stored):
-            return stored
+        run_id = (directory / COMPARISON_ID).read_text(encoding="utf-8").strip()
+        if re.fullmatch(r"[0-9a-f]{8}", run_id):
+            return run_id
     return None

@@ -50,14 +50,14 @@ class Views(NamedTuple):
         wandb-workspaces adds a random name if an object has no id.
         """
         view, report = self.workspace._to_model(), self.report._to_model()
-        place = {"entityName": self.workspace.entity, "projectName": self.workspace.project}
+        project = {"entityName": self.workspace.entity, "projectName": self.workspace.project}
         return {
             "workspace": {
-                **place, "id": view.id, "name": view.name, "displayName": view.display_name,
+                **project, "id": view.id, "name": view.name, "displayName": view.display_name,
                 "type": "project-view", "spec": plain(view.spec),
             },
             "report": {
-                **place, "id": report.id, "displayName": report.display_name, "type": "runs",
+                **project, "id": report.id, "displayName": report.display_name, "type": "runs",
                 "spec": plain(report.spec),
             },
         }  # fmt: skip
@@ -177,8 +177,8 @@ def report_of(dashboard: Dashboard) -> Any:
     for section in dashboard.sections:
         panels = [panel_of(dashboard, section, panel) for panel in section.panels]
         for number, panel in enumerate(panels):
-            line, place = divmod(number, COLUMNS)
-            panel.layout = wr.Layout(x=WIDTH * place, y=HEIGHT * line, w=WIDTH, h=HEIGHT)
+            row, column = divmod(number, COLUMNS)
+            panel.layout = wr.Layout(x=WIDTH * column, y=HEIGHT * row, w=WIDTH, h=HEIGHT)
         # The grid has the project of the report.
         runs = wr.Runset(name="Runs", groupby=["run.group"], filters=run_filter(dashboard))
         runs._id = stable_id(section.title)

@@ -1,7 +1,6 @@
 """Run a study: check the study before its start, and start its runs in stages."""
 
 import shlex
-import signal
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -32,14 +31,14 @@ from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
     join_ranks,
+    launch_values,
     print_outcomes,
     print_upload,
     run_here,
-    run_values,
 )
 from diffllm.compare.sweep.directory import SweepDirectory
-from diffllm.compare.sweep.eta import flops_of_step
 from diffllm.compare.sweep.job import Ending, Job
+from diffllm.compare.sweep.plan import flops_of_step
 from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
@@ -88,12 +87,8 @@ def run_study(
     if place is None:
         return 0, None
     print_upload(out)
-    names = place[0].record["runs"]
-    content = {
-        "study": str(out),
-        "signal": signal.Signals(signal_number).name if signal_number else None,
-        "runs": [run_values(str(out / name), endings.get(name)) for name in names],
-    }
+    directory, _ = place
+    content = launch_values(directory, directory.record["runs"], endings, signal_number)
     if signal_number:
         return stopped_status(signal_number), content
     status = 1 if unfinished else print_end(study, out, added)

@@ -27,7 +27,7 @@ from diffllm.core.files import user_path
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import ranks_on_first_node
 
-FOLDER = "hydra.launcher.submitit_folder"
+FOLDER_KEY = "hydra.launcher.submitit_folder"
 LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 
@@ -53,12 +53,18 @@ class ClusterLauncher:
             ranks: current world size; a submitit launcher requires 1.
             sweep: the override run.sweep=<name>.
         """
-        names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
-        name = names[-1] if names else "basic"
+        name = "basic"
+        has_settings = False
+        for word in words:
+            key, _, value = word.partition("=")
+            if key == "hydra/launcher":
+                name = value
+            else:
+                has_settings = True
         if name not in ("basic", *LAUNCHERS):
             raise ConfigError(f"hydra/launcher={name} is not one of basic, {', '.join(LAUNCHERS)}")
         if name == "basic":
-            if len(words) > len(names):
+            if has_settings:
                 raise ConfigError(
                     f"{words[-1]} needs a cluster launcher; add hydra/launcher=submitit_slurm or "
                     "hydra/launcher=submitit_local"
@@ -79,7 +85,7 @@ class ClusterLauncher:
             except (HydraException, OmegaConfBaseException) as error:
                 raise ConfigError(f"{' '.join(words)}: {one_line(error)}") from error
         del settings["_target_"]
-        user_path(settings["submitit_folder"], FOLDER)
+        user_path(settings["submitit_folder"], FOLDER_KEY)
         return cls(LAUNCHERS[name], words, settings)
 
     @property
@@ -94,48 +100,60 @@ class ClusterLauncher:
         Returns:
             The number of the received signal (0 for none), and {job name: how the job ended}.
         """
-        stay = "the jobs stay in the queue; the same command waits for them"
-        with Stops(stay if self.kind == "slurm" else "stopping") as stops:
+        is_slurm = self.kind == "slurm"
+        message = "the jobs stay in the queue; the same command waits for them"
+        with Stops(message if is_slurm else "stopping") as stops:
             handles = self.submit(jobs, directory)
             endings: dict[str, Ending] = {}
-            while len(endings) < len(jobs) and not (stops.received and self.kind == "slurm"):
+            while len(endings) < len(jobs) and not (stops.received and is_slurm):
                 time.sleep(0.2)
-                for job in (job for job in jobs if job.name not in endings):
+                for job in jobs:
+                    if job.name in endings:
+                        continue
                     handle = handles[job.name]
-                    if stops.received and self.kind == "local":
+                    if stops.received and not is_slurm:
                         handle.cancel()
                     if handle.done():
-                        endings[job.name] = ending = self.ending(job, handle)
+                        ending = self.ending(job, handle)
+                        endings[job.name] = ending
                         echo(f"run {job.number} of {job.total}: {job.name} {ending.state}")
         for name in handles.keys() - endings.keys():
             endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}")
         return stops.received, endings
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
+        """Submit the jobs that are not in SLURM's queue; return the handles of all jobs, by name.
+
+        The ids of the new SLURM jobs are stored in sweep.json.
+        """
         import submitit
 
         folder = str(Path(self.settings["submitit_folder"]).absolute())
-        tasks = range(self.world_size)
+        job_ids = directory.record["jobs"]
         handles: dict[str, Any] = {}
+        new_jobs = []
         for job in jobs:
-            job_id = directory.record["jobs"].get(job.name)
+            job_id = job_ids.get(job.name)
             if job_id and self.kind == "slurm" and in_queue(job_id):
+                tasks = range(self.world_size)
                 handles[job.name] = submitit.SlurmJob(folder, job_id, tasks=tasks)
-        new = [job for job in jobs if job.name not in handles]
-        if new:
+            else:
+                new_jobs.append(job)
+        if new_jobs:
             executor = self.executor(folder)
             try:
-                submitted = executor.map_array(ClusterTask(), new)
+                new_handles = executor.map_array(ClusterTask(), new_jobs)
             except submitit.core.utils.FailedJobError as error:
                 raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
-            handles |= {job.name: handle for job, handle in zip(new, submitted, strict=True)}
+            for job, handle in zip(new_jobs, new_handles, strict=True):
+                handles[job.name] = handle
+                if self.kind == "slurm":
+                    job_ids[job.name] = handle.job_id
             if self.kind == "slurm":
-                ids = {job.name: handles[job.name].job_id for job in new}
-                directory.record["jobs"] |= ids
                 directory.write()
         for job in jobs:
-            how = "already queued as" if job not in new else "submitted as"
-            echo(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
+            action = "submitted as" if job in new_jobs else "already queued as"
+            echo(f"run {job.number} of {job.total}: {job.name} {action} {handles[job.name].job_id}")
         return handles
 
     def executor(self, folder: str) -> Any:
@@ -143,12 +161,14 @@ class ClusterLauncher:
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
         from submitit.core.utils import JobPaths
 
-        common = {*OmegaConf.structured(BaseQueueConf)}
-        settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
+        common_keys = set(OmegaConf.structured(BaseQueueConf))
+        settings = {}
+        for key, value in self.settings.items():
+            settings[key if key in common_keys else f"slurm_{key}"] = value
+        del settings["submitit_folder"]
         retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}
         if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
             retries = {}  # Keep submitit's default: the plugin's 0 is for code that cannot resume.
-        del settings["submitit_folder"]
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
             executor.update_parameters(**settings)
@@ -157,7 +177,8 @@ class ClusterLauncher:
             raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
         except OSError as error:
             raise ConfigError(
-                f"{FOLDER}={folder} cannot be created: {error.strerror}; choose another directory"
+                f"{FOLDER_KEY}={folder} cannot be created: {error.strerror}; "
+                "choose another directory"
             ) from error
         return executor
 
@@ -169,7 +190,7 @@ class ClusterLauncher:
         except submitit.core.utils.UncompletedJobError as error:
             if job.has_summary:
                 return Ending("finished")
-            return Ending("failed", f"{why(error)}, {job.progress()}")
+            return Ending("failed", f"{failure_reason(error)}, {job.progress()}")
 
 
 def ranks_of_runs(cluster: ClusterLauncher | None, world_size: int) -> tuple[int, int]:
@@ -188,11 +209,12 @@ def first_failed(endings: list[Ending]) -> Ending:
     Return the earliest failure with a message, or else the earliest failure without a message. If
     no rank failed, return the result of rank 0.
     """
-    failed = [ending for ending in endings if ending.state == "failed"]
-    return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
+    failures = [ending for ending in endings if ending.state == "failed"]
+    return min(failures, key=lambda ending: (ending.silent, ending.at), default=endings[0])
 
 
-def why(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
+    """Return the reason in an error message of submitit."""
     state = re.search(r"\(state: (.*?)\)", str(error))
     if state:
         return f"ended by the scheduler ({state[1]})"

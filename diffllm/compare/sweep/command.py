@@ -5,31 +5,31 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.directory import MESSAGE_WORDS, SweepDirectory
-from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
-from diffllm.compare.sweep.plan import (
-    experiment_words,
-    plan_sweep,
-    split_overrides,
-)
+from diffllm.compare.sweep.plan import experiment_words, plan_sweep, split_overrides
 from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.files import take_back
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
-from diffllm.metrics.records import read_ending, read_record, stopped_text
+from diffllm.metrics.display import duration
+from diffllm.metrics.records import finite, read_ending, read_record, stopped_text
 from diffllm.metrics.wandb_config import RUN_ID
 from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
 
-Run = dict[str, Any]
+JobFields = dict[str, Any]
+"""Keyword arguments of `Job`."""
 Place = tuple[SweepDirectory, ClusterLauncher | None]
+"""Directory of a sweep or study, and the launcher of its runs; None: the ranks of this launch."""
 
 
 def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str, Any] | None]:
@@ -45,22 +45,22 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str,
         Otherwise it is 1.
     """
     world = join_ranks()
-    runs, planned = world.broadcast_and_keep(
+    planned_jobs, place = world.broadcast_and_keep(
         "sweep", lambda: plan_runs(words, config_dirs, world.size)
     )
-    jobs = [Job(**run) for run in runs]
-    to_run = [job for job in jobs if not job.finished]
-    if planned is None:
-        run_here(to_run, world)
+    jobs = [Job(**fields) for fields in planned_jobs]
+    unfinished_jobs = [job for job in jobs if not job.finished]
+    if place is None:
+        run_here(unfinished_jobs, world)
         return 0, None
-    directory, cluster = planned
-    announce(jobs, directory)
-    earlier = Pace.of_summaries(job for job in jobs if job.finished)
+    directory, cluster = place
+    announce(len(jobs), len(unfinished_jobs), directory)
+    former_pace = Pace.of_summaries(job for job in jobs if job.finished)
     try:
         if cluster:
-            stopped, endings = cluster.run(to_run, directory)
+            stopped, endings = cluster.run(unfinished_jobs, directory)
         else:
-            stopped, endings = run_here(to_run, world, earlier)
+            stopped, endings = run_here(unfinished_jobs, world, former_pace)
     except UserError:  # The cluster did not accept the jobs.
         directory.withdraw()
         raise
@@ -69,34 +69,38 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str,
     by_user = stopped == signal.SIGINT and unfinished < len(jobs)
     files = write_comparison(directory.path) if by_user or not stopped else []
     print_upload(directory.path)
-    content = {
-        "sweep": str(directory.path),
-        "signal": signal.Signals(stopped).name if stopped else None,
-        "runs": [run_values(job.path, endings.get(job.name)) for job in jobs],
-        "files": files,
-    }
+    content = launch_values(directory, [job.name for job in jobs], endings, stopped)
+    content["files"] = files
     if stopped:
         return stopped_status(stopped), content
     return 1 if unfinished else 0, content
 
 
-def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
-    own, launcher = split_overrides([*experiment_words(words), *words])
-    names = [o for o in own if o.get_key_element() == "run.sweep"]
+def plan_runs(
+    words: list[str], config_dirs: list[Path], world_size: int
+) -> tuple[list[JobFields], Place]:
+    """Plan the sweep with the overrides `words`, in a new directory if run.sweep is not set."""
+    overrides, launcher = split_overrides([*experiment_words(words), *words])
+    sweep_overrides = [o for o in overrides if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
-    created: list[Path] = []
-    if not names:
-        path, created = reserve(path, *MESSAGE_WORDS)
-        names = split_overrides([f"run.sweep={path.name}"])[0]
-        own += names
+    created_paths: list[Path] = []
+    if not sweep_overrides:
+        path, created_paths = reserve(path, *MESSAGE_WORDS)
+        sweep_overrides, _ = split_overrides([f"run.sweep={path.name}"])
+        overrides += sweep_overrides
     try:
-        cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
-        directory, runs = plan_sweep(own, *ranks_of_runs(cluster, ranks), created)
+        cluster = ClusterLauncher.of(launcher, world_size, str(sweep_overrides[0].input_line))
+        ranks = ranks_of_runs(cluster, world_size)
+        directory, jobs = plan_sweep(overrides, *ranks, created_paths)
     except BaseException:  # also Ctrl-C
-        take_back(path, created)
+        take_back(path, created_paths)
         raise
-    flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
-    return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
+    flags = []
+    for config_dir in config_dirs:
+        flags += ["--config-dir", str(config_dir)]
+    for fields in jobs:
+        fields["words"] = [*flags, *fields["words"]]
+    return jobs, (directory, cluster)
 
 
 def join_ranks() -> World:
@@ -111,101 +115,159 @@ def join_ranks() -> World:
     return world
 
 
+@dataclass
+class Pace:
+    """Seconds and training FLOPs of finished runs that follow each other on this machine."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+
+    @classmethod
+    def of_summaries(cls, jobs: Iterable[Job]) -> "Pace":
+        """Add up finished runs of earlier starts, of which only the training time is known."""
+        pace = cls()
+        for job in jobs:
+            summary = read_ending(Path(job.path)) or {}
+            seconds, steps = finite(summary.get("seconds")), finite(summary.get("steps"))
+            if seconds and steps:
+                pace.add(seconds, job.flops_of_step * steps)
+        return pace
+
+    def add(self, seconds: float, flops: float) -> None:
+        self.seconds += seconds
+        self.flops += flops
+
+    def eta(self, jobs: list[Job]) -> str:
+        """Estimate the time of the remaining runs `jobs`; return "" if no run has finished.
+
+        The estimate assumes that these runs make as many training FLOPs per second as the finished
+        runs. Steps before a run's newest checkpoint are not repeated.
+        """
+        if not self.flops:
+            return ""
+        flops = sum(job.flops_of_step * (job.steps - job.saved_step) for job in jobs)
+        runs = "1 run" if len(jobs) == 1 else f"{len(jobs)} runs"
+        eta = duration(self.seconds * flops / self.flops)
+        return f"{runs} left, ETA {eta} (at the training FLOPs per second of the finished runs)"
+
+
 def run_here(
-    jobs: list[Job], world: World, earlier: Pace | None = None
+    jobs: list[Job], world: World, former_pace: Pace | None = None
 ) -> tuple[int, dict[str, Ending]]:
     """Execute `jobs` one after the other in this process's group of ranks.
 
     Args:
-        earlier: pace of the runs that finished before this start, used for the remaining time until
-            the first of `jobs` has finished.
+        former_pace: pace of the runs that finished before this start, used for the remaining time
+            until the first of `jobs` has finished.
 
     Returns:
         The number of the received signal (0 for none), and {job name: how the job ended}.
     """
     endings: dict[str, Ending] = {}
-    pace, first_step = Pace(), 0
+    pace = Pace()
+    first_step = 0
     with Stops() as stops:
         for index, job in enumerate(jobs):
-            if world.rank == 0 and not job.quiet:
+            is_printed = world.rank == 0 and not job.quiet
+            if is_printed:
                 echo(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
-                known = pace if pace.flops else earlier
-                if known and (eta := known.eta(jobs[index:])):
+                eta_pace = pace if pace.flops else former_pace
+                eta = eta_pace.eta(jobs[index:]) if eta_pace else ""
+                if eta:
                     echo(eta, flush=True)
                 first_step = job.saved_step
             start = time.monotonic()
-            endings[job.name] = ending = stops.run(job, world.rank)
+            ending = stops.run(job, world.rank)
+            endings[job.name] = ending
             if world.rank == 0 and ending.state == "finished":
                 steps = job.saved_step - first_step
                 pace.add(time.monotonic() - start, job.flops_of_step * steps)
-            if world.rank == 0 and ending.state == "failed" and not job.quiet:
+            if is_printed and ending.state == "failed":
                 echo(f"{job.path} failed, {ending.reason}", flush=True)
             if stops.received:
                 break
     return stops.received, endings
 
 
-def announce(jobs: list[Job], directory: SweepDirectory) -> None:
-    done = [job for job in jobs if job.finished]
-    others = f", {len(done)} already finished" if done else ""
-    echo(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
+def announce(runs: int, unfinished: int, directory: SweepDirectory) -> None:
+    finished = runs - unfinished
+    suffix = f", {finished} already finished" if finished else ""
+    echo(f"sweep {directory.path}: {runs} runs{suffix}", flush=True)
 
 
 def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
+    """Print how each run ended; return the number of runs without a summary."""
     width = max(len(job.path) for job in jobs)
     echo()
     failed = unfinished = 0
     for job in jobs:
-        ending = endings.get(job.name, Ending("not started"))
-        try:
-            summary = read_ending(Path(job.path))
-        except CheckpointError as error:
-            summary, ending = None, Ending("failed", str(error))
+        summary, ending = read_outcome(Path(job.path), endings.get(job.name))
         if summary:
             result = loss_words(summary)
         else:
             unfinished += 1
             failed += ending.state == "failed"
-            state = ending.state.replace("failed", "FAILED")
-            result = ", ".join(filter(None, [state, ending.reason]))
+            result = ending.state.replace("failed", "FAILED")
+            if ending.reason:
+                result += f", {ending.reason}"
         echo(f"{job.path:<{width}}  {result}")
         if ending.state == "failed":
             echo(f"{'':<{width}}  log {job.log}")
     if unfinished:
-        lost = f", {failed} failed" if failed else ""
-        named = f" with run.sweep={directory.path.name}" * (directory.kind == "sweep")
-        again = f"the same command{named} resumes them"
-        echo(f"{unfinished} of {len(jobs)} runs did not finish{lost}; {again}")
+        failures = f", {failed} failed" if failed else ""
+        override = f" with run.sweep={directory.path.name}" if directory.kind == "sweep" else ""
+        echo(
+            f"{unfinished} of {len(jobs)} runs did not finish{failures}; "
+            f"the same command{override} resumes them"
+        )
     return unfinished
 
 
-def run_values(path: str, ending: Ending | None) -> dict[str, Any]:
-    """Return the values that --json prints for a run of a sweep or study.
+def read_outcome(path: Path, ending: Ending | None) -> tuple[dict[str, Any] | None, Ending]:
+    """Return the summary of a run, if any, and how the run ended.
 
-    `ending` is None if this launch did not start the run.
+    `ending` is None if this launch did not start the run. An unreadable summary is a failure.
     """
-    ending = ending or Ending("not started")
-    state, reason = ending.state, ending.reason
     try:
-        summary = read_ending(Path(path))
+        return read_ending(path), ending or Ending("not started")
     except CheckpointError as error:
-        summary, state, reason = None, "failed", str(error)
-    if summary:
-        state, reason = "finished", ""
-        if summary.get("stopped"):
-            state, reason = "diverged", stopped_text(summary)
-    return {"run": path, "state": state, "reason": reason or None, "summary": summary}
+        return None, Ending("failed", str(error))
+
+
+def launch_values(
+    directory: SweepDirectory, names: Iterable[str], endings: dict[str, Ending], stopped: int
+) -> dict[str, Any]:
+    """Return the values that --json prints for a launch of a sweep or study.
+
+    Args:
+        names: names of the runs.
+        endings: how the runs that this launch has started ended, by name.
+        stopped: number of the received signal; 0 for none.
+    """
+    runs = []
+    for name in names:
+        path = directory.path / name
+        summary, ending = read_outcome(path, endings.get(name))
+        state, reason = ending.state, ending.reason or None
+        if summary:
+            state, reason = "finished", None
+            if summary.get("stopped"):
+                state, reason = "diverged", stopped_text(summary)
+        runs.append({"run": str(path), "state": state, "reason": reason, "summary": summary})
+    signal_name = signal.Signals(stopped).name if stopped else None
+    return {directory.kind: str(directory.path), "signal": signal_name, "runs": runs}
 
 
 def print_upload(directory: Path) -> None:
     """Print one command that uploads the offline wandb runs of a sweep or study, if any exist."""
     parent = wandb_parent(directory)
     if parent == directory:
-        patterns = [f"{depth}{ALL_OFFLINE_RUNS}" for depth in ("", "*/", "*/*/")]
+        patterns = [ALL_OFFLINE_RUNS, f"*/{ALL_OFFLINE_RUNS}", f"*/*/{ALL_OFFLINE_RUNS}"]
     else:  # WANDB_DIR may contain offline runs of other sweeps.
         patterns = [f"{OFFLINE_RUNS}-{run_id}" for run_id in wandb_ids(directory)]
-    place = shlex.quote(str(parent))
-    paths = [f"{place}/{pattern}" for pattern in patterns if any(parent.glob(pattern))]
+    # The shell expands the patterns, so only the directory is quoted.
+    directory_word = shlex.quote(str(parent))
+    paths = [f"{directory_word}/{pattern}" for pattern in patterns if any(parent.glob(pattern))]
     if paths:
         echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
 
@@ -224,11 +286,12 @@ def wandb_ids(directory: Path) -> list[str]:
 def loss_words(summary: dict[str, Any]) -> str:
     if summary.get("stopped"):
         return f"diverged, {stopped_text(summary)}"
-    loss, bits = (summary.get(f"heldout_{name}") for name in ("loss", "bits_per_byte"))
+    loss = summary.get("heldout_loss")
     if loss is None or not math.isfinite(loss):
         return "diverged: no finite held-out loss"
-    in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
-    return f"held-out loss {loss:.4f}{in_bits}"
+    bits = summary.get("heldout_bits_per_byte")
+    bits_text = "" if bits is None else f", {bits:.3f} bits per byte"
+    return f"held-out loss {loss:.4f}{bits_text}"
 
 
 def write_comparison(directory: Path) -> list[str]:
@@ -236,7 +299,8 @@ def write_comparison(directory: Path) -> list[str]:
 
     Never raises an exception; errors are printed.
     """
-    wanted, files = "comparison of the runs", []
+    content = "comparison of the runs"
+    files = []
     try:
         from diffllm.compare.report.comparison import read
         from diffllm.compare.report.report_page import write
@@ -248,8 +312,8 @@ def write_comparison(directory: Path) -> list[str]:
         page, table = write(comparison, directory)
         echo(f"comparison {page}, {table}")
         files = [str(page), str(table)]
-        wanted = "gaps in wandb"
+        content = "gaps in wandb"
         record_gaps(comparison, directory)
     except Exception as error:
-        echo(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")
+        echo(f"no {content}: {' '.join(str(error).split()) or type(error).__name__}")
     return files

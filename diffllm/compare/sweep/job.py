@@ -91,9 +91,13 @@ class Job:
     @property
     def saved_step(self) -> int:
         """Step of the newest checkpoint; 0 without a checkpoint."""
-        saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")
-        names = (file.parent.name.removeprefix("step-") for file in saved)
-        return max((int(name) for name in names if name.isdecimal()), default=0)
+        # `list_checkpoints` would load hundreds of modules on each rank.
+        newest_step = 0
+        for file in Path(self.path, "checkpoints").glob("step-*/manifest.json"):
+            digits = file.parent.name.removeprefix("step-")
+            if digits.isdecimal():
+                newest_step = max(newest_step, int(digits))
+        return newest_step
 
     def progress(self) -> str:
         step = self.saved_step
@@ -109,20 +113,22 @@ class JobProcess:
     """
 
     def __init__(self, job: Job, rank: int = 0):
-        self.job, self.rank, self.signalled = job, rank, False
+        self.job = job
+        self.rank = rank
+        self.is_signalled = False
         self.log = job.log.with_name(f"{job.log.stem}.rank{rank}.log") if rank else job.log
         # -P keeps Python from importing a diffllm/ of the current directory, see `path_for_jobs`.
         command = [sys.executable, "-P", "-m", "diffllm", "train", *job.words]
-        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        date = time.strftime("%Y-%m-%d %H:%M:%S")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._note(f"{when} on {socket.gethostname()}: {shlex.join(command)}")
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115
-        """Standard error since this start."""
+        self._note(f"{date} on {socket.gethostname()}: {shlex.join(command)}")
+        self.output_file = tempfile.TemporaryFile()  # noqa: SIM115
+        """Output in the log since this start."""
         self.tee = subprocess.Popen(  # A process, which the child can write to after this one ends.
-            ["tee", "-a", self.log, f"/dev/fd/{self.said.fileno()}"],
+            ["tee", "-a", self.log, f"/dev/fd/{self.output_file.fileno()}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if job.quiet else 2,
-            pass_fds=[self.said.fileno()],
+            pass_fds=[self.output_file.fileno()],
             start_new_session=True,
             restore_signals=False,  # Ignore SIGPIPE: the log continues if stderr is closed.
         )
@@ -143,7 +149,7 @@ class JobProcess:
         The first signal makes the run save a checkpoint and stop. A second SIGINT aborts the run.
         """
         self.child.send_signal(number)
-        self.signalled = True
+        self.is_signalled = True
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError), os.fdopen(open_to_append(self.log), "ab") as log:
@@ -160,18 +166,19 @@ class JobProcess:
         if code == 0 and (self.rank or self.job.has_summary):
             return Ending("finished", "", at)
         # A signal that reached only the child also stopped the run: exit code 0, 130 after SIGINT.
-        if code in (0, 128 + signal.SIGINT) or self.signalled:
+        if code in (0, 128 + signal.SIGINT) or self.is_signalled:
             return Ending("stopped", self.job.progress(), at)
-        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        ended += " (out of memory?)" if -code == signal.SIGKILL else ""
-        self.said.seek(0)
-        output = self.said.read().decode(errors="replace")
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        if -code == signal.SIGKILL:
+            reason += " (out of memory?)"
+        self._note(reason)
+        self.output_file.seek(0)
+        output = self.output_file.read().decode(errors="replace")
         if self.job.quiet:
             echo(f"\n{output}", end="", file=sys.stderr, flush=True)
-        said = last_error(output)
-        self._note(ended)
-        reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
-        return Ending("failed", reason, at, silent=code > 0 and not said)
+        message = last_error(output)
+        details = f": {message}" if message else f", {self.job.progress()}"
+        return Ending("failed", reason + details, at, silent=code > 0 and not message)
 
 
 class ClusterTask:
@@ -230,7 +237,7 @@ class Stops:
     def run(self, job: Job, rank: int) -> Ending:
         process = JobProcess(job, rank)
         self.process = process
-        if self.received and not process.signalled:
+        if self.received and not process.is_signalled:
             process.stop(self.received)
         try:
             return process.wait()
@@ -249,10 +256,14 @@ def path_for_jobs() -> str:
     and the current entries of PYTHONPATH. The parent directory is omitted if it is site-packages.
     """
     package = str(Path(__file__).resolve().parents[3])
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    own = [*([] if package in installed else [package]), *sys.path[:1]]
-    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys(map(os.path.abspath, [*own, *inherited])))
+    paths = sys.path[:1]
+    if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        paths.insert(0, package)
+    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if path:
+            paths.append(path)
+    absolute_paths = [os.path.abspath(path) for path in paths]
+    return os.pathsep.join(dict.fromkeys(absolute_paths))
 
 
 def tie_to_parent() -> None:
@@ -265,8 +276,12 @@ def tie_to_parent() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def last_error(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def last_error(output: str) -> str:
+    """Return the last line of `output` with an error, or else the last line; "" without lines."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.fullmatch(line)]
-    text = (errors or lines or [""])[-1].removeprefix("error: ")
+    candidates = errors or lines
+    if not candidates:
+        return ""
+    text = candidates[-1].removeprefix("error: ")
     return text if len(text) <= 300 else f"{text[:300]}..."

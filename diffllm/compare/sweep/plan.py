@@ -4,25 +4,33 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose
 from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 from omegaconf import ListConfig
 
-from diffllm.compare.sweep.directory import SweepDirectory
-from diffllm.compare.sweep.eta import flops_of_step
+from diffllm.compare.sweep.cluster import in_queue
+from diffllm.compare.sweep.directory import (
+    Configs,
+    SweepDirectory,
+    begun_configs,
+    check_runs,
+    naming_keys,
+    recorded_configs,
+)
 from diffllm.compare.sweep.job import Job
 from diffllm.config import RunConfig, TrainConfig, load_config
-from diffllm.config.changes import is_within, what_differs
 from diffllm.config.compose import hydra
-from diffllm.config.loading import configs_of, without_imports
+from diffllm.config.loading import configs_of
+from diffllm.config.matching import totals
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
@@ -31,7 +39,6 @@ from diffllm.config.overrides import (
     explain,
     one_line,
 )
-from diffllm.config.saved import differences, load_run_config, with_lengths
 from diffllm.config.words import (
     as_text,
     declared_type,
@@ -42,31 +49,32 @@ from diffllm.config.words import (
     unquoted,
 )
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
-from diffllm.core.files import check_length, why_no_file
+from diffllm.core.files import check_length
 from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.core.names import shortened
 from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.directory import LONGEST_NAME, choose_path, ending
 from diffllm.training.memory import check_memory
 
-LONGEST = 40
+LONGEST_VALUE = 40
+"""Most characters of a value in a run name."""
 
 
 def experiment_words(words: list[str]) -> list[str]:
     """Return the hydra.sweeper.params of the chosen experiment's YAML file, as overrides."""
-    chosen = [word for word in words if word.startswith("experiment=")]
+    experiments = [word for word in words if word.startswith("experiment=")]
     with hydra():
         try:
-            cfg = compose("train", overrides=chosen, return_hydra_config=True)
+            cfg = compose("train", overrides=experiments, return_hydra_config=True)
         except COMPOSING:
-            return []  # The check of the jobs reports several or missing experiments.
-    swept = []
+            return []  # The check of the runs reports several or missing experiments.
+    overrides = []
     for key, values in (cfg.hydra.sweeper.params or {}).items():
         if isinstance(values, ListConfig):
             values = ",".join(word_of_item(key, item) for item in values)
-        swept.append(f"{key}={values}")
-    check_shared(swept, f"hydra.sweeper.params of {' '.join(chosen)}")
-    return swept
+        overrides.append(f"{key}={values}")
+    check_shared(overrides, f"hydra.sweeper.params of {' '.join(experiments)}")
+    return overrides
 
 
 def word_of_item(key: str, item: Any) -> str:
@@ -91,36 +99,42 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
             overrides = [parsed_override(quote_text(word, sweep=True), loader) for word in words]
         except HydraException as error:
             raise ConfigError(explain(error, words)) from error
-    of_run = class_declarations(RunConfig, "run.")
-    own: dict[str, Override] = {}
+    run_keys = class_declarations(RunConfig, "run.")
+    run_overrides: dict[str, Override] = {}
     launcher: list[str] = []
     for word, override in zip(words, overrides, strict=True):
         override.input_line = word
         key = override.get_key_element().lstrip("+~")
-        swept = override.is_sweep_override()
-        if not swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
+        is_swept = override.is_sweep_override()
+        if not is_swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
             launcher.append(word)
-        elif "sweep" in declaration_of(key, of_run).kinds or (swept and key.startswith("run.")):
+        elif "sweep" in declaration_of(key, run_keys).kinds or (
+            is_swept and key.startswith("run.")
+        ):
             raise ConfigError(
                 f"{word}: a sweep chooses the names of its runs; remove this override, and set one "
                 "run.sweep=<name>"
             )
-        elif key.split(".")[0].split("/")[0] == "hydra":
+        elif re.split("[./]", key)[0] == "hydra":
             allowed = f"hydra/launcher and hydra.launcher.*, with one value each ({LIST_OR_TEXT})"
             raise ConfigError(
                 f"{word}: a sweep can set only these Hydra keys: {allowed}; remove this override"
             )
         else:
-            own[override.get_key_element()] = override
-    return list(own.values()), launcher
+            run_overrides[override.get_key_element()] = override
+    return list(run_overrides.values()), launcher
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
-    return [list(job) for job in itertools.product(*map(split_values, overrides))]
+    """Return the overrides of each run of a sweep; the last key varies fastest."""
+    words_by_key = [split_values(override) for override in overrides]
+    return [list(words) for words in itertools.product(*words_by_key)]
 
 
 def split_values(override: Override) -> list[str]:
-    word, key = str(override.input_line), override.get_key_element()
+    """Return one override per value of `override`, as a user types it."""
+    word = str(override.input_line)
+    key = override.get_key_element()
     if not override.is_sweep_override():
         return [word]
     if not override.is_discrete_sweep():
@@ -150,213 +164,209 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
     Different values give different names. The values 0.1 and 1e-1 give the same name.
     """
-    labels, parts = short_labels(keys), []
-    for key in keys:
-        parts.append(label_value(labels[key], value_of(cfg, key)))
+    labels = short_labels(keys)
+    parts = [label_value(labels[key], value_of(cfg, key)) for key in keys]
     return shortened("-".join(parts) or "run", LONGEST_NAME)
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
+    path = ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split(".")
     value: Any = cfg
-    for part in ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
+    for part in path:
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value.name if isinstance(value, Enum) else value
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
-    paths = {key: key.lstrip("+").split(".") for key in keys}
+    """Return the shortest suffix of each key that no other key has; "" for a config group.
+
+    The keys data.seed, seed and optim.lr have the labels data.seed, seed and lr.
+    """
+    suffixes_by_key = {key: suffixes(key) for key in keys if key not in GROUPS}
+    counts = Counter(itertools.chain(*suffixes_by_key.values()))
     labels = dict.fromkeys(keys, "")
-    for key in (key for key in keys if key not in GROUPS):
-        others = [other for name, other in paths.items() if name != key and name not in GROUPS]
-        ends = (paths[key][-n:] for n in range(1, len(paths[key]) + 1))
-        label = next((e for e in ends if all(o[-len(e) :] != e for o in others)), paths[key])
-        labels[key] = ".".join(label)
+    for key, candidates in suffixes_by_key.items():
+        unique = [suffix for suffix in candidates if counts[suffix] == 1]
+        labels[key] = unique[0] if unique else candidates[-1]
     return labels
 
 
+def suffixes(key: str) -> list[str]:
+    """Return the parts of a dotted key that end at its end, shortest first."""
+    parts = key.lstrip("+").split(".")
+    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+
+
 def label_value(label: str, value: Any) -> str:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return a part of a run name, such as "lr0.001" or "compile_true".
+
+    The value ends with a hash of its text if the part does not contain the whole text.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     text = value if isinstance(value, str) else json.dumps(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
-    if safe != text or len(safe) > LONGEST:
+    if safe != text or len(safe) > LONGEST_VALUE:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
-        safe = "-".join(filter(None, [safe[-LONGEST:].lstrip("_.-"), digest]))
-    return f"{label}{'' if number or not label else '_'}{safe}"
+        end = safe[-LONGEST_VALUE:].lstrip("_.-")
+        safe = f"{end}-{digest}" if end else digest
+    separator = "" if is_number or not label else "_"
+    return f"{label}{separator}{safe}"
+
+
+class RunPlan(NamedTuple):
+    """The overrides of a run, and its complete config."""
+
+    words: list[str]
+    cfg: TrainConfig
+
+
+def run_plans(overrides: list[Override]) -> list[RunPlan]:
+    """Return a plan per combination of swept values; raises ConfigError if a config is invalid."""
+    word_lists = combinations(overrides)
+    configs = configs_of([partial(load_config, words) for words in word_lists])
+    return [RunPlan(words, cfg) for words, cfg in zip(word_lists, configs, strict=True)]
 
 
 def plan_sweep(
     overrides: list[Override],
     world_size: int,
     ranks_here: int = 0,
-    created: Sequence[Path] = (),
+    created_paths: Sequence[Path] = (),
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check the configs of all runs, lock the directory of the sweep and update sweep.json.
 
     Raises ConfigError if a config is invalid or contradicts the config of an existing run, or if an
-    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`; for `created`, see
-    `SweepDirectory`.
+    unfinished run cannot fit into memory. For `ranks_here`, see `check_memory`; for
+    `created_paths`, see `SweepDirectory`.
 
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
     """
     from diffllm.compare.report.rows import row_labels  # A slow import: loads SciPy.
 
-    configs: dict[str, TrainConfig] = {}
-    words: dict[str, list[str]] = {}
-    by_key = [o.get_key_element() for o in overrides]
-    swept = [o.get_key_element() for o in overrides if o.is_sweep_override()]
-    jobs = combinations(overrides)
-    loaded = configs_of([partial(load_config, job) for job in jobs])
-    loaded[0].run.name = "run"
-    directory = SweepDirectory(choose_path(loaded[0]).parent, created=created)
-    keys = naming_keys(directory, swept, by_key)
-    begun = begun_runs(directory)
-    names = {name_run(cfg, keys): name for name, cfg in begun.items()}
-    same: list[str] = []  # Overrides for all runs, in addition to those of the command.
-    if "eval.tokens" not in by_key and any(cfg.eval.tokens is None for cfg in begun.values()):
-        # Runs of older versions measured the whole held-out split by default: so do the others.
-        same.append("eval.tokens=null")
-        for cfg in loaded:
-            cfg.eval.tokens = None
-    for job, cfg in zip(jobs, loaded, strict=True):
-        cfg.check_world(world_size)
-        check_wandb(cfg.wandb)
-        name = name_run(cfg, keys)
-        cfg.run.name = name = names.get(name, name)
+    all_keys = [override.get_key_element() for override in overrides]
+    plans = run_plans(overrides)
+    plans[0].cfg.run.name = "run"  # `choose_path` needs a name.
+    directory = SweepDirectory(choose_path(plans[0].cfg).parent, created_paths=created_paths)
+    keys = naming_keys(directory, keys_of_sweep(overrides), all_keys)
+    begun = begun_configs(directory)
+    added_words = apply_older_defaults(plans, all_keys, begun)
+    runs = named_runs(plans, keys, begun)
+    for name, run in runs.items():
+        run.cfg.check_world(world_size)
+        check_wandb(run.cfg.wandb)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
-        cfg.run.swept = keys
-        words[name], configs[name] = [*job, *same], cfg  # Spellings of one value give one run.
     directory.hold()
     try:
-        finished = {name: has_ended(directory.path / name, cfg) for name, cfg in configs.items()}
-        for name, cfg in configs.items():
-            if finished[name]:
-                continue
-            try:
-                check_memory(cfg, world_size, ranks_here)
-            except ConfigError as error:
-                raise ConfigError(f"run {name}: {error}") from error
-        if keys != directory.record["keys"]:  # Runs that have not begun get new names.
-            check_queue({n: i for n, i in directory.record["jobs"].items() if n not in begun})
-            known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
-            directory.record |= {"keys": keys, "runs": known}
-        fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
-        all_configs = {**other_configs(directory, configs, [*fixed, *same]), **configs}
-        check_runs(directory, all_configs)
-        labels = dict(zip(all_configs, row_labels([*all_configs.values()]), strict=True))
-        for name, job in words.items():
-            directory.record["runs"][name] = [job[by_key.index(key)] for key in keys]
+        finished = {name: is_finished(directory.path / name, runs[name].cfg) for name in runs}
+        for name, run in runs.items():
+            if not finished[name]:
+                check_memory_of(name, run.cfg, world_size, ranks_here)
+        if keys != directory.record["keys"]:
+            record_keys(directory, keys, begun)
+        fixed_words = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
+        configs = recorded_configs(directory, runs, [*fixed_words, *added_words])
+        configs |= {name: run.cfg for name, run in runs.items()}
+        check_runs(directory, configs)
+        groups = dict(zip(configs, row_labels([*configs.values()]), strict=True))
+        for name, run in runs.items():
+            directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
         directory.write()
     except UserError:
         directory.withdraw()
         raise
-    added = f"run.swept=[{','.join(keys)}]"
-    jobs_of_runs = []
-    for number, (name, cfg) in enumerate(configs.items(), start=1):
-        path = directory.path / name
-        arguments = [*words[name], added, typed_override("run.name", name)]
-        planned = Job(
-            number, len(configs), name, str(path), cfg.steps, flops_of_step(cfg), arguments,
-            finished[name], group=labels[name],
+    jobs = []
+    for number, (name, run) in enumerate(runs.items(), start=1):
+        naming_words = [f"run.swept=[{','.join(keys)}]", typed_override("run.name", name)]
+        job = Job(
+            number, len(runs), name, str(directory.path / name), run.cfg.steps,
+            flops_of_step(run.cfg), [*run.words, *naming_words], finished[name], group=groups[name],
         )  # fmt: skip
-        jobs_of_runs.append(vars(planned))
-    return directory, jobs_of_runs
+        jobs.append(vars(job))
+    return directory, jobs
 
 
-def has_ended(path: Path, cfg: TrainConfig) -> bool:
+def keys_of_sweep(overrides: list[Override]) -> list[str]:
+    return [o.get_key_element() for o in overrides if o.is_sweep_override()]
+
+
+def apply_older_defaults(plans: list[RunPlan], all_keys: list[str], begun: Configs) -> list[str]:
+    """Give all plans the older default of eval.tokens if a begun run has it.
+
+    Runs of older versions measured the whole held-out split by default, so the new runs of their
+    sweep must do the same. Return the overrides that this function adds to the plans.
+    """
+    is_older = any(cfg.eval.tokens is None for cfg in begun.values())
+    if "eval.tokens" in all_keys or not is_older:
+        return []
+    for words, cfg in plans:
+        words.append("eval.tokens=null")
+        cfg.eval.tokens = None
+    return ["eval.tokens=null"]
+
+
+def named_runs(plans: list[RunPlan], keys: list[str], begun: Configs) -> dict[str, RunPlan]:
+    """Set and return the names of the runs. Several spellings of equal values give one run.
+
+    Begun runs keep their names, which may be from a sweep over fewer keys.
+    """
+    begun_names = {name_run(cfg, keys): name for name, cfg in begun.items()}
+    runs = {}
+    for plan in plans:
+        name = name_run(plan.cfg, keys)
+        name = begun_names.get(name, name)
+        plan.cfg.run.name = name
+        plan.cfg.run.swept = keys
+        runs[name] = plan
+    return runs
+
+
+def flops_of_step(cfg: TrainConfig) -> float:
+    """Return the training FLOPs of one optimizer step; 0 if the model cannot be built."""
+    try:
+        flops_per_token = totals(cfg.model, cfg.visible_keys)["flops"]
+    except Exception:  # The run itself fails with a message; the other runs can start.
+        return 0.0
+    return cfg.global_batch_size * cfg.seq_len * flops_per_token
+
+
+def is_finished(path: Path, cfg: TrainConfig) -> bool:
     with suppress(CheckpointError):  # A damaged run fails with a message when it starts.
         return ending(path, cfg) is not None
     return False
 
 
-def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list[str]) -> list[str]:
-    """Return the keys whose values form the run names.
+def check_memory_of(name: str, cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
+    try:
+        check_memory(cfg, world_size, ranks_here)
+    except ConfigError as error:
+        raise ConfigError(f"run {name}: {error}") from error
 
-    These are the keys in sweep.json, followed by the swept keys that sweep.json does not contain.
-    `all_keys` contains the keys of all overrides. Raises ConfigError if a key in sweep.json has no
-    override.
+
+def record_keys(directory: SweepDirectory, keys: list[str], begun: Configs) -> None:
+    """Record that the names of runs consist of `keys`. Runs that have not begun get new names.
+
+    Raises ConfigError if such a run is in SLURM's queue.
     """
-    keys = directory.record["keys"] or []
-    if not {*keys} <= {*all_keys}:
-        raise ConfigError(
-            f"{directory.path} is a sweep over {', '.join(keys)}; set each of these keys in the "
-            "command, or choose another run.sweep"
-        )
-    return [*keys, *(key for key in swept_keys if key not in keys)]
-
-
-def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return {run name: saved config} for all runs that have started and are not damaged."""
-    begun = {}
-    for name in directory.record["runs"]:
-        with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
-            begun[name] = load_run_config(directory.path / name)
-    return begun
-
-
-def check_queue(job_ids: dict[str, str]) -> None:
-    """Raise ConfigError if a job in `job_ids` is in SLURM's queue.
-
-    The run of such a job cannot be renamed. `job_ids` maps the names of the runs to the ids of
-    their SLURM jobs.
-    """
-    from diffllm.compare.sweep.cluster import in_queue
-
-    for name, job_id in job_ids.items():
-        if in_queue(job_id):
+    for name, job_id in directory.record["jobs"].items():
+        if name not in begun and in_queue(job_id):
             fix = f"wait until job {job_id} begins, or run scancel {job_id}"
             raise ConfigError(
                 f"the run {name} is in SLURM's queue, but must be renamed because this command "
                 f"sweeps over other keys; {fix}"
             )
+    directory.record["keys"] = keys
+    directory.record["runs"] = {name: words_for(cfg, keys) for name, cfg in begun.items()}
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
     """Return overrides that set `keys` to their values in `cfg`; omit keys with value None."""
-    values = {key: value for key in keys if (value := value_of(cfg, key)) is not None}
-    return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
-
-
-def other_configs(
-    directory: SweepDirectory, planned: Collection[str], fixed: list[str]
-) -> dict[str, TrainConfig]:
-    """Return the configs of the runs in sweep.json that this command does not plan, by run name.
-
-    Runs that have not begun are included, because their labels need the same keys; such a run is
-    omitted if its config is invalid. `fixed` contains the overrides that all runs share.
-    """
-    others = {}
-    for name, swept in directory.record["runs"].items():
-        if name in planned:
-            continue
-        try:
-            check_shared(swept, f"{directory.file}: runs.{name}")
-            others[name] = without_imports([*fixed, *swept])
-        except ConfigError:
-            if (directory.path / name / "config.yaml").is_file():
-                raise
-    return others
-
-
-def check_runs(directory: SweepDirectory, configs: dict[str, TrainConfig]) -> None:
-    for name, cfg in configs.items():
-        path = directory.path / name
-        log = path.with_name(f"{name}.log")
-        if wrong := why_no_file(log):
-            raise ConfigError(f"the log file {log} {wrong}; rename it, or choose another run.sweep")
-        try:
-            changes = differences(path, cfg)
-        except CheckpointError:
-            continue  # This run will fail with a message; the remaining runs can start.
-        if any(not is_within(key, cfg.run.allow_changes) for key in changes):
-            shown = with_lengths(changes, path, cfg)
-            raise ConfigError(
-                f"the run {path.name} of the sweep {directory.path} was started with "
-                f"{what_differs(shown)}; choose another run.sweep, or allow the change with "
-                f"run.allow_changes=[{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
-            )
-        if cfg.resume == "never" and (path / "config.yaml").is_file():
-            raise ConfigError(f"{path} contains a run, but resume=never; choose another run.sweep")
+    words = []
+    for key in keys:
+        value = value_of(cfg, key)
+        if value is not None:
+            words.append(f"{key}={value if key in GROUPS else as_text(value)}")
+    return words

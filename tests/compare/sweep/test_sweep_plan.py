@@ -17,26 +17,25 @@ from runs.written import study_file, write_run
 from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
-from diffllm.compare.sweep.command import print_outcomes
+from diffllm.compare.sweep.command import Pace, print_outcomes
 from diffllm.compare.sweep.directory import SweepDirectory
-from diffllm.compare.sweep.eta import Pace
 from diffllm.compare.sweep.job import Ending, Job, JobProcess, last_error
 from diffllm.compare.sweep.plan import plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
+from diffllm.core.files import read_json
 
 RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+RECORD = Path("outputs/mine/sweep.json")
 
 
-def planned(*words: str) -> list[dict[str, Any]]:
-    directory, runs = plan_sweep(split_overrides(["model=tiny", "run.sweep=mine", *words])[0], 1)
+def planned(*words: str, model: str = "model=tiny") -> list[dict[str, Any]]:
+    """Plan the sweep "mine" in the current directory, and release its lock."""
+    overrides, _ = split_overrides([model, "run.sweep=mine", *words])
+    directory, runs = plan_sweep(overrides, 1)
     directory.lock.release()
     return runs
 
@@ -49,9 +48,17 @@ def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
         cfg = OmegaConf.structured(load_config(run["words"]))
         (path / "config.yaml").write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
         if finished:
-            (path / "summary.json").write_text(
-                json.dumps({"heldout_loss": 1.5, "steps": run["steps"]}), encoding="utf-8"
-            )
+            write_summary(path, heldout_loss=1.5, steps=run["steps"])
+
+
+def write_summary(path: Path, **values: float) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "summary.json").write_text(json.dumps(values), encoding="utf-8")
+
+
+def write_script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
 
 
 def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
@@ -79,16 +86,20 @@ def test_new_runs_of_sweep_measure_whole_heldout_split_if_its_begun_runs_do(
     assert [load_config(run["words"]).eval.tokens for run in new] == [tokens]
 
 
-def test_resumed_sweep_raises_error_if_fixed_config_value_has_changed() -> None:
-    pretend(planned("seed=0,1", "steps=200"), finished=False)
-    before = Path("outputs/mine/sweep.json").read_text(encoding="utf-8")
+def test_sweep_refuses_changed_steps_unless_change_is_allowed() -> None:
+    pretend(planned("seed=0,1", "steps=200"))
+    before = RECORD.read_bytes()
+    message = (
+        r"outputs/mine .*steps: 200 in the run, 300 in this command"
+        r".*run\.allow_changes=\[optim\.warmup_steps,steps\]"
+    )
     for values in ("0,1", "2,3"):  # The same runs, and different runs.
-        with pytest.raises(
-            ConfigError, match=r"outputs/mine .*steps: 200 in the run, 300 in this command"
-        ):
+        with pytest.raises(ConfigError, match=message):
             planned(f"seed={values}", "steps=300")
-    assert Path("outputs/mine/sweep.json").read_text(encoding="utf-8") == before
+    assert RECORD.read_bytes() == before
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
+    runs = planned("seed=0,1", "steps=300", "run.allow_changes=[optim.warmup_steps,steps]")
+    assert states(runs) == {"seed0": False, "seed1": False}
 
 
 def test_error_about_changed_steps_names_the_changed_budget() -> None:
@@ -99,14 +110,6 @@ def test_error_about_changed_steps_names_the_changed_budget() -> None:
     )
     with pytest.raises(ConfigError, match=expected):
         planned("seed=0,1", "train.budget.flops=2e12")
-
-
-def test_finished_sweep_can_continue_with_more_steps_if_change_is_allowed() -> None:
-    pretend(planned("seed=0,1", "steps=200"))
-    with pytest.raises(ConfigError, match=r"run\.allow_changes=\[optim\.warmup_steps,steps\]"):
-        planned("seed=0,1", "steps=300")
-    runs = planned("seed=0,1", "steps=300", "run.allow_changes=[optim.warmup_steps,steps]")
-    assert states(runs) == {"seed0": False, "seed1": False}
 
 
 def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
@@ -125,11 +128,8 @@ def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
     [(["seed=0,1"], "quickstart"), (["seed=0,1", "optim.lr=1e-3,2e-3"], "none")],
 )
 def test_runs_of_sweep_over_seeds_have_defaults_of_quickstart(words, experiment) -> None:
-    directory, runs = plan_sweep(split_overrides(["run.sweep=mine", *words])[0], 1)
-    directory.lock.release()
-    for run in runs:
-        cfg = load_config(run["words"])
-        assert cfg.resolved.choices["experiment"] == experiment
+    for run in planned(*words[1:], model=words[0]):
+        assert load_config(run["words"]).resolved.choices["experiment"] == experiment
 
 
 def test_resumed_sweep_raises_error_if_command_does_not_set_all_swept_keys() -> None:
@@ -182,14 +182,14 @@ OTHER_KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
+@pytest.mark.parametrize(("existing", "words", "expected"), OTHER_KINDS)
 def test_command_prints_error_if_another_command_created_output_directory(
-    workplace: Path, there: str, words: list[str], said: str
+    workplace: Path, existing: str, words: list[str], expected: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
-    if there == "run":
+    if existing == "run":
         write_run(Path("outputs/mine"))
-    elif there == "sweep":
+    elif existing == "sweep":
         pretend(planned("seed=0,1"))
     else:
         directory = SweepDirectory(Path("outputs/mine"), "study")
@@ -200,7 +200,7 @@ def test_command_prints_error_if_another_command_created_output_directory(
     added = [] if words == STUDY else ["model=tiny"]
     result = tool([*words, *added], workplace, clean_environment(workplace / "cache"))
     assert result.code == 2, result
-    assert result.err == f"error: outputs/mine is a {there}, not a {said}\n"
+    assert result.err == f"error: outputs/mine is a {existing}, not a {expected}\n"
     assert snapshot(workplace) == before
 
 
@@ -217,17 +217,56 @@ def test_sweep_plans_all_runs_again_if_a_run_config_is_damaged() -> None:
 
 
 def test_second_sweep_in_same_directory_raises_error() -> None:
-    directory, _ = plan_sweep(split_overrides(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
+    overrides, _ = split_overrides(["model=tiny", "run.sweep=mine", "seed=0,1"])
+    directory, _ = plan_sweep(overrides, 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by process "):
         planned("seed=0,1")
     directory.lock.release()
     planned("seed=0,1")
 
 
-def test_sweep_with_invalid_config_writes_no_files(workplace: Path) -> None:
-    with pytest.raises(ConfigError, match="positive"):
-        planned("optim.lr=1e-3,0")
-    assert not list(workplace.iterdir())
+# Groups in wandb
+
+
+def groups(*words: str) -> dict[str, str]:
+    return {run["name"]: run["group"] for run in planned(*words)}
+
+
+@pytest.mark.slow
+def test_groups_of_sweep_contain_values_of_all_swept_keys_except_seed():
+    grid = groups("attention=standard,diff_v2", "optim.lr=1e-3,3e-3", "seed=0,1")
+    assert grid == {
+        f"{variant}-lr{lr}-seed{seed}": f"{variant} lr={lr}"
+        for variant in ("standard", "diff_v2")
+        for lr in ("0.001", "0.003")
+        for seed in (0, 1)
+    }
+    # No run has begun, for example because all jobs are in the queue of a cluster.
+    added = groups("attention=diff_v2", "optim.lr=1e-2", "seed=0")
+    assert added == {"diff_v2-lr0.01-seed0": "diff_v2 lr=0.01"}
+    assert groups("attention=diff_v2", "optim.lr=1e-3", "seed=2") == {
+        "diff_v2-lr0.001-seed2": "diff_v2 lr=0.001"
+    }
+
+
+def test_groups_of_sweep_over_seeds_or_models():
+    assert {*groups("attention=gated", "seed=0,1").values()} == {"gated"}
+    assert groups("run.sweep=sizes", "model=tiny,mini") == {
+        "tiny": "diff_v2 model=tiny", "mini": "diff_v2 model=mini",
+    }  # fmt: skip
+
+
+def test_recorded_run_with_invalid_config_does_not_stop_other_runs():
+    groups("model.n_layers=1,2")
+    record = read_json(RECORD)
+    record["runs"]["n_layers2"] = ["model.n_layers=-2"]
+    RECORD.write_text(json.dumps(record), encoding="utf-8")
+    assert groups("model.n_layers=1") == {"n_layers1": "diff_v2"}
+    run = RECORD.parent / "n_layers2"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"model\.n_layers=-2"):
+        groups("model.n_layers=1")
 
 
 # Outcomes
@@ -241,8 +280,7 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, failed = Path("s/done"), Path("s/failed")
-    done.mkdir(parents=True)
-    (done / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}), encoding="utf-8")
+    write_summary(done, heldout_loss=1.5)
     ending = Ending("failed", "exit status 1: OSError: no", 0.0)
     jobs = [job(done), job(failed, 2)]
     assert print_outcomes(jobs, {"failed": ending}, SweepDirectory(Path("s"))) == 1
@@ -273,21 +311,18 @@ def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
 ) -> None:
     fake = workplace / "python"
-    fake.write_text(f"#!/bin/sh\nexit {code}\n", encoding="utf-8")
-    fake.chmod(0o755)
+    write_script(fake, f"#!/bin/sh\nexit {code}\n")
     monkeypatch.setattr(sys, "executable", str(fake))
     assert JobProcess(job(Path("s/seed0"))).wait().state == state
 
 
-def test_eta_scales_measured_seconds_by_remaining_training_flops(workplace: Path) -> None:
+def test_eta_scales_measured_seconds_by_remaining_training_flops() -> None:
     finished, begun = job(Path("s/finished")), job(Path("s/begun"), 2)
     for path, step in ((finished.path, 10), (begun.path, 4)):
         checkpoint = Path(path, "checkpoints", f"step-{step:08d}")
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
-    Path(finished.path, "summary.json").write_text(
-        json.dumps({"seconds": 20.0, "steps": 10}), encoding="utf-8"
-    )
+    write_summary(Path(finished.path), seconds=20.0, steps=10)
     pace = Pace.of_summaries([finished])
     assert (pace.seconds, pace.flops) == (20.0, 10 * finished.flops_of_step)
     other = replace(job(Path("s/other")), flops_of_step=3 * finished.flops_of_step)
@@ -298,9 +333,8 @@ def test_eta_scales_measured_seconds_by_remaining_training_flops(workplace: Path
 
 def test_planned_runs_contain_training_flops_of_their_variant() -> None:
     for run in planned("attention=standard,diff_v1", "global_batch_size=4", "seq_len=32"):
-        cfg = load_config(run["words"])
-        per_token = totals(cfg.model)["flops"]
-        assert run["flops_of_step"] == 4 * 32 * per_token
+        flops_per_token = totals(load_config(run["words"]).model)["flops"]
+        assert run["flops_of_step"] == 4 * 32 * flops_per_token
 
 
 # Clusters, simulated
@@ -363,23 +397,18 @@ def squeue(tmp_path, monkeypatch):
     """Return a function that puts a squeue with given stdout, stderr and exit code on PATH."""
 
     def install(out, err, code):
-        script = tmp_path / "squeue"
         body = f"sys.stdout.write({out!r}); sys.stderr.write({err!r}); sys.exit({code})"
-        script.write_text(f"#!{sys.executable}\nimport sys\n{body}\n", encoding="utf-8")
-        script.chmod(0o755)
+        write_script(tmp_path / "squeue", f"#!{sys.executable}\nimport sys\n{body}\n")
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
     return install
 
 
-def test_in_queue_returns_true_only_if_squeue_lists_the_job(squeue):
+def test_in_queue_returns_answer_of_squeue_or_raises_error_if_squeue_fails(squeue, monkeypatch):
     squeue("7_0\n", "", 0)
     assert in_queue("7_0")
     squeue("", "slurm_load_jobs error: Invalid job id specified\n", 1)
     assert not in_queue("7_0")
-
-
-def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
     squeue("", "slurm_load_jobs error: Socket timed out\n", 1)
     with pytest.raises(ConfigError, match="Socket timed out"):
         in_queue("7_0")
@@ -392,11 +421,7 @@ def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
 
 def test_sweep_refuses_additional_key_if_runs_are_in_slurm_queue(squeue):
     planned("seed=0,1")
-    file = Path("outputs/mine/sweep.json")
-    file.write_text(
-        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"jobs": {"seed0": "7_0"}}),
-        encoding="utf-8",
-    )
+    RECORD.write_text(json.dumps(read_json(RECORD) | {"jobs": {"seed0": "7_0"}}), encoding="utf-8")
     squeue("7_0\n", "", 0)
     with pytest.raises(ConfigError, match=r"the run seed0 is in SLURM's queue.*; .* scancel 7_0"):
         planned("seed=0,1", VARIANTS)
