@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffllm.compare.arms.arm import Arm
+from diffllm.compare.arms.arm import Arm, have_equal_tokens
 from diffllm.evaluation.heldout import DocumentLosses, same_documents
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.divergence import Share, diverged_more
 from diffllm.statistics.document_error import document_error
 from diffllm.statistics.gap_tests import Gap, Seed, common_seeds, paired, seed_correlation, welch
+from diffllm.statistics.trend import Trend, gap_trend
 
 UNDOCUMENTED = "runs have no losses of documents"
 
@@ -150,3 +151,16 @@ def gap_over_documents(
     if error is None:
         return None, "there is a single document"
     return gap.with_document_error(error), ""
+
+
+def loss_trend(candidate: Arm[Seed], base: Arm[Seed]) -> Trend | None:
+    """Return the trend of the gap `candidate` minus `base` over training tokens.
+
+    Seeds that diverged in an arm are omitted. An evaluation is common if it took place at the same
+    number of tokens in all runs. Return None if the runs have fewer than FEWEST_POINTS common
+    evaluations after the first 10% of training, or if the arms train on different numbers of
+    tokens.
+    """
+    if not have_equal_tokens(candidate, base):
+        return None
+    return gap_trend(candidate.curves, base.curves)

@@ -8,7 +8,9 @@ from diffllm.metrics.display import duration
 from diffllm.metrics.records import finite
 from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.gap_tests import Gap
 from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
+from diffllm.statistics.trend import Trend
 
 MISSING = "–"
 SMALL = 0.01
@@ -119,6 +121,49 @@ def gap_words(gap: Estimate, base: str, base_loss: float | None) -> str:
     direction = "lower" if gap.mean < 0 else "higher"
     size = fixed(abs(gap.mean), digits_for(gap))
     return f"{size} nats per token{share} {direction} than {base}"
+
+
+def trend_sentence(candidate: str, base: str, trend: Trend) -> str:
+    """Describe a trend, for example "The gap of diff_v2 to standard shrinks: +0.012 nats ..."."""
+    slope = trend.slope.estimate
+    digits = digits_for(slope)
+    interval = "no interval from one seed"
+    if slope.low is not None:
+        words = in_words(slope, signed=True, digits=digits)
+        interval = (
+            f"{'' if slope.all_equal else '95% interval '}{words}, {counted_seeds(trend.slope)}"
+        )
+    start, end = (fixed(x, max(digits, 3), signed=True) for x in (trend.start, trend.end))
+    first, last = compact(trend.first, 3), compact(trend.last, 3)
+    return (
+        f"The gap of {candidate} to {base} {trend_direction(trend)}: "
+        f"{fixed(slope.mean, digits, signed=True)} nats per token per doubling of tokens "
+        f"({interval}), from {start} to {end} on a line "
+        f"through {trend.points} evaluations from {first} to {last} tokens."
+    )
+
+
+def trend_direction(trend: Trend) -> str:
+    """Describe the trend of the absolute gap: "grows", "shrinks", or "crosses 0".
+
+    If the confidence interval of the slope contains 0, return "shows no trend". If there is no
+    interval (a single seed, or equal slopes in all seeds), return "moves", or "stays" for slope 0.
+    """
+    slope = trend.slope.estimate
+    if slope.low is None or slope.all_equal:
+        return "moves" if trend.start != trend.end else "stays"
+    if slope.holds_zero:
+        return "shows no trend"
+    if trend.start * trend.end < 0:
+        return "crosses 0"
+    return "grows" if abs(trend.end) > abs(trend.start) else "shrinks"
+
+
+def counted_seeds(slope: Gap) -> str:
+    """Return the number of seeds of a slope, or the numbers of both arms if they differ."""
+    if slope.seeds == slope.base_seeds:
+        return plural(slope.seeds, "seed")
+    return f"{slope.seeds} and {plural(slope.base_seeds, 'seed')}"
 
 
 def p_text(p: float | None) -> str:

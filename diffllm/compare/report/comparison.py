@@ -8,10 +8,9 @@ from diffllm.compare.arms.arm import RunArm, Seeds
 from diffllm.compare.arms.budget import budget_notes
 from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
-from diffllm.compare.arms.gap import arm_gap
+from diffllm.compare.arms.gap import arm_gap, loss_trend
 from diffllm.compare.arms.run import Run, load_run
 from diffllm.compare.arms.sentences import plural
-from diffllm.compare.arms.trend import loss_trend
 from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations

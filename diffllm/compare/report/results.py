@@ -16,8 +16,8 @@ from diffllm.compare.arms.sentences import (
     p_text,
     plural,
     share_words,
+    trend_sentence,
 )
-from diffllm.compare.arms.trend import trend_sentence
 from diffllm.compare.report.curves import gap_band
 from diffllm.compare.report.rows import Row
 from diffllm.metrics.display import frequency_text

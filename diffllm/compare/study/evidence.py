@@ -21,8 +21,8 @@ from diffllm.compare.study.planned_runs import (
     rate_runs,
     strayed,
 )
+from diffllm.compare.study.positions import position_losses
 from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
-from diffllm.compare.study.trend_data import position_losses
 from diffllm.compare.study.unequal import settings_of
 from diffllm.config.similar import SimilarConfigs
 from diffllm.core.errors import ConfigError

@@ -16,7 +16,7 @@ from diffllm.compare.arms.sentences import percent
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import PARAMETERS, Rule, Study, better
 from diffllm.compare.study.removed_rules import replacement_of
-from diffllm.compare.study.trend import slopes
+from diffllm.compare.study.size_trends import slopes
 from diffllm.config.matching import TOLERANCE
 from diffllm.statistics.divergence import Share, p_all_against_none
 from diffllm.statistics.estimates import Times

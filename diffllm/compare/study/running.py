@@ -24,8 +24,8 @@ from diffllm.compare.study.planned_runs import (
     terms_of,
 )
 from diffllm.compare.study.removed_rules import margin_note, replacement_of
+from diffllm.compare.study.size_trends import check_trends, unequal_pairs
 from diffllm.compare.study.study_hash import planned_digests, study_hash
-from diffllm.compare.study.trend_data import check_trends, unequal_pairs
 from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (

@@ -1,11 +1,13 @@
 """The verdict of a study as a page."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.compare.arms.comparable import ATTENTION
+from diffllm.compare.arms.gap import loss_trend
 from diffllm.compare.arms.pages import (
     Block,
     Figure,
@@ -18,10 +20,12 @@ from diffllm.compare.arms.pages import (
 )
 from diffllm.compare.arms.sentences import (
     MISSING,
+    ascii_minus,
     compact,
     plural,
     range_text,
     short,
+    trend_sentence,
     two_digits,
 )
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
@@ -32,7 +36,6 @@ from diffllm.compare.study.decision import NO_LONGER_JUDGED, REFUTED, SHOWN, Tes
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.raw_values import values_text
-from diffllm.compare.study.trend import study_trend_sentence
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.files import replace_file
@@ -74,7 +77,7 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
         with_picture: whether to draw the gaps, which only HTML shows.
     """
     study, first_reason = verdict.study, verdict.tested[0].reason
-    trend = study_trend_sentence(study, {arm.label: arm for arm in verdict.arms})
+    trend = trend_text(study, {arm.label: arm for arm in verdict.arms})
     start = ""
     if NOT_COMPARABLE in (verdict.verdict, verdict.would_be):
         start = "Not comparable; the runs alone give: "
@@ -108,6 +111,21 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     if result == EXPLORATORY:
         result += f", it would be: {verdict.would_be}"
     return Page(study.claim, header, sections, Section("", [Paragraph(origin(verdict))]), result)
+
+
+def trend_text(study: Study, arms: Mapping[str, StudyArm]) -> str:
+    """Return a sentence about how the loss gap of the first rule's arms changes during training.
+
+    Return "" if the metric is not heldout_loss on a linear scale, if the runs have too few common
+    evaluations, or if they train on different numbers of tokens: after equal tokens, their learning
+    rates then differ. Also return "" if the first rule is a trend rule: its one-sided test could
+    contradict the two-sided confidence interval in the sentence.
+    """
+    rule = study.rule
+    if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
+        return ""
+    trend = loss_trend(arms[rule.arm], arms[rule.against])
+    return ascii_minus(trend_sentence(rule.arm, rule.against, trend)) if trend else ""
 
 
 def rule_line(tested: Tested, study: Study) -> str:

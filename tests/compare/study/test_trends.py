@@ -13,9 +13,8 @@ from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.running import check_study_runs
-from diffllm.compare.study.trend import study_trend_sentence
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import verdict_page
+from diffllm.compare.study.verdict_page import trend_text, verdict_page
 from diffllm.core.errors import ConfigError
 from diffllm.evaluation.evaluation import results_of, store_result
 from diffllm.evaluation.position import Position
@@ -220,20 +219,17 @@ def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
     )
     assert verdict_page(found).markdown().count(said) == 1
     arms = {arm.label: arm for arm in found.arms}
-    assert (
-        study_trend_sentence(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms)
-        == ""
-    )
+    assert trend_text(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
 
 
 def test_loss_trend_is_omitted_if_arms_train_on_different_numbers_of_tokens(tmp_path):
     """Equal FLOPs or seconds mean that learning rates differ after equal tokens."""
     study = written(tmp_path, BELOW)
     arms = {arm.label: arm for arm in judge(study, tmp_path / "out").arms}
-    assert study_trend_sentence(study, arms)
+    assert trend_text(study, arms)
     longer = [replace(run, planned_tokens=2 * run.planned_tokens) for run in arms["half"].runs]
     arms["half"] = replace(arms["half"], runs=longer)
-    assert study_trend_sentence(study, arms) == ""
+    assert trend_text(study, arms) == ""
 
 
 def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
