@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from runs.written import config, loaded, write_run
+from runs.written import config, loaded, runs_in, write_run
 from scipy.special import stdtrit
 
 from diffllm.compare.arms.budget import BUDGETS, flops_spent
@@ -49,7 +49,7 @@ def compared(tmp_path, **how):
     for variant in ("standard", "gated"):
         for seed in (0, 1):
             written(tmp_path / f"{variant}{seed}", variant, seed, **how)
-    return compare(loaded(sorted(tmp_path.iterdir())))
+    return compare(runs_in(tmp_path))
 
 
 def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp_path):
@@ -87,7 +87,7 @@ def test_runs_of_one_budget_in_flops_have_gap_of_final_losses(tmp_path):
     for variant, by_seed in losses.items():
         for seed, final_loss in enumerate(by_seed):
             write_budgeted(tmp_path / f"{variant}{seed}", variant, seed, final_loss)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     _, v2 = comparison.rows
     lengths = [row.runs[0].cfg.steps for row in comparison.rows]
     assert lengths[0] > 1.05 * lengths[1]
@@ -111,7 +111,7 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
     write_budgeted(tmp_path / "a", "standard", 0, 4.0)
     words = ("train.budget.flops=1.02e11", "attention=diff_v2")
     write_run(tmp_path / "b", *words, facts={"flops_per_token": 4e6})
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert len(comparison.groups) == 2
     assert comparison.rows[1].gap is None
 
@@ -123,7 +123,7 @@ def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_kno
         words = ("train.budget.flops=7e9", f"attention={variant}")
         facts = {"flops_per_token": totals(config(words).model)["flops"] if known else None}
         write_run(tmp_path / variant, *words, facts=facts)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert {row.runs[0].cfg.steps for row in comparison.rows} == {6, 7}
     assert len(comparison.groups) == 1 + known
     assert [row.gap is None for row in comparison.rows] == [True, known]
@@ -141,7 +141,7 @@ def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_pat
     for variant, warmup_steps in (("standard", 2), ("diff_v2", 10)):
         words = ("train.budget.flops=1e11", f"attention={variant}")
         write_run(tmp_path / variant, *words, f"optim.warmup_steps={warmup_steps}")
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert len(comparison.groups) == 2
     assert "optim.warmup_steps" in comparison.differences
     reason = "optim.warmup_steps is 2% and 11% of the steps, not an equal share."
@@ -181,7 +181,7 @@ def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
 ):
     write_timed(tmp_path / "a", "standard", 100, 0.1)
     write_timed(tmp_path / "b", "gated", 80, step_seconds, **facts)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     row = comparison.rows[1]
     assert len(comparison.warnings) == (equal is None)
     for warning in comparison.warnings:
@@ -200,7 +200,7 @@ def test_unfinished_run_of_a_study_does_not_prevent_comparison_at_equal_seconds(
     for name in ("summary.json", "steps.npy"):
         (tmp_path / "b1" / name).unlink()
     write_times(tmp_path / "b1", 40, 0.125)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert len(comparison.groups) == 1
     (_, gated) = comparison.rows
     assert gated.gap.seeds == 1
@@ -213,7 +213,7 @@ def test_runs_that_differ_in_steps_without_a_plan_are_not_compared(tmp_path):
             tmp_path / variant, f"attention={variant}", f"steps={steps}",
             facts={"flops_per_token": FLOPS[variant]},
         )  # fmt: skip
-    assert len(compare(loaded(sorted(tmp_path.iterdir()))).groups) == 2
+    assert len(compare(runs_in(tmp_path)).groups) == 2
 
 
 KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
@@ -278,7 +278,7 @@ def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):
     written(tmp_path / "b0", "gated", 0)
     path = written(tmp_path / "b1", "gated", 1, curve=lambda *_: math.nan)
     (path / "summary.json").write_text('{"heldout_loss": NaN, "steps": 20}', encoding="utf-8")
-    (_, gated) = compare(loaded(sorted(tmp_path.iterdir()))).rows
+    (_, gated) = compare(runs_in(tmp_path)).rows
     assert gated.diverged == 1
     assert {found.gap.seeds for found in gated.equal.values()} == {1}
 

@@ -1,18 +1,16 @@
 """Scores at a loss that all runs reached."""
 
-import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_pages import csv_rows
 from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
-from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, results_of, store_result
 
 STEPS = (5, 10, 20)
@@ -77,7 +75,7 @@ def test_gap_at_equal_loss_is_zero_if_score_depends_only_on_loss(tmp_path: Path)
     html = page(comparison)
     assert "outliers at equal loss" in html
     assert "At 4.000 nats per token of the held-out sample" in html
-    _, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
+    _, second = csv_rows(comparison)
     assert float(second["outliers: top_1, gap"]) == pytest.approx(-0.5)
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
 

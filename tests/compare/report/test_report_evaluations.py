@@ -1,17 +1,16 @@
 """Results of evaluations in the report: means, gaps paired by seed, and skipped results."""
 
-import csv
-import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_pages import csv_rows
 from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.page import page
-from diffllm.compare.report.tables import csv_text, score_table
+from diffllm.compare.report.tables import score_table
 from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
 from diffllm.statistics.estimates import estimate
 
@@ -99,7 +98,7 @@ def test_report_page_and_csv_file_contain_evaluation_score_gaps(runs: Path) -> N
     assert "mqar, share of right answers" in html
     assert "gap +0.117 (" in html  # pairs 4
     assert '>Chance</th><th scope="col">standard</th>' in html
-    first, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
+    first, second = csv_rows(comparison)
     assert float(first["mqar: pairs 8"]) == pytest.approx(0.2)
     assert first["mqar: pairs 8, gap"] == ""
     assert float(second["mqar: pairs 8, gap"]) == pytest.approx(2 / 15)
