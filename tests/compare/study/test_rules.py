@@ -379,7 +379,7 @@ def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
         ("the runs were measured on different documents", False),
     ],
 )
-def test_bounds_omit_documents_if_they_differ_or_a_run_lacks_them(tmp_path, reason, lacks_losses):
+def test_bounds_omit_different_or_missing_documents(tmp_path, reason, lacks_losses):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     for i, run in enumerate(half.runs):
         texts = replace(run.texts, texts=[number + 1 for number in run.texts.texts])
