@@ -110,6 +110,7 @@ def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     assert "6 of 6 runs began under another version of study.yaml" in verdict.reasons[0]
     verdict = judge_edited(tmp_path, "arm: v2, against: half", "arm: half, against: v2")
     assert verdict.would_be == "refuted"
+    assert "p of the opposite claim" in verdict_page(verdict).markdown()
 
 
 def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
