@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from runs.written import write_train_seconds
 
 from diffllm.cli.timing import profile_text
 from diffllm.compare.sweep.job import Ending, Job
@@ -23,7 +23,6 @@ from diffllm.compare.timing_profile import (
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.metrics.facts import RunFacts
-from diffllm.metrics.steps import STEP, StepsFile
 
 TINY = ["model=tiny", "seq_len=64", "global_batch_size=4"]
 FACTS = RunFacts(
@@ -200,12 +199,7 @@ def test_turn_is_compiled_if_the_arm_is_compiled(monkeypatch, length):
 def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:
     """Write the files of a turn whose steps take 1, 2, 3, ... seconds."""
     path.mkdir()
-    rows = np.zeros(steps, STEP)
-    rows["step"] = np.arange(1, steps + 1)
-    rows["train_seconds"] = np.cumsum(rows["step"])
-    file = StepsFile(path / "steps.npy")
-    file.append(rows)
-    file.close()
+    write_train_seconds(path, list(range(1, steps + 1)))
     record = {"device": "CPU", "ranks": 1, "environment": {"threads": 2}}
     (path / "run.json").write_text(json.dumps(record), encoding="utf-8")
     (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")

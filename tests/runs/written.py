@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -32,6 +33,7 @@ from diffllm.core.files import write_atomic
 from diffllm.data.preparation.prepare import prepare, train_tokenizer
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
+from diffllm.metrics.steps import STEP, StepsFile
 from diffllm.model import Transformer
 
 if TYPE_CHECKING:
@@ -146,9 +148,7 @@ def write_run(
     tokens = cfg.global_batch_size * cfg.seq_len
     if lines is None:
         lines = metric_lines(10 if loss is None else cfg.steps, tokens, loss or 5.0)
-    (path / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-    )
+    write_lines(path, lines)
     if loss is not None:
         done = {
             "variant": cfg.resolved.choices["attention"],
@@ -195,7 +195,51 @@ def loaded(paths: list[Path]) -> list[Run]:
     return [load_run(path) for path in paths]
 
 
+def runs_in(root: Path) -> list[Run]:
+    """Load all runs of a directory in the order of their names."""
+    return loaded(sorted(root.iterdir()))
+
+
+def write_lines(run: Path, lines: list[dict[str, Any]]) -> None:
+    """Write metrics.jsonl."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def edit_json(file: Path, **values: Any) -> None:
+    """Replace or add values of a JSON object in a file."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**content, **values}), encoding="utf-8")
+
+
+def edit_text(file: Path, old: str, new: str) -> None:
+    """Replace a text that the file must contain."""
+    text = file.read_text(encoding="utf-8")
+    assert old in text, f"{file} does not contain {old}"
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def write_train_seconds(run: Path, step_seconds: list[float]) -> None:
+    """Write a steps.npy whose steps take these seconds."""
+    rows = np.zeros(len(step_seconds), STEP)
+    rows["step"] = np.arange(1, len(step_seconds) + 1)
+    rows["train_seconds"] = np.cumsum(step_seconds)
+    file = StepsFile(run / "steps.npy")
+    file.append(rows)
+    file.close()
+
+
 # Studies
+
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
+TWO_ARMS = {
+    "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "
+    "v2: [attention=diff_v2]}",
+    "baseline": "half",
+}
+"""Keys of `study_file` for a study without the arm `standard`."""
 
 
 def study_file(path: Path, rule: str, **more: str) -> Study:
@@ -240,9 +284,7 @@ def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts:
         }
         for step in (10, cfg.steps)
     ]
-    (path / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-    )
+    write_lines(path, lines)
     summary = {
         "steps": cfg.steps,
         "tokens": cfg.steps * tokens,

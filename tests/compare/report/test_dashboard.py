@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sample_comparison as sample
-from runs.written import study_file, sweep, write_arms
+from runs.written import edit_json, study_file, sweep, write_arms
 from wandb_server import WandbServer
 
 from diffllm.cli import main
@@ -63,9 +63,7 @@ def server(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer
 
 
 def change_facts(run: Path, **facts: Any) -> None:
-    file = run / "run.json"
-    content = json.loads(file.read_text(encoding="utf-8")) | facts
-    file.write_text(json.dumps(content), encoding="utf-8")
+    edit_json(run / "run.json", **facts)
 
 
 def requests_of(comparison: Comparison, directory: Path) -> dict[str, Any]:
@@ -222,10 +220,6 @@ def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch, capsys):
     runs = sorted(path.parent for path in (tmp_path / "out").glob("*/run.json"))
     for run in runs:
         change_facts(run, wandb_id=run.name[-20:], wandb_group="arm")
-        config = (run / "config.yaml").read_text(encoding="utf-8")
-        (run / "config.yaml").write_text(
-            config.replace("mode: disabled", "mode: auto"), encoding="utf-8"
-        )
     first_id = runs[0].name[-20:]
     store_uploaded_id(runs[0], first_id, WandbConfig(project="diffllm"), "newest")
     words = [f"study={study.path}", f"out={tmp_path / 'out'}", "--json"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs.written import study_file, write_ended
+from runs.written import edit_text, study_file, write_ended
 
 from diffllm import cli as tools
 from diffllm.compare.arms.run import (
@@ -195,10 +195,7 @@ def test_load_run_prints_one_warning_for_all_invalid_metrics_lines(kept, tmp_pat
 def test_study_verdict_escapes_special_characters_in_claim(kept, tmp_path, monkeypatch, capsys):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    text = Path("s.yaml").read_text(encoding="utf-8")
-    Path("s.yaml").write_text(
-        text.replace("v2 is better than half", r'"<b>\e[31mred"'), encoding="utf-8"
-    )
+    edit_text(Path("s.yaml"), "v2 is better than half", r'"<b>\e[31mred"')
     assert tools.main(["study", "verdict", "s.yaml", "out=s"]) == 0
     said = capsys.readouterr().out
     assert r"<b>\x1b[31mred" in said

@@ -5,17 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from runs.written import config, loaded, write_run
+from report_pages import undrawn_page
+from runs.written import config, loaded, runs_in, write_lines, write_run, write_train_seconds
 from scipy.special import stdtrit
 
 from diffllm.compare.arms.budget import BUDGETS, flops_spent
 from diffllm.compare.arms.run import Series
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import gap_band, sample_gaps, seed_noise
-from diffllm.compare.report.report_page import page
 from diffllm.compare.report.terminal import table_text
 from diffllm.config.matching import totals
-from diffllm.metrics.steps import STEP, StepsFile
 
 TOKENS = 8 * 32
 FLOPS = {"standard": 2e6, "gated": 3e6}
@@ -49,7 +48,7 @@ def compared(tmp_path, **how):
     for variant in ("standard", "gated"):
         for seed in (0, 1):
             written(tmp_path / f"{variant}{seed}", variant, seed, **how)
-    return compare(loaded(sorted(tmp_path.iterdir())))
+    return compare(runs_in(tmp_path))
 
 
 def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp_path):
@@ -67,7 +66,7 @@ def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp
     assert gated.values["gap_at_tokens"] == gated.equal["tokens"].gap.mean
     assert gated.values["gap_at_flops"] is gated.values["gap_at_seconds"] is None
     note = "No gap at equal FLOPs or equal seconds: plan such runs with <code>train.budget.flops"
-    assert page(comparison).count(note) == 1
+    assert undrawn_page(comparison).count(note) == 1
 
 
 def write_budgeted(path, variant, seed, final_loss, **facts):
@@ -87,7 +86,7 @@ def test_runs_of_one_budget_in_flops_have_gap_of_final_losses(tmp_path):
     for variant, by_seed in losses.items():
         for seed, final_loss in enumerate(by_seed):
             write_budgeted(tmp_path / f"{variant}{seed}", variant, seed, final_loss)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     _, v2 = comparison.rows
     lengths = [row.runs[0].cfg.steps for row in comparison.rows]
     assert lengths[0] > 1.05 * lengths[1]
@@ -101,7 +100,7 @@ def test_runs_of_one_budget_in_flops_have_gap_of_final_losses(tmp_path):
     assert any(note.startswith("Not at equal tokens: diff_v2.") for note in comparison.notes)
     reasons = {found.key: found.reason for found in comparison.row_differences}
     assert reasons["steps"] == "budget is compared instead"
-    html = page(comparison)
+    html = undrawn_page(comparison)
     assert "No gap at equal seconds: plan such runs with <code>budget</code> in a study." in html
     titles = ("Loss over tokens", "Loss over FLOPs")
     assert all(html.count(f"<h3>{title}</h3>") == 1 for title in titles)
@@ -111,7 +110,7 @@ def test_runs_of_two_budgets_are_not_compared(tmp_path):
     write_budgeted(tmp_path / "a", "standard", 0, 4.0)
     words = ("train.budget.flops=1.02e11", "attention=diff_v2")
     write_run(tmp_path / "b", *words, facts={"flops_per_token": 4e6})
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert len(comparison.groups) == 2
     assert comparison.rows[1].gap is None
 
@@ -123,7 +122,7 @@ def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_kno
         words = ("train.budget.flops=7e9", f"attention={variant}")
         facts = {"flops_per_token": totals(config(words).model)["flops"] if known else None}
         write_run(tmp_path / variant, *words, facts=facts)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert {row.runs[0].cfg.steps for row in comparison.rows} == {6, 7}
     assert len(comparison.groups) == 1 + known
     assert [row.gap is None for row in comparison.rows] == [True, known]
@@ -134,14 +133,14 @@ def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_kno
     assert comparison.warnings == [reason] * known
     printed = " ".join(table_text(comparison).split())
     assert (f"warning: {reason}" in printed) == known
-    assert (f"Warning: {reason}" in page(comparison)) == known
+    assert (f"Warning: {reason}" in undrawn_page(comparison)) == known
 
 
 def test_runs_of_one_budget_with_other_shares_of_warmup_are_not_compared(tmp_path):
     for variant, warmup_steps in (("standard", 2), ("diff_v2", 10)):
         words = ("train.budget.flops=1e11", f"attention={variant}")
         write_run(tmp_path / variant, *words, f"optim.warmup_steps={warmup_steps}")
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert len(comparison.groups) == 2
     assert "optim.warmup_steps" in comparison.differences
     reason = "optim.warmup_steps is 2% and 11% of the steps, not an equal share."
@@ -156,14 +155,7 @@ def write_timed(path, variant, steps, step_seconds, seed=0, **facts):
     lines = [{"step": steps, "tokens": steps * TOKENS, "train/loss": 5.0, "eval/loss": 4.0}]
     facts = {"flops_per_token": FLOPS[variant], **facts}
     write_run(path, *words, lines=lines, facts=facts, loss=4.0 - 0.1 * (variant == "gated"))
-    write_times(path, steps, step_seconds)
-
-
-def write_times(path, steps, step_seconds):
-    rows = np.zeros(steps, STEP)
-    rows["step"] = np.arange(1, steps + 1)
-    rows["train_seconds"] = step_seconds * rows["step"]
-    StepsFile(path / "steps.npy").append(rows)
+    write_train_seconds(path, [step_seconds] * steps)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +173,7 @@ def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
 ):
     write_timed(tmp_path / "a", "standard", 100, 0.1)
     write_timed(tmp_path / "b", "gated", 80, step_seconds, **facts)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     row = comparison.rows[1]
     assert len(comparison.warnings) == (equal is None)
     for warning in comparison.warnings:
@@ -199,8 +191,8 @@ def test_unfinished_run_of_a_study_does_not_prevent_comparison_at_equal_seconds(
         write_timed(tmp_path / f"b{seed}", "gated", 80, 0.125, seed)
     for name in ("summary.json", "steps.npy"):
         (tmp_path / "b1" / name).unlink()
-    write_times(tmp_path / "b1", 40, 0.125)
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    write_train_seconds(tmp_path / "b1", [0.125] * 40)
+    comparison = compare(runs_in(tmp_path))
     assert len(comparison.groups) == 1
     (_, gated) = comparison.rows
     assert gated.gap.seeds == 1
@@ -213,7 +205,7 @@ def test_runs_that_differ_in_steps_without_a_plan_are_not_compared(tmp_path):
             tmp_path / variant, f"attention={variant}", f"steps={steps}",
             facts={"flops_per_token": FLOPS[variant]},
         )  # fmt: skip
-    assert len(compare(loaded(sorted(tmp_path.iterdir()))).groups) == 2
+    assert len(compare(runs_in(tmp_path)).groups) == 2
 
 
 KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
@@ -224,20 +216,18 @@ PER_KEY = {"standard": 1e4, "gated": 3e4}
 def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
-        lines = [
-            json.loads(line)
-            for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
-        lines = [{**line, "data/visible_keys": KEYS[line["step"]]} for line in lines]
-        (path / "metrics.jsonl").write_text(
-            "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
-        )
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            record["data/visible_keys"] = KEYS[record["step"]]
+        write_lines(path, records)
     _, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:
-        whole, per_key = FLOPS[run.variant], PER_KEY[run.variant]
-        none = whole - per_key * (32 + 1) / 2  # FLOPs per token without attention
-        assert run.facts["flops_per_token"] == pytest.approx(none + 10 * per_key)
-        spent = np.cumsum([5 * TOKENS * (none + keys * per_key) for keys in KEYS.values()])
+        per_token, per_key = FLOPS[run.variant], PER_KEY[run.variant]
+        without_attention = per_token - per_key * (32 + 1) / 2
+        assert run.facts["flops_per_token"] == pytest.approx(without_attention + 10 * per_key)
+        interval_flops = [5 * TOKENS * (without_attention + n * per_key) for n in KEYS.values()]
+        spent = np.cumsum(interval_flops)
         tokens = np.array([5, 7.5, 10, 15, 20]) * TOKENS
         expected = [spent[0], (spent[0] + spent[1]) / 2, *spent[1:]]
         assert flops_spent(run, tokens) == pytest.approx(np.array(expected))
@@ -278,7 +268,7 @@ def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):
     written(tmp_path / "b0", "gated", 0)
     path = written(tmp_path / "b1", "gated", 1, curve=lambda *_: math.nan)
     (path / "summary.json").write_text('{"heldout_loss": NaN, "steps": 20}', encoding="utf-8")
-    (_, gated) = compare(loaded(sorted(tmp_path.iterdir()))).rows
+    (_, gated) = compare(runs_in(tmp_path)).rows
     assert gated.diverged == 1
     assert {found.gap.seeds for found in gated.equal.values()} == {1}
 

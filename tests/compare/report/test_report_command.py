@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from report_pages import without_drawing
 from runs.written import sweep, write_run
 
 import diffllm.compare.report.report_page
@@ -18,11 +19,12 @@ LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """Create cmp1/ and cmp2/ with runs in the current directory."""
+    """Create cmp1/ and cmp2/ with runs in the current directory; reports draw no figures."""
     monkeypatch.chdir(tmp_path)
     sweep(Path("cmp1"), LOSSES)
     sweep(Path("cmp2"), {"gated": [4.0]})
-    return tmp_path
+    with without_drawing():
+        yield tmp_path
 
 
 def report(capsys, *words):
@@ -176,9 +178,6 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
     with pytest.raises(UnicodeEncodeError):
         write_report([Path("cmp1")])
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before
-
-
-# Output
 
 
 # Runs that cannot be read

@@ -1,20 +1,17 @@
 """Counts with exact intervals: spike events of a row's seeds, and runs that diverged."""
 
-import csv
-import io
 import json
 import math
 
 import pytest
-from runs.written import loaded, write_run
+from report_pages import columns_of, csv_rows, page_text, undrawn_page
+from runs.written import loaded, runs_in, sweep, write_run
 from scipy import stats
-from test_report_page import Reader
 
 from diffllm.compare.arms.sentences import compact, fixed
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page_tables import cost_columns
-from diffllm.compare.report.report_page import page
-from diffllm.compare.report.tables import csv_text, fold_constant, table_columns
+from diffllm.compare.report.tables import fold_constant, table_columns
 from diffllm.compare.report.terminal import table_text
 from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.directory import SweepDirectory
@@ -51,74 +48,63 @@ def test_confidence_interval_of_event_rate_matches_scipy(events, steps):
     assert stats.poisson.cdf(events, rate.high * steps / 1000) == pytest.approx(0.025)
 
 
-def diverging(root, *, gave_up=False):
+def diverging(root, *, gave_up):
     """Return runs of standard with three finite seeds, and of gated with a diverged third seed."""
-    for seed in range(3):
-        write_run(
-            root / f"standard{seed}", "attention=standard", f"seed={seed}", loss=4.0 + seed / 10
-        )
-        words = ("attention=gated", f"seed={seed}")
-        if seed < 2:
-            write_run(root / f"gated{seed}", *words, loss=3.9 + seed / 10)
-        elif gave_up:
-            write_run(root / "gated2", *words, loss=None)
-            (root / "gated2" / "summary.json").write_text(
-                '{"steps": 10, "stopped": "skips"}', encoding="utf-8"
-            )
-        else:
-            write_run(root / "gated2", *words, loss=math.nan)
-    return compare(loaded(sorted(root.iterdir())))
+    losses = {"standard": [4.0, 4.1, 4.2], "gated": [3.9, 4.0, math.nan]}
+    paths = sweep(root, losses)
+    if gave_up:
+        summary = '{"steps": 10, "stopped": "skips"}'
+        (paths[-1] / "summary.json").write_text(summary, encoding="utf-8")
+    return compare(loaded(paths))
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("gave_up", [False, True])
 def test_diverged_seed_is_reported_in_every_output_format(tmp_path, gave_up):
-    found = diverging(tmp_path, gave_up=gave_up)
-    gated = found.rows[1]
+    comparison = diverging(tmp_path, gave_up=gave_up)
+    gated = comparison.rows[1]
     assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
-    told = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
+    share = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
 
-    text = table_text(found)
-    assert f"gated: {told}.\nLosses and gaps exclude diverged runs" in text
+    text = table_text(comparison)
+    assert f"gated: {share}.\nLosses and gaps exclude diverged runs" in text
     assert "2 of 3, 1 diverged" in text
     assert "standard: " not in text
     assert all(line.isascii() and len(line) <= 100 for line in text.splitlines())
 
-    columns = {each.title: each.cells for each in table_columns(found.rows, found.baseline)}
-    assert columns["Held-out loss"][1].tag == columns["Gap to standard"][1].tag
-    assert columns["Held-out loss"][1].tag == "1 of 3 seeds diverged"
-    assert columns["Seeds"][1].tag == "1 diverged: 33%, 0.84% to 91%"
-    assert columns["Seeds"][0].tag == ""
-    (equal,) = cost_columns(found.rows)
+    columns = columns_of(comparison)
+    assert columns["Held-out loss"].cells[1].tag == "1 of 3 seeds diverged"
+    assert columns["Gap to standard"].cells[1].tag == "1 of 3 seeds diverged"
+    tags_of_seeds = [cell.tag for cell in columns["Seeds"].cells]
+    assert tags_of_seeds == ["", "1 diverged: 33%, 0.84% to 91%"]
+    (equal,) = cost_columns(comparison.rows)
     assert equal.cells[1].small[-1] == "1 of 3 seeds diverged"
 
-    shown = Reader(page(found)).text
-    assert told in shown
+    shown = page_text(comparison)
+    assert share in shown
     assert ("diverged, stopped" if gave_up else "diverged") in shown
 
-    lines = list(csv.DictReader(io.StringIO(csv_text(found.rows))))
-    assert [line["seeds_diverged"] for line in lines] == ["0", "1"]
-    assert [line["seeds_ended"] for line in lines] == ["3", "3"]
+    standard_line, gated_line = csv_rows(comparison)
+    assert (standard_line["seeds_diverged"], standard_line["seeds_ended"]) == ("0", "3")
+    assert (gated_line["seeds_diverged"], gated_line["seeds_ended"]) == ("1", "3")
     expected = stats.binomtest(1, 3).proportion_ci(method="exact")
-    assert float(lines[1]["diverged_low"]) == pytest.approx(expected.low)
-    assert float(lines[1]["diverged_high"]) == pytest.approx(expected.high)
-    assert float(lines[0]["diverged_low"]) == 0
+    assert float(gated_line["diverged_low"]) == pytest.approx(expected.low)
+    assert float(gated_line["diverged_high"]) == pytest.approx(expected.high)
+    assert float(standard_line["diverged_low"]) == 0
 
 
 def test_report_contains_no_loss_if_all_runs_of_variant_diverged(tmp_path):
-    for seed in range(2):
-        write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
-    found = compare(loaded(sorted(tmp_path.iterdir())))
-    assert "standard: 2 of 2 seeds diverged (100%, 16% to 100%)" in Reader(page(found)).text
-    kept, said = fold_constant(Table(table_columns(found.rows, found.baseline)))
-    assert "Seeds" in [column.title for column in kept.columns]
-    assert "Seeds" not in " ".join(said)
-    assert found.rows[0].values["loss"] is None
-    assert "0 of 2, 2 diverged" in table_text(found)
+    comparison = compare(loaded(sweep(tmp_path, {"standard": [math.nan] * 2})))
+    assert "standard: 2 of 2 seeds diverged (100%, 16% to 100%)" in page_text(comparison)
+    columns = table_columns(comparison.rows, comparison.baseline)
+    table, sentences = fold_constant(Table(columns))
+    assert "Seeds" in [column.title for column in table.columns]
+    assert "Seeds" not in " ".join(sentences)
+    assert comparison.rows[0].values["loss"] is None
+    assert "0 of 2, 2 diverged" in table_text(comparison)
 
 
 @pytest.mark.parametrize(
-    ("cells", "said"),
+    ("cells", "expected"),
     [
         ([Cell("1"), Cell("2")], []),
         ([Cell("3"), Cell("3")], ["Equal as shown in all rows: Events per step 3."]),
@@ -133,11 +119,11 @@ def test_report_contains_no_loss_if_all_runs_of_variant_diverged(tmp_path):
         ([Cell("3")], []),
     ],
 )
-def test_report_replaces_constant_column_by_sentence(cells, said):
+def test_report_replaces_constant_column_by_sentence(cells, expected):
     names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
-    table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
-    assert found == said
-    assert len(table.columns) == (1 if said else 2)
+    table, sentences = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
+    assert sentences == expected
+    assert len(table.columns) == (1 if expected else 2)
 
 
 def with_events(root, name, seed, total, judged, **more):
@@ -151,25 +137,21 @@ def test_spike_rate_is_computed_over_all_seeds(tmp_path):
     # Events of diverged runs count.
     with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)
     with_events(tmp_path, "gated", 0, 0.0, 500.0)
-    found = compare(loaded(sorted(tmp_path.iterdir())))
-    assert "All zero" not in page(found)
-    standard, gated = found.rows
+    comparison = compare(runs_in(tmp_path))
+    assert "All zero" not in undrawn_page(comparison)
+    standard, gated = comparison.rows
     rate = standard.events("loss")
-    assert (rate.count, rate.steps, rate.value) == (3, 500, 6.0)
-    assert rate == Rate(3, 500)
+    assert (rate, rate.value) == (Rate(3, 500), 6.0)
     assert standard.events("grad") is None
-    columns = {each.title: each for each in table_columns(found.rows, found.baseline)}
-    cell, none = columns["Loss spikes"].cells
-    assert (cell.text, cell.small) == ("6", ("1.2 to 18",))
-    assert (none.text, none.small[0]) == ("0", "0 to 7.4")
+    columns = columns_of(comparison)
+    standard_cell, gated_cell = columns["Loss spikes"].cells
+    assert (standard_cell.text, standard_cell.small) == ("6", ("1.2 to 18",))
+    assert (gated_cell.text, gated_cell.small[0]) == ("0", "0 to 7.4")
     assert columns["Loss spikes"].unit == "events per 1,000 steps"
     assert "Gradient spikes" not in columns, "no run counted events of it"
-    line = next(csv.DictReader(io.StringIO(csv_text(found.rows))))
-    assert [line[f"loss_events{end}"] for end in ("", "_judged", "_per_1000")] == [
-        "3",
-        "500",
-        "6.0",
-    ]
+    line = csv_rows(comparison)[0]
+    counts = [line["loss_events"], line["loss_events_judged"], line["loss_events_per_1000"]]
+    assert counts == ["3", "500", "6.0"]
     assert float(line["loss_events_low"]) == rate.low
     assert float(line["loss_events_high"]) == rate.high
     assert line["grad_events_per_1000"] == ""
@@ -187,7 +169,7 @@ def test_sweep_prints_outcome_of_each_run(tmp_path, capsys):
     stopped = {"steps": 10, "stopped": "9 updates in a row were skipped"}
     (tmp_path / "run2" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")
     assert print_outcomes(jobs, {"run2": Ending("finished")}, SweepDirectory(tmp_path)) == 0
-    said = capsys.readouterr().out
-    assert f"{tmp_path}/run0  held-out loss 4.0000" in said
-    assert f"{tmp_path}/run1  diverged: no finite held-out loss" in said
-    assert f"{tmp_path}/run2  diverged, stopped after step 10: 9 updates in a row" in said
+    output = capsys.readouterr().out
+    assert f"{tmp_path}/run0  held-out loss 4.0000" in output
+    assert f"{tmp_path}/run1  diverged: no finite held-out loss" in output
+    assert f"{tmp_path}/run2  diverged, stopped after step 10: 9 updates in a row" in output

@@ -6,7 +6,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 import pytest
-from runs.written import loaded, sweep, write_run
+from runs.written import loaded, runs_in, sweep, write_run
 
 from diffllm.cli.report import report_command
 from diffllm.compare.arms.comparable import REPORT, Comparand, Terms, differences, role
@@ -237,9 +237,9 @@ def test_torch_of_another_run_does_not_change_a_gap(tmp_path, words):
             facts = {"torch": "2.14" if seed == 2 else "2.13"}
             run = (f"attention={variant}", f"seed={seed}")
             write_run(tmp_path / f"{variant}{seed}", *run, loss=loss, facts=facts)
-    _, gated = compare(loaded(sorted(tmp_path.iterdir()))).rows
+    _, gated = compare(runs_in(tmp_path)).rows
     write_run(tmp_path / "other", *words, facts={"torch": "2.12"})
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     assert [len(group.rows) for group in comparison.groups] == [2, 1]
     assert comparison.rows[1].gap == gated.gap
     assert gated.gap.seeds == 3
@@ -252,7 +252,7 @@ def test_arms_with_equal_versions_of_torch_in_other_seeds_are_not_compared(tmp_p
         for seed, version in enumerate(by_seed):
             words = (f"attention={variant}", f"seed={seed}")
             write_run(tmp_path / f"{variant}{seed}", *words, facts={"torch": version})
-    comparison = compare(loaded(sorted(tmp_path.iterdir())))
+    comparison = compare(runs_in(tmp_path))
     gap_rows = [row for row in comparison.rows if row.gap]
     assert [(row.label, row.gap.seeds) for row in gap_rows] == [("gated torch=a or b", 2)]
 

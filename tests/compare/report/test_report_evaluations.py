@@ -1,18 +1,15 @@
 """Results of evaluations in the report: means, gaps paired by seed, and skipped results."""
 
-import csv
-import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_pages import csv_rows, undrawn_page
 from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.page_tables import score_table
-from diffllm.compare.report.report_page import page
-from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
 from diffllm.statistics.estimates import estimate
 
@@ -71,7 +68,7 @@ def test_report_contains_mean_score_for_each_needle_depth(runs: Path) -> None:
     standard, diff_v2 = needle.parts[0].cells
     assert standard.mean == estimate([0.2, 0.4, 0.3])
     assert diff_v2.gap == estimate([0.5 - 0.2, 0.4 - 0.4, 0.6 - 0.3])
-    assert "512, depth 0.75" in page(comparison)
+    assert "512, depth 0.75" in undrawn_page(comparison)
 
 
 def test_mean_and_gap_of_each_evaluation_score_match_reference(
@@ -95,12 +92,12 @@ def test_mean_and_gap_of_each_evaluation_score_match_reference(
 
 def test_report_page_and_csv_file_contain_evaluation_score_gaps(runs: Path) -> None:
     comparison = compared(runs)
-    html = page(comparison)
+    html = undrawn_page(comparison)
     assert "Evaluations" in html
     assert "mqar, share of right answers" in html
     assert "gap +0.117 (" in html  # pairs 4
     assert '>Chance</th><th scope="col">standard</th>' in html
-    first, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
+    first, second = csv_rows(comparison)
     assert float(first["mqar: pairs 8"]) == pytest.approx(0.2)
     assert first["mqar: pairs 8, gap"] == ""
     assert float(second["mqar: pairs 8, gap"]) == pytest.approx(2 / 15)
@@ -219,7 +216,7 @@ def test_mean_evaluation_score_excludes_seed_with_null_score(runs: Path) -> None
 def test_report_page_escapes_html_in_score_names(runs: Path) -> None:
     for run in runs.iterdir():
         write_result(run, {"of": "<b>", "value": 0.5}, {"of": "x", "value": 0.1})
-    html = page(compared(runs))
+    html = undrawn_page(compared(runs))
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
 
@@ -282,4 +279,4 @@ def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
     assert [line.name for line in harness.lines] == ["acc,none", "bits_per_byte,none"]
     for line, factor in ((harness.lines[0], 1), (harness.lines[1], 2), (phonebook.lines[-1], 1)):
         assert [cell and cell.mean.mean for cell in line.cells] == [0.5 * factor, 0.75 * factor]
-    assert "lm_eval-mine, metric of lm-eval" in page(comparison)
+    assert "lm_eval-mine, metric of lm-eval" in undrawn_page(comparison)

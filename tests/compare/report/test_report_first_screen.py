@@ -1,15 +1,11 @@
 """First screen of a report: sentences, intervals, folded parts, texts and commands."""
 
-import json
-from pathlib import Path
-
 import pytest
-from runs.written import loaded, metric_lines, parameters, sweep, write_run
-from test_report_page import Reader, figures_of, words_of
+from report_pages import Reader, figures_of, page_text, undrawn_page, words_of
+from runs.written import edit_json, loaded, metric_lines, parameters, runs_in, sweep, write_run
 
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.report_page import page
 from diffllm.compare.report.results import finding
 from diffllm.compare.report.terminal import table_text
 from diffllm.config.compose import variant_config, variants
@@ -26,8 +22,8 @@ def swept(tmp_path_factory):
 
 
 def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
-    found = compare(loaded(sorted(swept.iterdir())))
-    standard, gated, diff_v2 = (finding(row) for row in found.rows)
+    comparison = compare(runs_in(swept))
+    standard, gated, diff_v2 = (finding(row) for row in comparison.rows)
     more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
     assert diff_v2 == (
         "diff_v2: held-out loss 0.200 nats per token (4.9%) lower than standard, "
@@ -40,7 +36,7 @@ def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
     )
     assert standard.startswith("standard: held-out loss 4.100 nats per token, 95% interval 2.829 ")
     assert standard.endswith(", 1.90 better than word frequencies alone, the baseline, 2 seeds")
-    text = " ".join(Reader(page(found)).text.split())
+    text = page_text(comparison)
     assert text.index(diff_v2) < text.index("Gap to standard at the end") < text.index("Results")
     results, losses = text.index("Results"), text.index("Losses in nats per token, over")
     assert results < losses < text.index("The context is the vector per token")
@@ -59,13 +55,8 @@ def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
     assert lines[7].startswith("warning: an interval from two seeds has one degree of freedom")
     assert lines[end - 1].endswith(" tokens per parameter (early training: fewer than 20)")
     assert lines[end + 1].startswith("note: gated has ")
-    assert comparison_text([swept], "diff_v2").splitlines()[0].split()[2:5] == [
-        "gap",
-        "to",
-        "diff_v2",
-    ]
-    table = lines[: lines.index("")]
-    assert all(line.isascii() and len(line) <= 100 for line in table)
+    assert "gap to diff_v2" in comparison_text([swept], "diff_v2").splitlines()[0]
+    assert all(line.isascii() and len(line) <= 100 for line in lines[:end])
     long = ("optim.lr=1e-3", "optim.beta1=0.85", "optim.beta2=0.99", "optim.weight_decay=0.05")
     sweep(tmp_path / "b", LOSSES, *long)
     wide = comparison_text([swept, tmp_path / "b"]).splitlines()
@@ -74,14 +65,14 @@ def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
 
 
 def test_report_page_contains_metadata_and_generated_text_of_run(tmp_path):
-    more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
+    summary = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
-    own = {"variant_line": "Description from a different machine."}
-    write_run(tmp_path / "a", "attention=gated", summary=more, facts=facts)
-    write_run(tmp_path / "b", "attention=diff_v1", facts=own)
-    text = Reader(page(compare(loaded([tmp_path / "a", tmp_path / "b"])))).text
-    assert own["variant_line"] in text
+    description = "Description from a different machine."
+    write_run(tmp_path / "a", "attention=gated", summary=summary, facts=facts)
+    write_run(tmp_path / "b", "attention=diff_v1", facts={"variant_line": description})
+    text = Reader(undrawn_page(compare(runs_in(tmp_path)))).text
+    assert description in text
     assert "def f(<b>):\n\\x1b[31mreturn\\x07 1" in text
     assert command in text
     assert "commit0123456789ab, with uncommitted changes" in text
@@ -90,51 +81,44 @@ def test_report_page_contains_metadata_and_generated_text_of_run(tmp_path):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
-    facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
-    path = write_run(tmp_path / "a", "attention=gated", facts=facts)
-    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    (path / "summary.json").write_text(
-        json.dumps({**summary, "sample": odd, "seconds": odd}), encoding="utf-8"
-    )
-    text = Reader(page(compare(loaded([path])))).text
+@pytest.mark.parametrize("value", [3, None, {"commit": 3}])
+def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, value):
+    names = ("command", "git", "variant_line", "heldout_unigram_entropy")
+    path = write_run(tmp_path / "a", "attention=gated", facts=dict.fromkeys(names, value))
+    edit_json(path / "summary.json", sample=value, seconds=value)
+    text = page_text(compare(loaded([path])))
     assert variant_line("gated", variant_config("gated")) in text
     assert "commit" not in text.partition("How to read")[0]
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    ("split", "text"),
+    ("split", "description"),
     [
         (5000, "the whole held-out split (21 documents, 5,000 tokens)"),
         (20_000, "21 documents of the held-out split (5,000 of 20,000 tokens)"),
         (None, "21 held-out documents (5,000 tokens)"),
     ],
 )
-def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split, text):
+def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split, description):
     """The config key eval.tokens is null in all cases; older runs did not record the split."""
     facts = {"heldout_split_tokens": split}
     for variant in ("standard", "gated"):
-        run = f"attention={variant}"
-        write_run(tmp_path / variant, run, facts=facts, summary={"heldout_documents": 21})
-    found = compare(loaded(sorted(tmp_path.iterdir())))
-    shown = Reader(page(found)).text
-    assert shown.count(text) == 2
-    assert ("whole held-out split" in shown) == (split == 5000)
+        words, summary = f"attention={variant}", {"heldout_documents": 21}
+        write_run(tmp_path / variant, words, facts=facts, summary=summary)
+    text = page_text(compare(runs_in(tmp_path)))
+    assert text.count(description) == 2
+    assert ("whole held-out split" in text) == (split == 5000)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("steps", "early"), [(2000, True), (100_000, False)])
-def test_report_names_early_training_below_20_tokens_per_parameter(tmp_path, steps, early):
+@pytest.mark.parametrize(("steps", "is_early"), [(2000, True), (100_000, False)])
+def test_report_names_early_training_below_20_tokens_per_parameter(tmp_path, steps, is_early):
     words = ("attention=gated", f"steps={steps}")
     write_run(tmp_path / "a", *words, lines=metric_lines(10, 256, 4.0))
     ratio = 256 * steps / parameters(words)
-    found = compare(loaded([tmp_path / "a"]))
-    text = " ".join(Reader(page(found)).text.split())
+    text = page_text(compare(runs_in(tmp_path)))
     assert f"{ratio:.2g} tokens per parameter" in text
-    assert ("(early training: fewer than 20)" in text) == early
-    assert ("Hoffmann" in text) == early
+    assert ("(early training: fewer than 20)" in text) == is_early
+    assert ("Hoffmann" in text) == is_early
 
 
 # The line that explains a variant
@@ -148,13 +132,13 @@ def test_every_attention_variant_has_unique_one_line_description():
 
 
 def test_report_figures_show_only_first_group_of_comparable_runs(swept, tmp_path):
-    write_run(
-        tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
-    )
-    text = page(compare(loaded([*sorted(swept.iterdir()), tmp_path / "longer"])))
-    assert "figures show only the first group" in text
-    words = words_of(figures_of(text)["Held-out sample loss"])
+    lines = metric_lines(40, 256, 3.0)
+    write_run(tmp_path / "longer", "attention=diff_v1", "steps=40", lines=lines)
+    title = "Held-out sample loss"
+    html = undrawn_page(compare([*runs_in(swept), *runs_in(tmp_path)]), title)
+    assert "figures show only the first group" in html
+    words = words_of(figures_of(html)[title])
     assert words[-3:] == ["standard steps=20", "gated steps=20", "diff_v2 steps=20"]
-    assert "diff_v1 steps=40" in Reader(text).text
-    table = table_text(compare(loaded([Path(swept / "gated-seed0"), tmp_path / "longer"])))
+    assert "diff_v1 steps=40" in Reader(html).text
+    table = table_text(compare([*loaded([swept / "gated-seed0"]), *runs_in(tmp_path)]))
     assert "2 groups of rows that cannot be compared; they differ in steps:" in table

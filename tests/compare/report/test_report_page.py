@@ -1,11 +1,9 @@
 """The report page as text: well-formed, self-contained, reproducible, complete."""
 
-import base64
 import re
-import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 from typing import Any
 
 import matplotlib
@@ -13,14 +11,11 @@ import numpy as np
 import pytest
 import sample_comparison as sample
 from matplotlib.axes import Axes
+from report_pages import Reader, columns_of, figures_of, undrawn_page, words_of
 from tiers import slow_but
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.run import (
-    Metrics,
-    Run,
-    Series,
-)
+from diffllm.compare.arms.run import Metrics, Run, Series
 from diffllm.compare.arms.sentences import compact
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
@@ -28,10 +23,8 @@ from diffllm.compare.report.figures import RC, draw_curves, legend_of
 from diffllm.compare.report.page_tables import runs_table
 from diffllm.compare.report.report_page import page
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.styles import row_styles
-from diffllm.compare.report.tables import table_columns
+from diffllm.compare.report.styles import RowStyle, row_styles
 from diffllm.config.compose import variants
-from diffllm.core.printing import Cell
 from diffllm.metrics.panels import sections_by_title
 from diffllm.statistics.gap_tests import Gap
 
@@ -45,8 +38,6 @@ CASES = {
     "hostile names": sample.hostile,
     "learning rates": sample.sweep_of_rates,
 }
-VOID = {"meta", "link", "input", "br", "wbr", "img", "hr"}
-LOADING = ("src", "href", "data", "action", "poster", "srcset")
 
 
 @cache
@@ -59,41 +50,9 @@ def html_of(case: str) -> str:
     return page(comparison_of(case))
 
 
-class Reader(HTMLParser):
-    """Parser that checks the balance of tags, and collects ids, links, handlers and text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.handlers: list[str] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), f"<{tag}> has an attribute twice: {names}"
-        self.ids += [value for name, value in attrs if name == "id"]
-        self.links += [value for name, value in attrs if name in LOADING]
-        self.handlers += [name for name in names if name.startswith("on")]
-
-    def handle_endtag(self, tag):
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
-
-    def handle_data(self, data):
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.text += data
+@cache
+def undrawn_html_of(case: str) -> str:
+    return undrawn_page(comparison_of(case))
 
 
 @pytest.mark.fast_cases(1)
@@ -101,31 +60,19 @@ class Reader(HTMLParser):
 def test_report_page_is_valid_html_without_external_resources(case):
     text = html_of(case)
     assert len(text) < 1_500_000
-    read = Reader(text)
-    assert len(read.ids) == len(set(read.ids))
-    assert all(link.startswith("data:") for link in read.links)
+    reader = Reader(text)
+    assert len(reader.ids) == len(set(reader.ids))
+    assert all(link.startswith("data:") for link in reader.links)
     assert not re.search(r"@import|url\(", text)
-    assert not read.handlers
-    assert "script" not in read.tags
-    shown = read.text[: read.text.index("How to read this")].lower()
+    assert not reader.handlers
+    assert "script" not in reader.tags
+    shown = reader.text[: reader.text.index("How to read this")].lower()
     assert not {"nan", "inf", "none"} & set(re.findall(r"\w+", shown))
-    assert all(row.label in read.text for row in comparison_of(case).rows)
+    assert all(row.label in reader.text for row in comparison_of(case).rows)
 
 
 def test_report_page_is_identical_if_created_twice_from_same_runs():
     assert page(sample.hostile()) == html_of("hostile names")
-
-
-def figures_of(text: str) -> dict[str, str]:
-    """Return the SVG files of a page by title."""
-    found = re.findall(r'<h3>([^<]*)</h3>\s*<div><img [^>]*;base64,([^"]*)">', text)
-    return {title: base64.b64decode(data).decode() for title, data in found}
-
-
-def words_of(svg: str) -> list[str]:
-    """Return the texts of an SVG file in order; the file must be well-formed."""
-    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-    return [(each.text or "").strip() for each in texts]
 
 
 @pytest.mark.parametrize("case", slow_but(["one run", "hostile names"], CASES))
@@ -158,14 +105,14 @@ def test_report_figures_have_legend_with_label_of_every_curve():
 
 def test_sections_of_page_have_order_of_dashboards():
     """The order is that of the tests of dashboards and of TensorBoard."""
-    headings = re.findall("<h2>(.*?)</h2>", html_of("four variants"))
+    headings = re.findall("<h2>(.*?)</h2>", undrawn_html_of("four variants"))
     titles = [title for title in headings if title in sections_by_title()]
     assert titles == ["Loss", "Stability", "Outliers", "Attention", "Gaps", "Speed"]
     assert titles == [*sections_by_title()][: len(titles)]
 
 
 def test_caption_of_gradient_norm_figure_mentions_parameter_group():
-    text = html_of("four variants")
+    text = undrawn_html_of("four variants")
     for group in ("attention", "embedding", "ffn"):
         assert f"L2 norm over the parameters of the group {group}." in text
 
@@ -175,7 +122,7 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
     cells = runs_table(rows).rows[0]
     assert [cell.text for cell in cells[:2]] == ["standard", "0"]
     assert cells[3].text == compact(int(rows[0].runs[0].metrics.tokens[-1]))
-    listed = html_of("four variants").split('aria-label="Runs"')[1]
+    listed = undrawn_html_of("four variants").split('aria-label="Runs"')[1]
     assert '<th scope="col">Seed</th>' in listed
 
 
@@ -190,52 +137,56 @@ def test_legend_of_more_than_ten_curves_has_one_entry_per_variant():
 
 
 def test_report_page_shows_no_gap_between_incomparable_runs():
-    text = " ".join(Reader(html_of("incomparable")).text.split())
+    text = " ".join(Reader(undrawn_html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
     assert "diff_v2-0 has not finished: step 400 of 400" in text
     assert text.count("Rows are not comparable: they differ in steps.") >= 2
     assert "Gap to" not in text
-    four = Reader(html_of("four variants")).text
-    assert "cannot be compared" not in four
-    assert "not comparable" not in four
+    comparable = Reader(undrawn_html_of("four variants")).text
+    assert "cannot be compared" not in comparable
+    assert "not comparable" not in comparable
 
 
-def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
-    """Return the cells of every column by title."""
-    columns = table_columns(comparison.rows, comparison.baseline)
-    return {column.title: column.cells for column in columns}
+def gap_tags(comparison: Comparison, base: Row, row: Row) -> list[str]:
+    """Return the tags of two rows in the column of gaps, which must exist."""
+    rows = [base, replace(row, against=base)]
+    column = columns_of(replace(comparison, rows=rows))["Gap to standard"]
+    return [cell.tag for cell in column.cells]
 
 
 def test_gap_cell_reports_no_difference_if_confidence_interval_contains_0():
     comparison = sample.compared(("standard", "gated"), 2, 10)
     base, row = comparison.rows
 
-    def tags(gap: Gap | None, base: Row = base, row: Row = row) -> list[str]:
-        outcome = replace(row.outcome, paired=gap)
-        rows = [base, replace(row, against=base, outcome=outcome, p_holm=0.01)]
-        return [cell.tag for cell in cells_of(replace(comparison, rows=rows))["Gap to standard"]]
+    def with_gap(gap: Gap) -> Row:
+        return replace(row, outcome=replace(row.outcome, paired=gap), p_holm=0.01)
 
-    different, equal = Gap(-0.01, 3, 3, 0.001, 2), Gap(-0.01, 3, 3, 0.01, 2)
-    assert tags(different) == ["baseline", ""]
-    assert tags(equal) == ["baseline", "no difference shown"]
-    assert tags(Gap(-0.01, 1, 1)) == ["baseline", "no interval from one seed"]
-    half_diverged = {"runs": [base.runs[0], replace(base.runs[1], summary={"heldout_loss": None})]}
-    diverged = replace(base, **half_diverged)
-    assert tags(equal, diverged) == ["baseline", "1 of 2 seeds of standard diverged"]
-    assert tags(equal, diverged, replace(row, **half_diverged))[1] == "1 of 2 seeds diverged"
+    different, equal = with_gap(Gap(-0.01, 3, 3, 0.001, 2)), with_gap(Gap(-0.01, 3, 3, 0.01, 2))
+    single_seed = with_gap(Gap(-0.01, 1, 1))
+    half_diverged = [base.runs[0], replace(base.runs[1], summary={"heldout_loss": None})]
+    diverged_base = replace(base, runs=half_diverged)
+    diverged = replace(equal, runs=half_diverged)
+    assert gap_tags(comparison, base, different) == ["baseline", ""]
+    assert gap_tags(comparison, base, equal) == ["baseline", "no difference shown"]
+    assert gap_tags(comparison, base, single_seed) == ["baseline", "no interval from one seed"]
+    reason = "1 of 2 seeds of standard diverged"
+    assert gap_tags(comparison, diverged_base, equal) == ["baseline", reason]
+    assert gap_tags(comparison, diverged_base, diverged)[1] == "1 of 2 seeds diverged"
     rows = [replace(base, is_baseline=False), replace(row, outcome=None)]
-    assert "Gap to standard" not in cells_of(replace(comparison, rows=rows))
+    assert "Gap to standard" not in columns_of(replace(comparison, rows=rows))
 
 
 def test_attention_variant_has_same_colour_in_every_report():
-    of_nine = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
-    of_four = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("four variants").rows)}
-    assert of_four.items() <= of_nine.items()
-    every = row_styles([RunArm.of(name, {"attention": name}, [], {}) for name in variants()])
+    def styles_of(names: Iterable[str]) -> list[RowStyle]:
+        return row_styles([RunArm.of(name, {"attention": name}, [], {}) for name in names])
+
+    looks_of_nine = {style.label: (style.colour, style.dash) for style in styles_of(sample.NINE)}
+    for style in styles_of(sample.FOUR):
+        assert (style.colour, style.dash) == looks_of_nine[style.label]
     rates = row_styles(comparison_of("learning rates").rows)
-    for styles in (every, rates):
-        assert len({(s.colour, s.dash) for s in styles}) == len(styles)
+    for styles in (styles_of(variants()), rates):
+        assert len({(style.colour, style.dash) for style in styles}) == len(styles)
 
 
 def test_ablation_by_overrides_has_same_style_next_to_other_ablations():
@@ -370,4 +321,4 @@ def test_logarithmic_axis_omits_zero_values():
     assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
     comparison = CASES["four variants"]()
     comparison.rows[0].runs[0].series("train/update_norm").values[7] = 0.0
-    assert "Logarithmic scale, which omits values of 0 or below." in page(comparison)
+    assert "Logarithmic scale, which omits values of 0 or below." in undrawn_page(comparison)

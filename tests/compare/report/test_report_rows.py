@@ -8,8 +8,17 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from runs.written import TINY, config, facts_of, loaded, metric_lines, parameters, sweep, write_run
-from tiers import slow_but
+from runs.written import (
+    TINY,
+    config,
+    facts_of,
+    loaded,
+    metric_lines,
+    parameters,
+    runs_in,
+    sweep,
+    write_run,
+)
 
 from diffllm.compare.arms.run import Metrics, load_run
 from diffllm.compare.report.comparison import compare
@@ -33,15 +42,16 @@ FOUR = {
     "diff_v2": [3.8, 4.1, 3.9],
 }
 
-FILES = "data=files data.paths=[text.txt]"
+
 HUB = "data=hub data.dataset=one/corpus"
 
 
 def written(root, *runs):
     """Write and load runs, each given as ("variant key=value ...", loss, facts)."""
     paths = []
-    for number, (words, *rest) in enumerate(runs):
-        loss, facts = (*rest, *(4.0, None)[len(rest) :])
+    for number, (words, *details) in enumerate(runs):
+        loss = details[0] if details else 4.0
+        facts = details[1] if len(details) > 1 else None
         overrides = f"attention={words}".split()
         paths.append(write_run(root / "abcdefgh"[number], *overrides, loss=loss, facts=facts))
     return loaded(paths)
@@ -59,7 +69,7 @@ def row_of(comparison, label):
     return next(row for row in comparison.rows if row.label == label)
 
 
-def said(comparison, *parts):
+def notes_with(comparison, *parts):
     """Return the notes that contain all of `parts`."""
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
@@ -77,21 +87,21 @@ def four(tmp_path_factory):
 
 def test_comparison_of_sweep_has_one_table_row_per_attention_variant(four):
     assert len({run.cfg.model.ffn_dim for run in four}) > 1, "solved widths are not swept"
-    found = compare(four, title="four")
-    assert found.title == "four"
-    assert found.baseline == "standard"
-    assert labels(found) == ["standard", "gated", "diff_v1", "diff_v2"]
-    assert (found.differences, found.notes) == ([], [])
-    for row in found.rows:
+    comparison = compare(four, title="four")
+    assert comparison.title == "four"
+    assert comparison.baseline == "standard"
+    assert labels(comparison) == ["standard", "gated", "diff_v1", "diff_v2"]
+    assert (comparison.differences, comparison.notes) == ([], [])
+    for row in comparison.rows:
         variant = row.keys["attention"]
         assert row.keys == {"attention": variant}
         assert [run.cfg.seed for run in row.runs] == [0, 1, 2]
         assert {run.variant for run in row.runs} == {variant}
         assert row.loss == estimate(FOUR[variant])
-    gap = row_of(found, "diff_v2").gap
+    gap = row_of(comparison, "diff_v2").gap
     assert gap == estimate([3.8 - 4.0, 4.1 - 4.2, 3.9 - 4.1])
     assert gap.seeds == 3
-    bases = [row.baseline and row.baseline.label for row in found.rows]
+    bases = [row.baseline and row.baseline.label for row in comparison.rows]
     assert bases == [None, "standard", "standard", "standard"]
 
 
@@ -100,22 +110,22 @@ def test_comparison_does_not_depend_on_order_of_run_directories(four):
     for run in (runs[0], runs[-1]):  # Duplicate runs, which give notes.
         runs.append(replace(run, path=run.path / "again"))
     runs[1] = replace(runs[1], summary=None)
-    reports = [compare(list(order)) for order in list(permutations(runs))[::7]]
-    assert len(reports[0].notes) == 4
-    contents = []
-    for report in reports:
-        runs_of_rows = [row.runs for row in report.rows]
-        differences = report.row_differences, report.differences
-        contents.append((csv_text(report.rows), runs_of_rows, report.notes, differences))
-    assert all(content == contents[0] for content in contents)
-    assert len({csv_text(report.rows) for report in reports}) == 1
+    comparisons = [compare(list(order)) for order in list(permutations(runs))[::7]]
+    first = comparisons[0]
+    assert len(first.notes) == 4
+    for comparison in comparisons:
+        assert csv_text(comparison.rows) == csv_text(first.rows)
+        assert [row.runs for row in comparison.rows] == [row.runs for row in first.rows]
+        assert comparison.notes == first.notes
+        assert comparison.row_differences == first.row_differences
+        assert comparison.differences == first.differences
 
 
 def test_compare_uses_requested_variant_as_baseline(four):
-    found = compare(four, "diff_v1")
-    assert found.baseline == "diff_v1"
-    assert row_of(found, "diff_v1").gap is None
-    assert row_of(found, "standard").gap.mean == pytest.approx((0.1 + 0.05 + 0.1) / 3)
+    comparison = compare(four, "diff_v1")
+    assert comparison.baseline == "diff_v1"
+    assert row_of(comparison, "diff_v1").gap is None
+    assert row_of(comparison, "standard").gap.mean == pytest.approx((0.1 + 0.05 + 0.1) / 3)
     with pytest.raises(ConfigError, match=r"diff_v3.*standard, gated, diff_v1, diff_v2"):
         compare(four, "diff_v3")
     assert compare([run for run in four if run.variant != "standard"]).baseline == "gated"
@@ -129,121 +139,86 @@ def test_compare_uses_requested_variant_as_baseline(four):
 
 PARAMS, FLOPS = "model.match_params_to=diff_v2", "model.match_flops_to=standard"
 TO_STANDARD = "model.match_params_to=standard"
-THIRD = "diff_v2_lambda_fixed model.attention.lambda_value=0.3"
+FIXED = "diff_v2_lambda_fixed"
+
+
 PLAIN = [("standard", 4.0), ("diff_v2", 3.9)]
-VALUES = [("diff_v2_no_lambda", 4.1), ("diff_v2_lambda_fixed", 3.8)]
+
+
 SWEPT = {
-    "every learning rate has separate rows and baselines": (
-        [
-            ("standard optim.lr=1e-3", 4.0),
-            ("diff_v2 optim.lr=1e-3", 3.9),
-            ("standard optim.lr=1e-2", 5.0),
-            ("diff_v2 optim.lr=1e-2", 4.7),
-        ],
-        None,
-        {
-            "standard lr=0.001": None,
-            "standard lr=0.01": None,
-            "diff_v2 lr=0.001": -0.1,
-            "diff_v2 lr=0.01": -0.3,
-        },
-    ),
-    "no row of the baseline agrees": (
-        [("standard optim.lr=1e-3", 4.0), ("diff_v2 optim.lr=2e-3", 3.0)],
-        None,
-        {"standard lr=0.001": None, "diff_v2 lr=0.002": None},
-    ),
-    "an override of a field is swept": (
-        [*PLAIN, *VALUES, (THIRD, 3.7)],
-        None,
-        {
-            "standard": None,
-            "diff_v2": -0.1,
-            "diff_v2_lambda_fixed lambda_value=0.3": -0.3,
-            "diff_v2_lambda_fixed lambda_value=0.5": -0.2,
-            "diff_v2_no_lambda": 0.1,
-        },
-    ),
-    "the baseline is the row without overrides": (
-        [*PLAIN, *VALUES, (THIRD, 3.7)],
-        "diff_v2_lambda_fixed",
-        {
-            "standard": 0.2,
-            "diff_v2": 0.1,
-            "diff_v2_lambda_fixed lambda_value=0.3": -0.1,
-            "diff_v2_lambda_fixed lambda_value=0.5": None,
-            "diff_v2_no_lambda": 0.3,
-        },
-    ),
-    "matching is swept": (
-        [*PLAIN, (f"standard {PARAMS}", 3.95), (f"diff_v2 {PARAMS}", 3.9)],
-        None,
-        {
-            "standard match_params_to=null": None,
-            "standard match_params_to=diff_v2": None,
-            "diff_v2 match_params_to=null": -0.1,
-            "diff_v2 match_params_to=diff_v2": -0.05,
-        },
-    ),
-    "baseline of a target is the row matched to the target": (
-        [*PLAIN, ("gated", 3.95), (f"standard {PARAMS}", 3.92)],
-        None,
-        {
-            "standard match_params_to=null": None,
-            "standard match_params_to=diff_v2": None,
-            "gated match_params_to=null": -0.05,
-            "diff_v2 match_params_to=diff_v2": -0.02,
-        },
-    ),
-    "a target of both sizes is the baseline of rows matched to either size": (
-        [("standard", 4.0), (f"diff_v2 {TO_STANDARD}", 3.9), (f"diff_v2 {FLOPS}", 3.93)],
-        None,
-        {
-            "standard match_flops_to=standard match_params_to=standard": None,
-            "diff_v2 match_flops_to=null match_params_to=standard": -0.1,
-            "diff_v2 match_flops_to=standard match_params_to=null": -0.07,
-        },
-    ),
-    "unmatched rows have a gap next to matched rows": (
-        [*PLAIN, (f"diff_v2 {TO_STANDARD}", 3.95)],
-        None,
-        {
-            "standard match_params_to=standard": None,
-            "diff_v2 match_params_to=null": -0.1,
-            "diff_v2 match_params_to=standard": -0.05,
-        },
-    ),
-    "the target itself counts as matched": (
-        [("diff_v2", 3.9), (f"standard {PARAMS}", 4.0), (f"gated {PARAMS}", 4.1)],
-        None,
-        {"standard": None, "gated": 0.1, "diff_v2": -0.1},
-    ),
-    "a target of FLOPs counts as matched": (
-        [("standard", 4.0), (f"diff_v2 {FLOPS}", 3.93), (f"gated {FLOPS}", 3.9)],
-        None,
-        {"standard": None, "gated": -0.1, "diff_v2": -0.07},
-    ),
-}
+    "every learning rate has separate rows and baselines": [
+        ("standard optim.lr=1e-3", 4.0, "standard lr=0.001", None),
+        ("standard optim.lr=1e-2", 5.0, "standard lr=0.01", None),
+        ("diff_v2 optim.lr=1e-3", 3.9, "diff_v2 lr=0.001", -0.1),
+        ("diff_v2 optim.lr=1e-2", 4.7, "diff_v2 lr=0.01", -0.3),
+    ],
+    "no row of the baseline agrees": [
+        ("standard optim.lr=1e-3", 4.0, "standard lr=0.001", None),
+        ("diff_v2 optim.lr=2e-3", 3.0, "diff_v2 lr=0.002", None),
+    ],
+    "an override of a field is swept": [
+        ("standard", 4.0, "standard", None),
+        ("diff_v2", 3.9, "diff_v2", -0.1),
+        (f"{FIXED} model.attention.lambda_value=0.3", 3.7, f"{FIXED} lambda_value=0.3", -0.3),
+        (FIXED, 3.8, f"{FIXED} lambda_value=0.5", -0.2),
+        ("diff_v2_no_lambda", 4.1, "diff_v2_no_lambda", 0.1),
+    ],
+    "matching is swept": [
+        ("standard", 4.0, "standard match_params_to=null", None),
+        (f"standard {PARAMS}", 3.95, "standard match_params_to=diff_v2", None),
+        ("diff_v2", 3.9, "diff_v2 match_params_to=null", -0.1),
+        (f"diff_v2 {PARAMS}", 3.9, "diff_v2 match_params_to=diff_v2", -0.05),
+    ],
+    "baseline of a target is the row matched to the target": [
+        ("standard", 4.0, "standard match_params_to=null", None),
+        (f"standard {PARAMS}", 3.92, "standard match_params_to=diff_v2", None),
+        ("gated", 3.95, "gated match_params_to=null", -0.05),
+        ("diff_v2", 3.9, "diff_v2 match_params_to=diff_v2", -0.02),
+    ],
+    "a target of both sizes is the baseline of rows matched to either size": [
+        ("standard", 4.0, "standard match_flops_to=standard match_params_to=standard", None),
+        (f"diff_v2 {TO_STANDARD}", 3.9,
+         "diff_v2 match_flops_to=null match_params_to=standard", -0.1),
+        (f"diff_v2 {FLOPS}", 3.93, "diff_v2 match_flops_to=standard match_params_to=null", -0.07),
+    ],
+    "unmatched rows have a gap next to matched rows": [
+        ("standard", 4.0, "standard match_params_to=standard", None),
+        ("diff_v2", 3.9, "diff_v2 match_params_to=null", -0.1),
+        (f"diff_v2 {TO_STANDARD}", 3.95, "diff_v2 match_params_to=standard", -0.05),
+    ],
+    "the target itself counts as matched": [
+        (f"standard {PARAMS}", 4.0, "standard", None),
+        (f"gated {PARAMS}", 4.1, "gated", 0.1),
+        ("diff_v2", 3.9, "diff_v2", -0.1),
+    ],
+    "a target of FLOPs counts as matched": [
+        ("standard", 4.0, "standard", None),
+        (f"gated {FLOPS}", 3.9, "gated", -0.1),
+        (f"diff_v2 {FLOPS}", 3.93, "diff_v2", -0.07),
+    ],
+}  # fmt: skip
+"""Overrides and loss of a run, and label and gap of its row, in the order of rows."""
 
 
-@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("case", SWEPT)
 def test_loss_gap_uses_baseline_run_with_same_swept_values(tmp_path, case):
-    runs, baseline, expected = SWEPT[case]
-    found = compare(written(tmp_path, *runs), baseline)
-    assert [*gaps(found).items()] == [*expected.items()]
-    assert found.differences == []
-    alone = case.startswith("no row")
-    assert bool(said(found, "No gap for diff_v2 lr=0.002: no run of standard")) is alone
-    if "target" in case and baseline is None:
-        assert not said(found, "diff_v2", "makes runs of equal size")
+    rows = SWEPT[case]
+    runs = written(tmp_path, *((overrides, loss) for overrides, loss, _, _ in rows))
+    comparison = compare(runs[::-1])
+    assert [*gaps(comparison).items()] == [(label, gap) for _, _, label, gap in rows]
+    assert comparison.differences == []
+    is_alone = case.startswith("no row")
+    note = "No gap for diff_v2 lr=0.002: no run of standard"
+    assert bool(notes_with(comparison, note)) is is_alone
+    if "target" in case:
+        assert not notes_with(comparison, "diff_v2", "makes runs of equal size")
+    assert row_labels([run.cfg for run in runs]) == labels(comparison), "labels of planned runs"
 
 
-@pytest.mark.parametrize("case", SWEPT)
-def test_labels_of_planned_configs_equal_labels_in_report_of_finished_runs(tmp_path, case):
-    runs = written(tmp_path, *SWEPT[case][0])
-    reported = {run.path: row.label for row in compare(runs).rows for run in row.runs}
-    assert row_labels([run.cfg for run in runs]) == [reported[run.path] for run in runs]
+def test_requested_baseline_is_the_row_without_overrides(tmp_path):
+    rows = SWEPT["an override of a field is swept"]
+    runs = written(tmp_path, *((overrides, loss) for overrides, loss, _, _ in rows))
+    assert [*gaps(compare(runs, FIXED)).values()] == [0.2, 0.1, -0.1, None, 0.3]
 
 
 def test_row_labels_omit_seeds_keys_without_effect_and_letters_of_groups():
@@ -256,103 +231,67 @@ def test_row_labels_omit_seeds_keys_without_effect_and_letters_of_groups():
     assert row_labels(configs[:3]) == ["diff_v2"] * 3
 
 
-@pytest.mark.parametrize(
-    "override",
-    slow_but(["optim.weight_decay=0"], [
-        "optim.weight_decay=0", "optim.beta2=0.99", "optim.clip_norm=0", "optim.eps=1e-6",
-        "model.z_loss=1e-4", "model.init_std=0.1", "model.ffn_dim=512",
-    ]),
-)  # fmt: skip
-def test_runs_that_differ_in_swept_key_are_comparable(tmp_path, override):
-    swept = [(f"{variant} {override}", loss) for variant, loss in PLAIN]
-    found = compare(written(tmp_path, *PLAIN, *swept))
-    assert found.differences == []
-    key = override.partition("=")[0]
-    assert [set(row.keys) for row in found.rows] == [{"attention", key}] * 4
-    assert all(f" {key.rpartition('.')[2]}=" in row.label for row in found.rows)
-    assert list(gaps(found).values()) == [None, None, -0.1, -0.1]
-
-
-OF_NO_EFFECT = [
-    "micro_batch_size=2", "compile=true", "activation_checkpointing=full", "log_interval=5",
-    "eval.interval=7", "checkpoint.interval=3", "diagnostics.interval=5", "wandb.project=x",
-    "model.attention.backend=reference", "data.num_workers=0", "data.cache_dir=/elsewhere",
-    "data.paths=[same-text.txt]", "data.tokenizer=same.model", "data.sample_prompt=x",
-    "parallel=hsdp", "run.name=another", "model.loss_chunk=64", "precision=fp32",
-    "resume=never", "distributed.timeout=60", "model.attention.values=split", "force=true",
-]  # fmt: skip
+def test_runs_that_differ_in_swept_key_are_comparable(tmp_path):
+    swept = [(f"{variant} optim.weight_decay=0", loss) for variant, loss in PLAIN]
+    comparison = compare(written(tmp_path, *PLAIN, *swept))
+    assert comparison.differences == []
+    keys = {"attention", "optim.weight_decay"}
+    assert [set(row.keys) for row in comparison.rows] == [keys] * 4
+    assert all(" weight_decay=" in row.label for row in comparison.rows)
+    assert list(gaps(comparison).values()) == [None, None, -0.1, -0.1]
 
 
 @pytest.mark.parametrize(
-    "override",
-    slow_but(
-        ["micro_batch_size=2", "data.cache_dir=/elsewhere", "model.attention.values=split"],
-        OF_NO_EFFECT,
-    ),
+    ("variant", "override"),
+    [
+        ("standard", "micro_batch_size=2"),
+        ("standard", "data.cache_dir=/elsewhere"),
+        ("diff_v1", "model.attention.values=split"),
+    ],
 )
-def test_comparison_ignores_config_keys_without_effect_on_loss(tmp_path, override):
-    variant = "diff_v1" if "values" in override else "standard"
-    base = f"{variant} {FILES}"
-    found = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
-    assert labels(found) == [variant]
-    assert found.rows[0].loss.seeds == 2
-    assert found.differences == []
+def test_comparison_ignores_config_keys_without_effect_on_loss(tmp_path, variant, override):
+    base = f"{variant} data=files data.paths=[text.txt]"
+    comparison = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
+    assert labels(comparison) == [variant]
+    assert comparison.rows[0].loss.seeds == 2
+    assert comparison.differences == []
 
 
-# Keys and facts that make rows incomparable
-
-INCOMPARABLE = {
-    "steps=40": "steps",
-    "seq_len=64": "seq_len",
-    "global_batch_size=16": "global_batch_size",
-    "optim=wsd": "optim.schedule",
-    "optim.warmup_steps=3": "optim.warmup_steps",
-    "optim.decay_fraction=0.5": "optim.decay_fraction",
-    "optim.min_lr_ratio=0": "optim.min_lr_ratio",
-    "eval.sequences=8": "eval.sequences",
-    "data.heldout_fraction=0.1": "data.heldout_fraction",
-    "data.packing=best_fit": "data.packing",
-    "data.mask_documents=true": "data.mask_documents",
-    "model.dim=64": "model.dim",
-    "model.n_layers=1": "model.n_layers",
-    "model.n_kv_heads=4": "model.n_kv_heads",
-    "model.head_dim=16": "model.head_dim",
-    "model.qk_norm=true": "model.qk_norm",
-    "model.tie_embeddings=true": "model.tie_embeddings",
-    "model.rope.theta=100": "model.rope.theta",
-    "model.vocab_size=1024": "model.vocab_size",
-    "resume=/another/run": "resume",
-}
+# Keys and facts that make rows incomparable; tests/config/test_key_effects.py lists all keys
 
 
 @pytest.mark.parametrize(
     ("override", "key"),
-    slow_but(
-        [(word, INCOMPARABLE[word]) for word in ("steps=40", "optim=wsd", "model.dim=64")],
-        INCOMPARABLE.items(),
-    ),
+    [
+        ("steps=40", "steps"),
+        ("optim=wsd", "optim.schedule"),
+        ("model.dim=64", "model.dim"),
+        ("resume=/another/run", "resume"),
+    ],
 )
 def test_comparison_mentions_config_key_that_makes_runs_incomparable(tmp_path, override, key):
-    found = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
-    assert list(found.differences) == [key]
-    standard, _ = labels(found)
+    comparison = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
+    assert list(comparison.differences) == [key]
+    standard, _ = labels(comparison)
     assert standard.startswith(f"standard {key.rpartition('.')[2]}=")
-    assert [row.gap for row in found.rows] == [None, None]
-    assert [row.loss.mean for row in found.rows] == [4.0, 3.0]
-    assert all(key in row.values["incomparable"] for row in found.rows)
+    assert [row.gap for row in comparison.rows] == [None, None]
+    assert [row.loss.mean for row in comparison.rows] == [4.0, 3.0]
+    assert all(key in row.values["incomparable"] for row in comparison.rows)
 
 
-@pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
-def test_comparison_mentions_run_json_entry_that_makes_runs_incomparable(tmp_path, fact):
-    other = {fact: "0123456789abcdef"}
-    runs = [("standard", 4.0), ("diff_v2", 3.0, other), ("standard seed=1", 4.0, other)]
-    found = compare(written(tmp_path, *runs))
-    assert list(found.differences) == [fact]
-    text = other[fact] if fact == "compute_dtype" else "01234567"  # Hashes are shortened.
+@pytest.mark.parametrize(
+    ("fact", "text"),  # Hashes are shortened.
+    [("corpus", "01234567"), ("tokenizer", "01234567"), ("compute_dtype", "0123456789abcdef")],
+)
+def test_comparison_mentions_run_json_entry_that_makes_runs_incomparable(tmp_path, fact, text):
+    facts = {fact: "0123456789abcdef"}
+    runs = [("standard", 4.0), ("diff_v2", 3.0, facts), ("standard seed=1", 4.0, facts)]
+    comparison = compare(written(tmp_path, *runs))
+    assert list(comparison.differences) == [fact]
+    (group,) = (group for group in comparison.groups if group.values[fact] == text)
     changed = f"{fact}={text}"
-    (group,) = (each for each in found.groups if each.values[fact] == text)
     assert [row.label for row in group.rows] == [f"standard {changed}", f"diff_v2 {changed}"]
-    assert all(row.gap is None for row in found.rows)  # Comparable rows share no seed.
+    assert all(row.gap is None for row in comparison.rows)  # Comparable rows share no seed.
 
 
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
@@ -362,55 +301,57 @@ def test_comparison_uses_data_config_if_run_json_lacks_corpus(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
-    found = compare(runs[:2])
-    assert found.differences == []
-    assert found.rows[1].gap is not None
-    (note,) = said(found, "run.json does not record corpus, tokenizer, compute_dtype.")
-    assert note in found.notes
+    comparison = compare(runs[:2])
+    assert comparison.differences == []
+    assert comparison.rows[1].gap is not None
+    (note,) = notes_with(comparison, "run.json does not record corpus, tokenizer, compute_dtype.")
+    assert note in comparison.notes
     assert list(compare(runs).differences) == ["data.dataset"]
     runs[0] = replace(runs[0], facts=facts_of("attention=standard"))
-    found = compare(runs)
-    assert "data.dataset" in found.differences
-    assert [row.gap for row in found.rows] == [None] * 3
+    comparison = compare(runs)
+    assert "data.dataset" in comparison.differences
+    assert [row.gap for row in comparison.rows] == [None] * 3
 
 
 def test_comparison_computes_no_gap_if_one_run_json_is_empty(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
-    runs[2:] = [replace(run, facts={}) for run in runs[2:]]
-    found = compare(runs[:2] + runs[3:])
-    assert found.differences == ["compute_dtype", "corpus", "heldout_tokens", "tokenizer", "torch"]
-    unknown = dict.fromkeys(found.differences, "unknown")
-    (group,) = (each for each in found.groups if each.values == unknown)
-    (label,) = (row.label for row in group.rows)
-    assert label == "B: diff_v2"
-    assert [row.gap is not None for row in found.rows] == [False, True, False]
-    assert found.rows[2].values["parameters"] is None
-    assert said(found, "d: run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
-    bases = [row.gap is not None for row in compare(runs).rows]
+    standard, gated = runs[:2]
+    unknown_standard, unknown_v2 = [replace(run, facts={}) for run in runs[2:]]
+    comparison = compare([standard, gated, unknown_v2])
+    facts = ["compute_dtype", "corpus", "heldout_tokens", "tokenizer", "torch"]
+    assert comparison.differences == facts
+    assert comparison.groups[1].values == dict.fromkeys(facts, "unknown")
+    assert [row.label for row in comparison.groups[1].rows] == ["B: diff_v2"]
+    assert [row.gap is not None for row in comparison.rows] == [False, True, False]
+    assert comparison.rows[2].values["parameters"] is None
+    note = "d: run.json does not record corpus, tokenizer, compute_dtype, heldout_tok"
+    assert notes_with(comparison, note)
     # Both runs of the last pair lack facts, so their configs are compared.
-    assert bases == [False, True, False, True]
+    comparison = compare([standard, gated, unknown_standard, unknown_v2])
+    assert [row.gap is not None for row in comparison.rows] == [False, True, False, True]
 
 
 def test_runs_are_incomparable_if_heldout_token_counts_differ(tmp_path):
     """Older versions measured only `eval.sequences` samples, without recording tokens."""
     variants = ("standard", "gated", "standard", "gated", "standard")
     counts = (None, None, 5000, 5000, 12_345_678_901)
-    older, older_gated, whole, gated, other = written(
-        tmp_path,
-        *((v, 4.0, {"heldout_tokens": n}) for v, n in zip(variants, counts, strict=True)),
-    )
-    for pair in ([older, older_gated], [whole, gated]):
-        found = compare(pair)
-        assert found.differences == []
-        assert found.rows[1].gap is not None
-        assert not said(found, "record")
-    found = compare([older, gated])
-    assert [row.gap for row in found.rows] == [None, None]
-    assert {group.values["heldout_tokens"] for group in found.groups} == {"unknown", "5000"}
-    (note,) = said(found, "does not record heldout_tokens")
+    runs = []
+    for variant, count in zip(variants, counts, strict=True):
+        runs.append((variant, 4.0, {"heldout_tokens": count}))
+    older, older_gated, standard, gated, longer = written(tmp_path, *runs)
+    for pair in ([older, older_gated], [standard, gated]):
+        comparison = compare(pair)
+        assert comparison.differences == []
+        assert comparison.rows[1].gap is not None
+        assert not notes_with(comparison, "record")
+    comparison = compare([older, gated])
+    assert [row.gap for row in comparison.rows] == [None, None]
+    counts_of_groups = {group.values["heldout_tokens"] for group in comparison.groups}
+    assert counts_of_groups == {"unknown", "5000"}
+    (note,) = notes_with(comparison, "does not record heldout_tokens")
     assert str(older.path) in note
-    values = {group.values["heldout_tokens"] for group in compare([whole, other]).groups}
-    assert values == {"5000", "12345678901"}
+    groups = compare([standard, longer]).groups
+    assert {group.values["heldout_tokens"] for group in groups} == {"5000", "12345678901"}
 
 
 def test_runs_are_comparable_if_eval_tokens_exceed_heldout_size(
@@ -419,37 +360,37 @@ def test_runs_are_comparable_if_eval_tokens_exceed_heldout_size(
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
     whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
     assert compare([whole, more]).differences == []
-    found = compare([whole, part])
-    assert sorted(found.differences) == ["eval.tokens", "heldout_tokens"]
-    assert "gated tokens=900" in labels(found)
+    comparison = compare([whole, part])
+    assert sorted(comparison.differences) == ["eval.tokens", "heldout_tokens"]
+    assert "gated tokens=900" in labels(comparison)
 
 
 def test_labels_of_runs_of_several_lengths_omit_eval_tokens_that_follow_from_length(tmp_path):
     runs = [(f"standard steps={n} eval.tokens=auto", 4.0, {"heldout_tokens": n}) for n in (20, 40)]
-    found = compare(written(tmp_path, *runs))
-    assert labels(found) == ["standard steps=20", "standard steps=40"]
-    assert {"steps", "eval.tokens"} <= {*found.differences}
+    comparison = compare(written(tmp_path, *runs))
+    assert labels(comparison) == ["standard steps=20", "standard steps=40"]
+    assert {"steps", "eval.tokens"} <= {*comparison.differences}
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
 def test_additional_runs_with_different_config_do_not_change_loss_gaps(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
-    before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
-    after = compare([*runs, *written(tmp_path, *others)])
-    two = {(row.keys["attention"], row.loss): row.gap for row in after.rows if row.loss.seeds == 2}
-    assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
+    comparison = compare([*runs, *written(tmp_path, *others)])
+    rows = [row for row in comparison.rows if row.loss.seeds == 2]
+    expected = [(row.keys["attention"], row.loss, row.gap) for row in compare(runs).rows]
+    assert [(row.keys["attention"], row.loss, row.gap) for row in rows] == expected
 
 
 def test_long_row_label_is_shortened_to_group_letter_and_variant(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
-    found = compare(runs)
-    assert labels(found) == ["A: standard", "A: gated", "B: standard"]
-    assert found.groups[0].values.keys() == found.groups[1].values.keys()
-    assert {"steps", "seq_len", "optim.lr", "model.dim"} <= found.groups[1].values.keys()
-    assert found.groups[1].values["steps"] == "40"
-    assert found.rows[1].gap.mean == pytest.approx(-0.1)
+    comparison = compare(runs)
+    assert labels(comparison) == ["A: standard", "A: gated", "B: standard"]
+    assert comparison.groups[0].values.keys() == comparison.groups[1].values.keys()
+    assert {"steps", "seq_len", "optim.lr", "model.dim"} <= comparison.groups[1].values.keys()
+    assert comparison.groups[1].values["steps"] == "40"
+    assert comparison.rows[1].gap.mean == pytest.approx(-0.1)
 
 
 # Notes
@@ -457,48 +398,50 @@ def test_long_row_label_is_shortened_to_group_letter_and_variant(tmp_path):
 
 def test_unfinished_run_is_excluded_from_mean_loss_and_loss_gap(tmp_path):
     paths = sweep(tmp_path, {"standard": [4.0, 4.2], "diff_v2": [3.9, None], "gated": [None]})
-    found = compare(loaded(paths))
-    assert labels(found) == ["standard", "gated", "diff_v2"]
-    gated, diff_v2 = found.rows[1:]
+    comparison = compare(loaded(paths))
+    assert labels(comparison) == ["standard", "gated", "diff_v2"]
+    gated, diff_v2 = comparison.rows[1:]
     assert gated.loss is gated.gap is gated.values["loss"] is gated.values["hidden_top1"] is None
     assert gated.values["seeds"] == 0
     assert gated.values["parameters"] > 0
     assert len(gated.runs[0].series("train/loss").tokens) == 2
     assert len(diff_v2.runs) == 2
     assert (diff_v2.loss.seeds, diff_v2.gap.seeds, diff_v2.values["seeds"]) == (1, 1, 1)
-    assert [row.diverged for row in found.rows] == [0, 0, 0]
+    assert [row.diverged for row in comparison.rows] == [0, 0, 0]
     assert gated.baseline is None
     assert diff_v2.gap.mean == pytest.approx(-0.1)
-    assert len(said(found, "has not finished: step 10 of 20")) == 2
-    assert said(found, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
+    assert len(notes_with(comparison, "has not finished: step 10 of 20")) == 2
+    assert notes_with(comparison, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
 
 
 def test_mean_loss_excludes_runs_without_finite_heldout_loss(tmp_path):
     runs = written(tmp_path, ("standard", 4.0), ("standard seed=1", math.nan), ("standard seed=2",))
     runs[2].summary["heldout_loss"] = None
-    found = compare(runs)
-    (row,) = found.rows
+    comparison = compare(runs)
+    (row,) = comparison.rows
     assert (row.loss.mean, row.loss.seeds) == (4.0, 1)
     assert row.diverged == row.values["seeds_diverged"] == 2
-    assert len(said(found, "is not finite")) == 2
+    assert len(notes_with(comparison, "is not finite")) == 2
 
 
 def test_loss_gap_uses_only_seeds_common_to_variant_and_baseline(tmp_path):
-    seeds = {"standard": (0, 1, 2), "diff_v2": (2, 1, 5), "gated": (8,)}
-    words = [(f"{variant} seed={seed}",) for variant, own in seeds.items() for seed in own]
-    found = compare(written(tmp_path, *words))
-    assert row_of(found, "diff_v2").gap.seeds == 2
-    assert row_of(found, "gated").gap is None
-    assert said(found, "gap of diff_v2 to standard uses only seed 1, 2", "seed 0, 5.")
-    assert said(found, "gap of gated to standard is unknown")
+    seeds_by_variant = {"standard": (0, 1, 2), "diff_v2": (2, 1, 5), "gated": (8,)}
+    runs = []
+    for variant, seeds in seeds_by_variant.items():
+        runs += [(f"{variant} seed={seed}",) for seed in seeds]
+    comparison = compare(written(tmp_path, *runs))
+    assert row_of(comparison, "diff_v2").gap.seeds == 2
+    assert row_of(comparison, "gated").gap is None
+    assert notes_with(comparison, "gap of diff_v2 to standard uses only seed 1, 2", "seed 0, 5.")
+    assert notes_with(comparison, "gap of gated to standard is unknown")
 
 
 def test_loss_gap_compares_runs_with_equal_seed_and_init_seed(tmp_path):
     one = "model.init_seed=1"
     runs = [("standard", 4.0), (f"standard {one}", 5.0), ("gated", 3.9), (f"gated {one}", 4.9)]
-    found = compare(written(tmp_path, *runs))
-    assert labels(found) == ["standard", "gated"]
-    gap = found.rows[1].gap
+    comparison = compare(written(tmp_path, *runs))
+    assert labels(comparison) == ["standard", "gated"]
+    gap = comparison.rows[1].gap
     assert (gap.mean, gap.low, gap.high, gap.seeds) == pytest.approx((-0.1, -0.1, -0.1, 2))
 
 
@@ -509,27 +452,28 @@ def test_comparison_uses_newest_finished_run_of_each_seed(tmp_path, newest):
         write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
     write_run(tmp_path / "c", "attention=standard", loss=None, written=3e9)
     for order in permutations("abc"):
-        found = compare(loaded([tmp_path / name for name in order]))
-        assert [run.path.name for run in found.rows[0].runs] == [newest]
-        assert found.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
+        comparison = compare(loaded([tmp_path / name for name in order]))
+        assert [run.path.name for run in comparison.rows[0].runs] == [newest]
+        assert comparison.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
         other = {"a": "b", "b": "a"}[newest]
-        assert said(found, f"{tmp_path / other} is skipped", f"{tmp_path / newest} is newer")
-        assert said(found, f"{tmp_path / 'c'} is skipped", "finished")
-        assert len(found.notes) == 2
+        reason = f"{tmp_path / newest} is newer"
+        assert notes_with(comparison, f"{tmp_path / other} is skipped", reason)
+        assert notes_with(comparison, f"{tmp_path / 'c'} is skipped", "finished")
+        assert len(comparison.notes) == 2
 
 
 def test_note_about_different_parameter_counts_suggests_match_params_to(tmp_path):
     names = ("standard", "gated", "diff_v2")
-    found = compare(written(tmp_path, *((name,) for name in names)))
+    runs = written(tmp_path, *((name,) for name in names))
+    comparison = compare(runs)
     standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
     for name, count in (("gated", gated), ("diff_v2", diff_v2)):
-        percent = f"{100 * (count / standard - 1):.1f}%"
-        mend = f"model.match_params_to={name} makes runs of equal size"
-        assert said(found, f"{name} has {percent} more parameters than standard", mend)
-    assert len(found.notes) == 2
-    found = compare([run for row in found.rows for run in row.runs], "diff_v2")
-    fewer = f"{100 * (1 - standard / diff_v2):.1f}% fewer"
-    assert said(found, f"standard has {fewer} parameters than diff_v2")
+        excess = f"{name} has {100 * (count / standard - 1):.1f}% more parameters than standard"
+        fix = f"model.match_params_to={name} makes runs of equal size"
+        assert notes_with(comparison, excess, fix)
+    assert len(comparison.notes) == 2
+    fewer = f"standard has {100 * (1 - standard / diff_v2):.1f}% fewer parameters than diff_v2"
+    assert notes_with(compare(runs, "diff_v2"), fewer)
 
 
 @pytest.mark.parametrize(("count", "notes"), [(1_005_000, 0), (1_005_100, 1), (994_900, 1)])
@@ -544,10 +488,10 @@ def test_comparison_adds_note_if_parameter_counts_differ_above_tolerance(tmp_pat
 )
 def test_comparison_computes_loss_gap_despite_different_hardware(tmp_path, facts, named):
     other = ("standard_sink compile=true", 4.0, facts | {"compiled": True})
-    found = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
-    assert found.differences == []
-    assert found.rows[1].gap is not None
-    (note,) = found.notes
+    comparison = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
+    assert comparison.differences == []
+    assert comparison.rows[1].gap is not None
+    (note,) = comparison.notes
     assert note.startswith("Tokens per second and MFU are not comparable")
     assert "compile (null, true), compiled (false, true)" in note
     assert named in note
@@ -558,16 +502,16 @@ def test_comparison_adds_note_on_damaged_lines_of_metrics_file(tmp_path):
     file = path / "metrics.jsonl"
     with open(file, "a", encoding="utf-8") as f:
         f.write('{"step": 30, "tok')
-    found = compare(loaded([path]))
-    assert found.notes == []
-    assert found.rows[0].runs[0].series("train/loss").tokens.tolist() == [256, 2560, 5120]
+    comparison = compare(loaded([path]))
+    assert comparison.notes == []
+    assert comparison.rows[0].runs[0].series("train/loss").tokens.tolist() == [256, 2560, 5120]
     lines = file.read_text(encoding="utf-8").splitlines()
     huge = f'{{"step": 1, "tokens": {10**30}}}'
     broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', huge, *lines[1:3]]
     file.write_text("\n".join(broken), encoding="utf-8")  # The last line lacks only the line break.
     (run,) = loaded([path])
     assert (len(run.metrics.steps), run.metrics.skipped) == (3, 4)
-    assert said(compare([run]), "skipped 4 damaged or misplaced lines")
+    assert notes_with(compare([run]), "skipped 4 damaged or misplaced lines")
 
 
 # Columns
@@ -591,8 +535,8 @@ def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
             tmp_path / f"s{seed}", *words, loss=4.0 + seed, lines=lines, summary=counts | bits
         )
     write_run(tmp_path / "g", "attention=gated", loss=3.5, lines=[])
-    found = compare(loaded(sorted(tmp_path.iterdir())))
-    standard, gated = (row.values for row in found.rows)
+    comparison = compare(runs_in(tmp_path))
+    standard, gated = (row.values for row in comparison.rows)
     assert list(standard) == list(gated)
     facts = facts_of("attention=standard", "seed=0")
     expected = {
@@ -601,8 +545,8 @@ def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
         "tokens": 20 * 8 * 32,
         "seeds": 2,
         "loss": 4.5,
-        "loss_low": found.rows[0].loss.low,
-        "loss_high": found.rows[0].loss.high,
+        "loss_low": comparison.rows[0].loss.low,
+        "loss_high": comparison.rows[0].loss.high,
         "bits_per_byte": 1.75,
         "seeds_diverged": 0,
         **dict.fromkeys(("baseline", "gap", "gap_seeds", "incomparable", "group", "seconds")),
@@ -638,10 +582,10 @@ def test_by_layer_sorts_layers_by_number_if_model_has_over_99_layers(tmp_path):
 
 
 def test_report_csv_keeps_full_precision_of_numbers(four):
-    found = compare([run for run in four if run.variant in ("standard", "diff_v1")])
-    header, *lines = csv.reader(io.StringIO(csv_text(found.rows)))
-    assert header == list(found.rows[0].values)
-    for row, line in zip(found.rows, lines, strict=True):
+    comparison = compare([run for run in four if run.variant in ("standard", "diff_v1")])
+    header, *lines = csv.reader(io.StringIO(csv_text(comparison.rows)))
+    assert header == list(comparison.rows[0].values)
+    for row, line in zip(comparison.rows, lines, strict=True):
         for value, cell in zip(row.values.values(), line, strict=True):
             read = cell if isinstance(value, str) else json.loads(cell) if cell else None
             assert read == value
@@ -653,9 +597,9 @@ def test_report_csv_keeps_full_precision_of_numbers(four):
 def test_runs_with_different_plugin_code_have_separate_rows(tmp_path):
     old, new = ({"plugin_code": {"own": version, "m": "x"}} for version in ("1a", "2b"))
     runs = [("standard", 4.0, old), ("gated", 3.9, old), ("standard", 4.2, new)]
-    found = compare(written(tmp_path, *runs, ("gated", 3.8, new)))
-    assert found.differences == ["plugins"]
-    assert gaps(found) == {
+    comparison = compare(written(tmp_path, *runs, ("gated", 3.8, new)))
+    assert comparison.differences == ["plugins"]
+    assert gaps(comparison) == {
         "standard plugins=own@1a": None,
         "gated plugins=own@1a": -0.1,
         "standard plugins=own@2b": None,
@@ -696,8 +640,8 @@ def test_loss_gap_excludes_run_with_config_change_during_training(
     assert after.rows[2].gap is None
     assert after.differences == ["changed"]
     changed = "b has no gap: its config changed during training (steps 10 to 20 after step 10)"
-    assert said(after, changed)
-    assert not said(after, "is skipped")
+    assert notes_with(after, changed)
+    assert not notes_with(after, "is skipped")
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
@@ -705,9 +649,9 @@ def test_comparison_computes_no_loss_gap_if_config_changed_after_step_0(tmp_path
     paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})
     for path in paths:
         write_config_change(path, step, **{"optim.lr": [1e-3, 2e-3]})
-    found = compare(loaded(paths))
-    assert gaps(found) == {"standard": None, "diff_v2": gap}
-    assert len(said(found, "its config changed during training")) == (0 if gap else 2)
+    comparison = compare(loaded(paths))
+    assert gaps(comparison) == {"standard": None, "diff_v2": gap}
+    assert len(notes_with(comparison, "its config changed during training")) == (0 if gap else 2)
 
 
 @pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from runs.written import edit_json
 from test_report_budgets import TOKENS, loss, write_budgeted, written
 from wandb_file import OfflineRun
 
@@ -80,10 +81,7 @@ def test_record_gaps_uses_wandb_variables_that_runs_recorded(swept, monkeypatch)
     monkeypatch.setenv("WANDB_PROJECT", "of-this-shell")
     variables = {"WANDB_PROJECT": "of-the-runs", "WANDB_RUN_GROUP": "their-group"}
     for file in swept.glob("*/run.json"):
-        facts = json.loads(file.read_text(encoding="utf-8")) | {
-            "environment": {"variables": variables}
-        }
-        file.write_text(json.dumps(facts), encoding="utf-8")
+        edit_json(file, environment={"variables": variables})
     assert record_gaps(read([swept])[0], swept)
     header = OfflineRun(swept).header
     assert (header.project, header.run_group) == ("of-the-runs", "their-group")
@@ -104,9 +102,7 @@ def test_printed_upload_command_selects_only_runs_of_sweep_in_shared_wandb_dir(
     monkeypatch.setenv("WANDB_DIR", str(shared))
     run_ids = {"standard0": "abc", "gated1": "a-1", "standard1": "*"}
     for name, run_id in run_ids.items():
-        file = swept / name / "run.json"
-        facts = json.loads(file.read_text(encoding="utf-8")) | {"wandb_id": run_id}
-        file.write_text(json.dumps(facts), encoding="utf-8")
+        edit_json(swept / name / "run.json", wandb_id=run_id)
     names_of_runs = {f"20260101_000000-{run_id}" for run_id in ("abc", "a-1")}
     names_of_runs.add("20260101_000001-abc")
     for name in (*names_of_runs, "20260101_000000-unrelated", "20260101_000000-seed-abc"):
@@ -137,8 +133,7 @@ def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
 
 def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
     for file in swept.glob("*/run.json"):
-        facts = json.loads(file.read_text(encoding="utf-8")) | {"wandb_id": file.parent.name}
-        file.write_text(json.dumps(facts), encoding="utf-8")
+        edit_json(file, wandb_id=file.parent.name)
     assert record_gaps(read([swept])[0], swept)
     first = OfflineRun(swept)
     assert main(["wandb", f"sweep={swept}", "project=moved", "--json"]) == 0

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from runs.written import study_file, write_arms
+from runs.written import LOWER, study_file, write_arms
 
 from diffllm.cli import main
 from diffllm.compare.arms.comparable import Comparand, Terms, differences, role
@@ -16,7 +16,6 @@ from diffllm.config.compose import LENGTHS
 from diffllm.core.errors import ConfigError
 from diffllm.core.keys import declarations
 
-LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 HALF, BETTER = [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
 IN_CONFIG = {
     "tokens": ("steps=10 optim.warmup_steps=2", "tokens: 5,120 in half; 2,560 in v2"),
@@ -31,8 +30,10 @@ IN_CONFIG = {
     "data": ("data.mask_documents=true", "data.mask_documents: false in half; true in v2"),
     "parameters": ("model.ffn_dim=512", "parameters: "),
     "flops": ("model.n_layers=3", "training FLOPs per token: "),
+    "model.init_seed": ("model.init_seed=0", "model.init_seed: as seed in half"),
+    "lr": ("optim.lr=0.005", "optim.lr: 0.002 in half; 0.005 in v2"),
 }
-"""By word: overrides of one arm, and how the difference is said."""
+"""By entry of `unequal`: overrides of one arm, and the sentence about the difference."""
 IN_FACTS = {
     "parameters": ({"parameters": 10_051}, "parameters: 10k in half; 10.05k in v2 (largest 0.51%"),
     "flops": (
@@ -73,7 +74,7 @@ def others(word: str) -> str:
 
 @pytest.mark.parametrize("word", IN_CONFIG)
 def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path, capsys, word):
-    override, said = IN_CONFIG[word]
+    override, difference_text = IN_CONFIG[word]
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
     study = study_file(tmp_path / "study.yaml", LOWER, **arms)
     command = ["study", "run", str(study.path), f"out={tmp_path / 'out'}"]
@@ -81,7 +82,7 @@ def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path
         assert main(words) == 2
         error = capsys.readouterr().err
         assert "the verdict would be not comparable: arms differ in " in error
-        assert said in error
+        assert difference_text in error
         assert f"add {word} to unequal" in error
         assert error.count("add ") == error.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -97,72 +98,52 @@ def judged(tmp_path, unequal, override="", half=None, v2=None):
     return judge(study, out)
 
 
+def assert_condition(tmp_path, entry, text, **runs):
+    """Assert that a difference between the arms must be declared by this entry of `unequal`."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    refused = judged(tmp_path / "a", [], **runs)
+    assert refused.verdict == "not comparable", refused.reasons
+    assert refused.reasons[0].startswith(f"arms differ in {text}")
+    assert refused.reasons[0].endswith(f"(if the study intends this, add {entry} to unequal)")
+    declared = judged(tmp_path / "b", [entry], **runs)
+    assert declared.verdict == "shown", declared.reasons
+    return declared
+
+
 @pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("word", [word for word in IN_CONFIG if word not in SIZES | {"flops": 0}])
-def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, word):
-    override, said = IN_CONFIG[word]
-    for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
-        (tmp_path / place).mkdir()
-        found = judged(tmp_path / place, unequal, override)
-        assert found.verdict == verdict, found.reasons
-        assert (said in found.reasons[0]) == (verdict != "shown")
-    assert f"Differences that the study declares: {word}." in verdict_page(found).markdown()
+@pytest.mark.parametrize(
+    "entry", [name for name in IN_CONFIG if name not in ("parameters", "flops")]
+)
+def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, entry):
+    override, text = IN_CONFIG[entry]
+    verdict = assert_condition(tmp_path, entry, text, override=override)
+    page = verdict_page(verdict).markdown()
+    assert f"Differences that the study declares: {entry}." in page
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("word", IN_FACTS)
-def test_undeclared_run_json_difference_makes_verdict_not_comparable(tmp_path, word):
-    facts, said = IN_FACTS[word]
-    for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
-        (tmp_path / place).mkdir()
-        found = judged(tmp_path / place, unequal, v2=facts)
-        assert found.verdict == verdict, found.reasons
-        if not unequal:
-            assert found.reasons[0].startswith(f"arms differ in {said}")
-            assert found.reasons[0].endswith(f"(if the study intends this, add {word} to unequal)")
+@pytest.mark.parametrize("entry", IN_FACTS)
+def test_undeclared_run_json_difference_makes_verdict_not_comparable(tmp_path, entry):
+    facts, text = IN_FACTS[entry]
+    assert_condition(tmp_path, entry, text, v2=facts)
 
 
 def test_verdict_ignores_small_differences_of_parameters_and_flops(tmp_path):
-    found = judged(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
-    assert found.verdict == "shown", found.reasons
+    verdict = judged(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
+    assert verdict.verdict == "shown", verdict.reasons
 
 
 def test_verdict_on_loss_shows_machine_differences_as_harmless(tmp_path):
-    found = judged(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
-    assert found.verdict == "shown", found.reasons
-    page = verdict_page(found).markdown()
+    verdict = judged(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
+    assert verdict.verdict == "shown", verdict.reasons
+    page = verdict_page(verdict).markdown()
     line = (
         "- Difference in `device` (no influence on the metric): `CPU` in half; `NVIDIA H100` in v2"
     )
     assert line in page
     assert "- Overrides of `v2`: `attention=diff_v2`" in page
     assert "device CPU, NVIDIA H100, ranks `1, 8`" in page
-
-
-CHANGES = {
-    "eval.suites_interval": "eval.suites_interval=7",
-    "train.skip_step": "train.skip_step=off",
-    "model.init_seed": "model.init_seed=0",
-    "model.z_loss": "model.z_loss=0.001",
-    "model.qk_norm": "model.qk_norm=true",
-    "model.rope.theta": "model.rope.theta=5000",
-    "model.tie_embeddings": "model.tie_embeddings=true",
-    "lr": "optim.lr=0.005",
-}
-"""By entry of `unequal`: an override of one arm."""
-
-
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("word", CHANGES)
-def test_each_key_that_decides_results_is_a_condition(tmp_path, monkeypatch, word):
-    reason = f"add {word} to unequal)"
-    for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
-        (tmp_path / place).mkdir()
-        found = judged(tmp_path / place, unequal, CHANGES[word])
-        assert found.verdict == verdict, found.reasons
-        assert found.reasons[0].endswith(reason) == (verdict != "shown")
-        if unequal:
-            assert "(declared): " in verdict_page(found).markdown()
 
 
 def test_starting_point_is_a_condition():
@@ -179,15 +160,12 @@ def test_starting_point_is_a_condition():
 
 
 def test_code_may_differ_between_seeds_but_not_between_arms(tmp_path):
-    codes = {arm: {"diffllm": {"hash": code}} for arm, code in (("half", "a1"), ("v2", "b2"))}
-    for place, unequal, verdict in (("a", [], "not comparable"), ("b", ["code"], "shown")):
-        (tmp_path / place).mkdir()
-        found = judged(tmp_path / place, unequal, half=codes["half"], v2=codes["v2"])
-        assert found.verdict == verdict, found.reasons
-    by_seed = [
-        Comparand(arm, seed, {"code": f"version {seed}"}) for arm in "ab" for seed in range(3)
-    ]
-    assert differences(by_seed, Terms("study")) == []
+    half, v2 = ({"diffllm": {"hash": code}} for code in ("a1", "b2"))
+    assert_condition(tmp_path, "code", "code: ", half=half, v2=v2)
+    runs = []
+    for arm in "ab":
+        runs += [Comparand(arm, seed, {"code": f"version {seed}"}) for seed in range(3)]
+    assert differences(runs, Terms("study")) == []
 
 
 @pytest.mark.parametrize(("fact", "value"), [("device", "NVIDIA H100"), ("ranks", 8)])
@@ -255,8 +233,9 @@ def test_started_study_resumes_despite_undeclared_difference_between_arms(tmp_pa
         '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
     )
     check_study_runs(study, out, 1)
-    assert "warning: " in (said := capsys.readouterr().err)
-    assert "add flops to unequal" in said
+    warning = capsys.readouterr().err
+    assert "warning: " in warning
+    assert "add flops to unequal" in warning
 
 
 def test_invalid_entry_of_unequal_key_raises_error_with_allowed_entries(tmp_path):

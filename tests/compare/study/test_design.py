@@ -1,26 +1,18 @@
 """Designs that cannot decide: errors of `study run` and notes of its dry run."""
 
 import pytest
-from runs.written import study_file, write_arms
+from runs.written import ALIKE, LOWER, SOONER, TWO_ARMS, study_file, write_arms
 
 from diffllm.cli import main
 from diffllm.compare.study.running import check_study_runs, next_jobs
 from diffllm.compare.sweep.directory import SweepDirectory
 
-TWO = {
-    "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "
-    "v2: [attention=diff_v2]}",
-    "baseline": "half",
-}
-LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
-SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
-ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
 POWER = "{gap: 0.025, sd: 0.014}"
 TASKS = {"metric": "tasks/mqar"}
 
 
 def written(tmp_path, rule, seeds, **more):
-    return study_file(tmp_path / "s.yaml", rule, **TWO, seeds=f"{[*range(seeds)]}", **more)
+    return study_file(tmp_path / "s.yaml", rule, **TWO_ARMS, seeds=f"{[*range(seeds)]}", **more)
 
 
 def with_keys(rule, **keys):
@@ -29,7 +21,7 @@ def with_keys(rule, **keys):
 
 
 @pytest.mark.parametrize(
-    ("rule", "seeds", "more", "said"),
+    ("rule", "seeds", "more", "message"),
     [
         (
             SOONER, 3, TASKS,
@@ -80,13 +72,13 @@ def with_keys(rule, **keys):
     ],
 )  # fmt: skip
 def test_study_does_not_start_if_rules_cannot_decide_claim(
-    tmp_path, capsys, rule, seeds, more, said
+    tmp_path, capsys, rule, seeds, more, message
 ):
     study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
     for words in (["--dry-run"], []):
         assert main(["study", "run", str(study.path), f"out={out}", *words]) == 2
         printed = capsys.readouterr()
-        assert said in printed.err
+        assert message in printed.err
         assert printed.err.count("\n") == 1
         assert not out.exists()
 
@@ -121,7 +113,7 @@ def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "more", "said"),
+    ("seeds", "more", "message"),
     [
         (
             5, {"also": f"[{LOWER}, {LOWER}, {LOWER}]"},
@@ -138,10 +130,10 @@ def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_dry_run_prints_note_if_exact_test_cannot_reach_significance(
-    tmp_path, capsys, seeds, more, said
+    tmp_path, capsys, seeds, more, message
 ):
     study = written(tmp_path, LOWER, seeds, **more)
     assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}", "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
-    assert len(notes) == (said is not None)
-    assert not said or notes[0].startswith(said)
+    assert len(notes) == (message is not None)
+    assert not message or notes[0].startswith(message)

@@ -4,9 +4,8 @@ import json
 import math
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
-from runs.written import config_of, study_file, write_ended
+from runs.written import config_of, study_file, write_ended, write_train_seconds
 
 from diffllm.cli import main
 from diffllm.compare.study.costs import costs
@@ -25,7 +24,6 @@ from diffllm.compare.timing_profile import FORMAT, ArmTiming, TimingProfile, tim
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import RunFacts
-from diffllm.metrics.steps import STEP, StepsFile
 
 ARMS = {
     "base": "[model=tiny, steps=100, seq_len=32, global_batch_size=8]",
@@ -64,19 +62,17 @@ def write_runs(study, out, loss_of, flops_factor=1.0, seconds_factor=1.0, **fact
 
     The factors multiply the measured costs of v2.
     """
+    factors = {"standard": (1.0, 1.0), "v2": (flops_factor, seconds_factor)}
     for arm in study.arms:
+        arm_flops_factor, arm_seconds_factor = factors[arm]
         for seed in study.seeds:
             (planned,) = deciding_runs(study, arm, seed, None)
             cfg = config_of_planned(planned)
             flops_per_token = totals(cfg.model)["flops"]
             loss = loss_of(cfg.steps * 256 * flops_per_token, arm, seed)
-            measured = flops_per_token * (flops_factor if arm == "v2" else 1)
-            path = write_ended(study, planned, out, loss, flops_per_token=measured, **facts)
-            rows = np.zeros(cfg.steps, STEP)
-            rows["step"] = np.arange(1, cfg.steps + 1)
-            step_seconds = STEP_SECONDS[arm] * (seconds_factor if arm == "v2" else 1)
-            rows["train_seconds"] = step_seconds * rows["step"]
-            StepsFile(path / "steps.npy").append(rows)
+            measured = {"flops_per_token": flops_per_token * arm_flops_factor, **facts}
+            path = write_ended(study, planned, out, loss, **measured)
+            write_train_seconds(path, [STEP_SECONDS[arm] * arm_seconds_factor] * cfg.steps)
 
 
 def better_v2(flops, arm, seed):
@@ -137,14 +133,14 @@ def test_arms_with_one_loss_curve_over_flops_are_different_only_at_equal_tokens(
     assert abs(gap) < 0.001  # rounding to whole steps
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.02, "shown"), (1.05, "not comparable")])
-def test_measured_flops_of_arms_must_agree(tmp_path, factor, verdict):
+@pytest.mark.parametrize(("factor", "expected"), [(1.02, "shown"), (1.05, "not comparable")])
+def test_measured_flops_of_arms_must_agree(tmp_path, factor, expected):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
     write_runs(study, tmp_path / "out", better_v2, flops_factor=factor)
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == verdict, found.reasons
-    if verdict == "not comparable":
-        assert found.reasons == [
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == expected, verdict.reasons
+    if expected == "not comparable":
+        assert verdict.reasons == [
             "budget: measured training FLOPs per run differ by 5%, more than 3%: "
             "102B in standard; 107B in v2"
         ]
@@ -154,24 +150,24 @@ def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
     out = tmp_path / "out"
     write_runs(study, out, better_v2)
-    found = judge(study, out)
-    assert found.verdict == "shown", found.reasons
-    write_verdict(found, out)
+    verdict = judge(study, out)
+    assert verdict.verdict == "shown", verdict.reasons
+    write_verdict(verdict, out)
     recomputed = judge_evidence(study, read_values(study, out / "values.json"))
-    assert recomputed.numbers() == found.numbers()
-    v2 = found.numbers()["budget"]["arms"][1]
+    assert recomputed.numbers() == verdict.numbers()
+    v2 = verdict.numbers()["budget"]["arms"][1]
     assert (v2["arm"], v2["steps"], v2["tokens"]) == ("v2", 94, 94 * 256)
     assert v2["measured"] == pytest.approx(v2["planned"])
-    assert "Budget: the training FLOPs of the runs of standard." in verdict_page(found).markdown()
+    assert "Budget: the training FLOPs of the runs of standard." in verdict_page(verdict).markdown()
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "shown"), (1.06, "not comparable")])
-def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, verdict):
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, "shown"), (1.06, "not comparable")])
+def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, expected):
     study = seconds_study(tmp_path)
     write_runs(study, tmp_path / "out", better_v2, seconds_factor=factor, **MACHINE)
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == verdict, found.reasons
-    text = verdict_page(found).markdown()
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == expected, verdict.reasons
+    text = verdict_page(verdict).markdown()
     machine = "GPU, 1 rank, 2 CPU threads per rank, float32, eager, torch 2.13.0"
     assert f"Profile of 2026-11-28: {machine}" in text
     assert "differ by at most 2% (" in text
@@ -184,9 +180,9 @@ def test_profile_decides_if_runs_used_another_machine(tmp_path):
     study = seconds_study(tmp_path)
     facts = {**MACHINE, "device": "CPU"}
     write_runs(study, tmp_path / "out", better_v2, seconds_factor=2, **facts)
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == "shown", found.reasons
-    text = verdict_page(found).markdown()
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == "shown", verdict.reasons
+    text = verdict_page(verdict).markdown()
     assert "used another machine (device CPU, not GPU). The machine of the profile decides" in text
 
 
@@ -197,10 +193,10 @@ def test_seed_on_another_machine_does_not_end_the_check_of_other_seeds(tmp_path)
         record = file.read_text(encoding="utf-8")
         assert "2.13.0" in record
         file.write_text(record.replace("2.13.0", "2.13.1"), encoding="utf-8")
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == "not comparable", found.reasons
-    assert "measured seconds of training steps per run differ by 20%" in found.reasons[0]
-    text = verdict_page(found).markdown()
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == "not comparable", verdict.reasons
+    assert "measured seconds of training steps per run differ by 20%" in verdict.reasons[0]
+    text = verdict_page(verdict).markdown()
     assert "2 of 6 runs used another machine (torch 2.13.1, not 2.13.0)" in text
 
 
@@ -209,10 +205,10 @@ def test_study_is_exploratory_if_its_profile_changed_after_the_runs(tmp_path):
     write_runs(study, tmp_path / "out", better_v2, **MACHINE)
     assert judge(study, tmp_path / "out").verdict == "shown"
     write_profile(tmp_path / "timing.json", {"standard": 0.1, "v2": 0.12})
-    found = judge(load_study(study.path), tmp_path / "out")
-    assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
-    assert "6 of 6 runs began under another version of study.yaml" in found.reasons[0]
-    assert any("steps is 46, not 50" in reason for reason in found.reasons)
+    verdict = judge(load_study(study.path), tmp_path / "out")
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
+    assert "6 of 6 runs began under another version of study.yaml" in verdict.reasons[0]
+    assert any("steps is 46, not 50" in reason for reason in verdict.reasons)
 
 
 def test_study_does_not_start_if_profile_was_measured_with_other_settings(tmp_path):
@@ -291,9 +287,9 @@ def test_study_with_equal_flops_runs_and_agrees_in_measured_flops(tmp_path, caps
     assert main(["study", "run", str(study.path), f"out={out}", "--dry-run"]) == 0
     assert "Budget: the training FLOPs of the runs of standard." in capsys.readouterr().out
     assert main(["study", "run", str(study.path), f"out={out}"]) == 0
-    found = judge(study, out)
-    assert found.verdict not in ("not comparable", "exploratory"), found.reasons
-    standard, v2 = found.numbers()["budget"]["arms"]
+    verdict = judge(study, out)
+    assert verdict.verdict not in ("not comparable", "exploratory"), verdict.reasons
+    standard, v2 = verdict.numbers()["budget"]["arms"]
     assert (standard["steps"], v2["steps"]) == (20, 19)
     for arm in (standard, v2):
         assert arm["measured"] == pytest.approx(arm["planned"])

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from runs.written import study_file, write_ended
+from runs.written import LOWER, SOONER, TWO_ARMS, study_file, write_ended, write_lines
 
 from diffllm.cli import main
 from diffllm.compare.study.planned_runs import next_runs
@@ -15,38 +15,34 @@ from diffllm.compare.study.verdict_page import verdict_page, write_verdict
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.heldout import DocumentLosses
 
-LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
-ARMS = {
-    "arms": "{half: [attention=standard_half_context], v2: [attention=diff_v2]}",
-    "baseline": "half",
-}
-SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
-
 
 def measured(study, out, documents=30, evaluations=20, left=0):
-    """Write ended runs with curves of the loss and of a task, and with losses of documents."""
+    """Write ended runs with curves of the loss and of a task, and with losses of documents.
+
+    Args:
+        left: number of deciding runs that are not written.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(50, 900, documents)
     texts = rng.integers(-(2**62), 2**62, documents)
+    facts = {
+        "corpus": "a1" * 32,
+        "environment": {"python": "3.12.1"},
+        "heldout_tokens": int(tokens.sum()),
+    }
     while len(runs := next_runs(study, out)) > left:
-        for run in runs[: len(runs) - left * (runs[0].stage == "deciding")]:
-            best = 0.1 * abs(math.log2((run.lr or 0.002) / 0.002))
-            loss = {"half": 4.4, "v2": 4.3}[run.arm] + best + 0.01 * rng.random()
-            own = {
-                "corpus": "a1" * 32,
-                "environment": {"python": "3.12.1"},
-                "heldout_tokens": int(tokens.sum()),
-            }
+        if runs[0].stage == "deciding":
+            runs = runs[: len(runs) - left]
+        for run in runs:
+            rate_loss = 0.1 * abs(math.log2((run.lr or 0.002) / 0.002))
+            loss = {"half": 4.4, "v2": 4.3}[run.arm] + rate_loss + 0.01 * rng.random()
             diverges = (run.arm, run.seed, run.lr) in (("v2", 2, None), ("v2", 1, 0.004))
-            path = write_ended(study, run, out, math.nan if diverges else loss, **own)
-            lines = [
-                {"step": step, "tokens": 256 * step, "eval/loss": loss + 1 / step,
-                 "tasks/mqar": rng.random()}
-                for step in range(1, evaluations + 1)
-            ]  # fmt: skip
-            (path / "metrics.jsonl").write_text(
-                "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
-            )
+            path = write_ended(study, run, out, math.nan if diverges else loss, **facts)
+            lines = []
+            for step in range(1, evaluations + 1):
+                scores = {"eval/loss": loss + 1 / step, "tasks/mqar": rng.random()}
+                lines.append({"step": step, "tokens": 256 * step, **scores})
+            write_lines(path, lines)
             nats = tokens * (loss + rng.normal(0, 0.1, documents))
             nats *= loss * tokens.sum() / nats.sum()
             DocumentLosses(nats, tokens, 4 * tokens, texts, 0 * tokens).save(path, 20)
@@ -66,43 +62,43 @@ KINDS = {
 @pytest.mark.parametrize("left", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, capsys, kind, left):
-    keys = {"rule": LOWER, **ARMS, **KINDS[kind]}
+    keys = {"rule": LOWER, **TWO_ARMS, **KINDS[kind]}
     study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
     measured(study, out, left=left)
-    found = judge(study, out)
-    assert (found.verdict == "exploratory") == bool(left)
-    write_verdict(found, out)
+    verdict = judge(study, out)
+    assert (verdict.verdict == "exploratory") == bool(left)
+    write_verdict(verdict, out)
     again = judge_evidence(study, read_values(study, out / "values.json"))
-    assert verdict_page(again).markdown() == verdict_page(found).markdown()
-    assert verdict_page(again).html() == verdict_page(found).html()
+    assert verdict_page(again).markdown() == verdict_page(verdict).markdown()
+    assert verdict_page(again).html() == verdict_page(verdict).html()
     assert main(["study", "verdict", str(study.path), f"values={out / 'values.json'}"]) == 0
-    assert verdict_page(found).markdown() in capsys.readouterr().out
+    assert verdict_page(verdict).markdown() in capsys.readouterr().out
 
 
 def test_error_about_missing_file_values_json_suggests_similar_path(tmp_path, capsys):
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     (tmp_path / "values.json").write_text("{}", encoding="utf-8")
     missing = tmp_path / "valus.json"
     assert main(["study", "verdict", str(study.path), f"values={missing}"]) == 2
-    said = f"values={missing} does not exist; did you mean {tmp_path / 'values.json'}?"
-    assert said in capsys.readouterr().err
+    message = f"values={missing} does not exist; did you mean {tmp_path / 'values.json'}?"
+    assert message in capsys.readouterr().err
 
 
 def test_verdict_from_values_json_is_exploratory_if_study_was_edited(tmp_path):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **ARMS), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
     measured(study, out)
     write_verdict(judge(study, out), out)
-    edited = study_file(tmp_path / "study.yaml", LOWER.replace("0.0", "0.1"), **ARMS)
-    found = judge_evidence(edited, read_values(edited, out / "values.json"))
-    assert found.verdict == "exploratory"
-    assert found.reasons[0].startswith("6 of 6 runs began under another version of study.yaml")
+    edited = study_file(tmp_path / "study.yaml", LOWER.replace("0.0", "0.1"), **TWO_ARMS)
+    verdict = judge_evidence(edited, read_values(edited, out / "values.json"))
+    assert verdict.verdict == "exploratory"
+    assert verdict.reasons[0].startswith("6 of 6 runs began under another version of study.yaml")
 
 
 @pytest.fixture(scope="module")
 def forty(tmp_path_factory):
     """A study of 40 runs, and its values.json."""
     root = tmp_path_factory.mktemp("forty")
-    study = study_file(root / "study.yaml", LOWER, **ARMS, seeds=str([*range(20)]))
+    study = study_file(root / "study.yaml", LOWER, **TWO_ARMS, seeds=str([*range(20)]))
     measured(study, root / "out", documents=60)
     write_verdict(judge(study, root / "out"), root / "out")
     return study, root / "out" / "values.json"
@@ -138,7 +134,7 @@ def repeat_rate(content):
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (repeat_rate, "rates contains rates/half-lr1-seed0 twice"),
         (change("format", value=2), "format=2 must be 1"),
@@ -171,7 +167,7 @@ def repeat_rate(content):
     ],
 )
 def test_verdict_command_prints_one_error_line_for_invalid_values_json(
-    forty, tmp_path, capsys, edit, said
+    forty, tmp_path, capsys, edit, message
 ):
     study, file = forty
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -181,7 +177,7 @@ def test_verdict_command_prints_one_error_line_for_invalid_values_json(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert f"{tmp_path}/values.json does not have the values of this study: " in error
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from runs.written import study_file, write_arms
+from runs.written import edit_text, study_file, write_arms
 
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.raw_values import read_values
@@ -47,60 +47,63 @@ def run(root):
     return subprocess.run(command, capture_output=True, encoding="utf-8")
 
 
+def assert_changed_digits_are_detected(text, spans, expectation):
+    """Change the last digit of each number of a page.
+
+    Args:
+        spans: start and end of the numbers in `text`.
+    """
+    for start, end in spans:
+        place = max(i for i in range(start, end) if text[i].isdigit())
+        changed = f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}"
+        assert [*recompute.differences(changed, expectation)], text[start - 40 : end + 20]
+
+
 @pytest.fixture(scope="module")
 def expected():
     return recompute.expectations(RESULTS)
 
 
 def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
-    found = run(RESULTS)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert [line.partition(":")[0] for line in found.stdout.splitlines()] == [*PAGES[1:], PAGES[0]]
-    assert not [
-        path
-        for path in RESULTS.glob("*.py")
-        if "import diffllm" in path.read_text(encoding="utf-8")
-    ]
+    result = run(RESULTS)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pages = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    assert pages == [*PAGES[1:], PAGES[0]]
+    for script in RESULTS.glob("*.py"):
+        assert "import diffllm" not in script.read_text(encoding="utf-8")
 
     copy = shutil.copytree(RESULTS, tmp_path / "results")
-    page = copy / "damping_2" / "verdict.md"
-    page.write_text(
-        page.read_text(encoding="utf-8").replace("| v2 | 4.1782 |", "| v2 | 4.1783 |"),
-        encoding="utf-8",
-    )
-    found = run(copy)
-    assert found.returncode == 1
-    assert "v2: 4.1783 on the page, 4.1782" in found.stdout
+    edit_text(copy / "damping_2" / "verdict.md", "| v2 | 4.1782 |", "| v2 | 4.1783 |")
+    result = run(copy)
+    assert result.returncode == 1
+    assert "v2: 4.1783 on the page, 4.1782" in result.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
     text = (RESULTS / page).read_text(encoding="utf-8")
-    own = expected[page]
-    assert not [*recompute.differences(text, own)]
-    hidden = re.sub(r"`[^`]*`", lambda found: "." * len(found[0]), text)
+    expectation = expected[page]
+    assert not [*recompute.differences(text, expectation)]
+    hidden = re.sub(r"`[^`]*`", lambda result: "." * len(result[0]), text)
     # in pages written by hand, recompute.py checks the rows of the table, and sentences by name
     # in pages with values.json, it checks tables, gaps and bounds, but not p
     checked, least = r"^[^>\n].*$", 70
     if page == "README.md":
         checked = r"^\| .*\*\*.*$"
-    elif own.tables:
-        rows = "|".join(re.escape(name) for name, _ in own.tables)
+    elif expectation.tables:
+        rows = "|".join(re.escape(name) for name, _ in expectation.tables)
         checked = rf"^\| ({rows}) \|.*$"
-        least = sum(len(numbers) for _, numbers in own.tables)
+        least = sum(len(numbers) for _, numbers in expectation.tables)
     spans = [
-        (line.start() + found.start(), line.start() + found.end())
+        (line.start() + result.start(), line.start() + result.end())
         for line in re.finditer(checked, hidden, re.M)
-        for found in re.finditer(recompute.NUMBER, line[0])
+        for result in re.finditer(recompute.NUMBER, line[0])
     ]
     assert len(spans) >= least
-    for start, end in spans:
-        at = max(i for i in range(start, end) if text[i].isdigit())
-        changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
-        assert [*recompute.differences(changed, own)], text[start - 40 : end + 20]
-    for sentence, numbers in own.sentences:
+    assert_changed_digits_are_detected(text, spans, expectation)
+    for sentence, numbers in expectation.sentences:
         other = recompute.Expected(
-            rows=own.rows, sentences=[(sentence, [2 * x + 1 for x in numbers])]
+            rows=expectation.rows, sentences=[(sentence, [2 * x + 1 for x in numbers])]
         )
         plain = re.sub(r"\s+", " ", re.sub(r"^> ?", "", hidden, flags=re.M))
         expected_count = len(numbers) * len(recompute.occurrences(sentence, plain))
@@ -174,23 +177,20 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
     script.main()
     place = tmp_path / "results" / "own"
     text = (place / "verdict.md").read_text(encoding="utf-8")
-    own = expected_of(place)
-    assert not [*recompute.differences(text, own)]
+    expectation = expected_of(place)
+    assert not [*recompute.differences(text, expectation)]
     rows = (
         r"^\| (?:standard|half|v2) (\|.*)$|(?<=v2 minus half is )(\S+)|(?<=95% upper bound )([^,]+)"
     )
     spans = [
-        (line.start(line.lastindex) + found.start(), line.start(line.lastindex) + found.end())
+        (line.start(line.lastindex) + result.start(), line.start(line.lastindex) + result.end())
         for line in re.finditer(rows, text, re.M)
-        for found in re.finditer(recompute.NUMBER, line[line.lastindex])
+        for result in re.finditer(recompute.NUMBER, line[line.lastindex])
     ]
     assert len(spans) == 3 * 11 + 2 * 2
-    for start, end in spans:
-        at = max(i for i in range(start, end) if text[i].isdigit())
-        changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
-        assert [*recompute.differences(changed, own)], text[start - 40 : end + 20]
+    assert_changed_digits_are_detected(text, spans, expectation)
     values = json.loads((place / "values.json").read_text(encoding="utf-8"))
     values["runs"][0]["value"] += 0.01
     (place / "values.json").write_text(json.dumps(values), encoding="utf-8")
-    own = expected_of(place)
-    assert len([*recompute.differences(text, own)]) >= 2
+    expectation = expected_of(place)
+    assert len([*recompute.differences(text, expectation)]) >= 2

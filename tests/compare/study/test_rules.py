@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs.written import study_file
+from runs.written import ALIKE, LOWER, SOONER, study_file
 
 from diffllm.compare.study.arms import StudyArm, StudyRun, Texts
 from diffllm.compare.study.decision import apply_rules
@@ -13,10 +13,11 @@ from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.statistics.gap_tests import holm
 
 NAN = math.nan
-LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+
+
 HIGHER = LOWER.replace("below", "above")
-SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
-ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+
+
 TREND = LOWER.replace("difference", "trend, over: tokens")
 WITH_MARGIN = LOWER.replace("}", ", margin: 0.02}")
 ACCURACY = {"metric": "tasks/mqar"}
@@ -71,23 +72,53 @@ def noise(n, sd=0.01, seed=0):
     return np.random.default_rng(seed).normal(0, sd, n)
 
 
+HALF, BETTER = [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
+
+
+@pytest.mark.parametrize(
+    ("rule", "v2", "verdict"),
+    [
+        (LOWER, BETTER, "shown"),
+        (LOWER, [4.50, 4.512, 4.489], "refuted"),
+        (LOWER, [4.30, 4.50, 4.40], "underpowered"),
+        (LOWER, [4.401, 4.409, 4.391], "underpowered"),
+        (ALIKE, [4.401, 4.409, 4.391], "equivalent"),
+        (ALIKE, BETTER, "refuted"),
+        (ALIKE, [4.30, 4.50, 4.40], "underpowered"),
+        (LOWER.replace("below: 0.0", "below: -0.2"), BETTER, "refuted"),
+        # Zero variance shows nothing and is no error.
+        (LOWER, [loss - 0.1 for loss in HALF], "underpowered"),
+        (LOWER, [loss + 0.1 for loss in HALF], "underpowered"),
+        (LOWER, HALF, "underpowered"),
+        (ALIKE, HALF, "equivalent"),
+        # A diverged run is an outcome.
+        (LOWER, [4.30, 4.312, NAN], "underpowered"),
+        (LOWER, [NAN, NAN], "refuted"),
+        (ALIKE, [4.401, 4.409, NAN], "underpowered"),
+    ],
+)
+def test_verdict_depends_on_mean_gap_and_variance_over_seeds(tmp_path, rule, v2, verdict):
+    (tested,) = decided(tmp_path, rule, two(v2, HALF))
+    assert tested.verdict == verdict, tested.reason
+
+
 def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     arms = [timed("v2", [200, 300, 300]), timed("half", [600, 700, None])]
-    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert found.showing.p == pytest.approx(1 / 20)
-    assert found.verdict == "underpowered", "p of 3 against 3 seeds is never below 0.05"
+    (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert tested.showing.p == pytest.approx(1 / 20)
+    assert tested.verdict == "underpowered", "p of 3 against 3 seeds is never below 0.05"
     arms = [timed("v2", [200, 300, 300, 400]), timed("half", [600, 700, None, 900])]
-    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.showing.p) == ("shown", pytest.approx(1 / 70))
-    (found,) = decided(tmp_path, SOONER.replace("v2, against: half", "half, against: v2"), arms,
+    (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (tested.verdict, tested.showing.p) == ("shown", pytest.approx(1 / 70))
+    (tested,) = decided(tmp_path, SOONER.replace("v2, against: half", "half, against: v2"), arms,
                        **ACCURACY)  # fmt: skip
-    assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
+    assert (tested.verdict, tested.refuting.p) == ("refuted", pytest.approx(1 / 70))
 
 
 def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path):
     arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
-    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.showing.p) == ("underpowered", 1)
+    (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (tested.verdict, tested.showing.p) == ("underpowered", 1)
 
 
 def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
@@ -95,11 +126,11 @@ def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
         timed("v2", [200, 300, 400, 500, 600] * 2),
         timed("half", [300, 500, 700, 900, None] * 2),
     ]
-    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     for arm in arms:
         arm.runs.sort(key=lambda run: run.seed % 3)
     (again,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert again.showing.p == found.showing.p
+    assert again.showing.p == tested.showing.p
 
 
 def test_log_rank_test_censors_diverged_run_despite_reached_accuracy(tmp_path):
@@ -125,9 +156,9 @@ def test_difference_rule_is_underpowered_if_better_arm_has_more_diverged_runs(
     (clear,) = decided(tmp_path, rule, two(v2, half), metric=metric)
     assert clear.verdict == "shown"
     v2[:2] = NAN
-    (found,) = decided(tmp_path, rule, two(v2, half), metric=metric)
-    assert found.verdict == "underpowered"
-    assert "2 of 8 runs of v2 and 0 of 8 of half diverged" in found.reason
+    (tested,) = decided(tmp_path, rule, two(v2, half), metric=metric)
+    assert tested.verdict == "underpowered"
+    assert "2 of 8 runs of v2 and 0 of 8 of half diverged" in tested.reason
     against = rule.replace("v2, against: half", "half, against: v2")
     opposite = against.replace("below", "up").replace("above", "below").replace("up", "above")
     (other,) = decided(tmp_path, opposite, two(v2, half), metric=metric)
@@ -146,14 +177,14 @@ def test_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path, rule, me
                 zip(("v2", "half"), values, (200, 800), strict=True)
             )
         ]
-        (found,) = decided(tmp_path, rule, arms, metric=metric)
-        assert found.verdict == "underpowered", found.reason
+        (tested,) = decided(tmp_path, rule, arms, metric=metric)
+        assert tested.verdict == "underpowered", tested.reason
 
 
 def test_log_rank_rule_is_underpowered_if_faster_arm_has_more_diverged_runs(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
-    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, found.showing.p) == ("underpowered", 1)
+    (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (tested.verdict, tested.showing.p) == ("underpowered", 1)
     (same,) = decided(tmp_path, SOONER, [timed("v2", [100] * 7 + [None]), arms[1]], **ACCURACY)
     assert same.verdict == "shown", "without divergence the same times decide"
 
@@ -175,10 +206,10 @@ def test_arm_with_only_diverged_runs_counts_as_worse_arm(
     tmp_path, metric, rule, v2_diverges, verdict
 ):
     arms = [[NAN] * 4, list(4 + noise(4))]
-    (found,) = decided(tmp_path, rule, two(*(arms if v2_diverges else arms[::-1])), metric=metric)
-    assert found.verdict == verdict, found.reason
+    (tested,) = decided(tmp_path, rule, two(*(arms if v2_diverges else arms[::-1])), metric=metric)
+    assert tested.verdict == verdict, tested.reason
     if verdict != "underpowered":
-        assert found.reason.startswith("4 of 4 runs" if v2_diverges else "0 of 4 runs of v2 and 4")
+        assert tested.reason.startswith("4 of 4 runs" if v2_diverges else "0 of 4 runs of v2 and 4")
 
 
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
@@ -186,13 +217,13 @@ def test_verdict_of_difference_rule_matches_confidence_bounds(tmp_path, shift):
     half = 4 + noise(8)
     arms = two(half + shift + noise(8, 0.006, seed=3), half)
     for rule in (LOWER, HIGHER):
-        (found,) = decided(tmp_path, rule, arms)
-        low, high = found.bounds
+        (tested,) = decided(tmp_path, rule, arms)
+        low, high = tested.bounds
         excluded = (high < 0, low > 0) if rule == LOWER else (low > 0, high < 0)
-        assert (found.verdict == "shown", found.verdict == "refuted") == excluded
-        if found.verdict == "shown":
+        assert (tested.verdict == "shown", tested.verdict == "refuted") == excluded
+        if tested.verdict == "shown":
             word, bound = ("upper", high) if rule == LOWER else ("lower", low)
-            assert f"95% {word} bound {bound:+.4g}" in found.reason
+            assert f"95% {word} bound {bound:+.4g}" in tested.reason
 
 
 def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_path):
@@ -206,9 +237,9 @@ def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_pat
         LOWER.replace("half", "standard"),
         LOWER.replace("v2, against: half", "half, against: standard"),
     ]
-    found, *_ = decided(tmp_path, [LOWER, *others], arms)
-    assert found.adjusted["refuting"] == pytest.approx(3 * alone.refuting.p)
-    assert found.verdict == "underpowered"
+    tested, *_ = decided(tmp_path, [LOWER, *others], arms)
+    assert tested.adjusted["refuting"] == pytest.approx(3 * alone.refuting.p)
+    assert tested.verdict == "underpowered"
 
 
 @pytest.mark.parametrize(
@@ -226,41 +257,41 @@ def test_difference_rule_returns_expected_verdict_for_each_gap_size(tmp_path, sh
     half = 4 + noise(8)
     differences = noise(8, 0.003, seed=1)
     v2 = half + shift + differences - differences.mean()
-    (found,) = decided(tmp_path, rule, two(v2, half))
-    assert found.verdict == verdict, found.reason
+    (tested,) = decided(tmp_path, rule, two(v2, half))
+    assert tested.verdict == verdict, tested.reason
 
 
 def test_holm_correction_includes_rules_that_test_equivalence(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
-    found = decided(tmp_path, [ALIKE, LOWER], arms)
-    p_values = [each.showing.p for each in found]
-    assert [each.adjusted["showing"] for each in found] == holm(p_values)
-    assert found[1].adjusted["showing"] == 2 * found[1].showing.p
-    assert [each.verdict for each in found] == ["equivalent, not equal", "shown"]
+    tested = decided(tmp_path, [ALIKE, LOWER], arms)
+    p_values = [each.showing.p for each in tested]
+    assert [each.adjusted["showing"] for each in tested] == holm(p_values)
+    assert tested[1].adjusted["showing"] == 2 * tested[1].showing.p
+    assert [each.verdict for each in tested] == ["equivalent, not equal", "shown"]
 
 
 def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
     # One sign differs, so that 2 of 32 assignments of signs have a sum as large.
     differences = np.array([-0.03, -0.031, -0.029, -0.03, 0.0001, -0.03])
     half = 4 + noise(6)
-    (found,) = decided(tmp_path, LOWER, two(half + differences, half))
-    assert found.showing.exact == pytest.approx(2 / 64)
-    assert found.verdict == "shown"
+    (tested,) = decided(tmp_path, LOWER, two(half + differences, half))
+    assert tested.showing.exact == pytest.approx(2 / 64)
+    assert tested.verdict == "shown"
     others = [LOWER.replace("half", "standard")]
     arms = [*two(half + differences, half), forged("standard", half + differences + noise(6))]
-    found, _ = decided(tmp_path, [LOWER, *others], arms)
-    assert found.smallest == 1 / 64
-    assert found.adjusted["showing"] < 0.05 <= found.adjusted["showing_exact"]
-    assert found.verdict == "not robust"
-    assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
+    tested, _ = decided(tmp_path, [LOWER, *others], arms)
+    assert tested.smallest == 1 / 64
+    assert tested.adjusted["showing"] < 0.05 <= tested.adjusted["showing_exact"]
+    assert tested.verdict == "not robust"
+    assert "the sign-flip test does not confirm it (adjusted p 0.062)" in tested.reason
 
 
 def test_verdict_ignores_exact_test_if_seeds_are_too_few(tmp_path):
     half = 4 + noise(4)
-    (found,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
-    assert (found.smallest, found.showing.exact) == (1 / 16, 1 / 16)
-    assert found.verdict == "shown"
+    (tested,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
+    assert (tested.smallest, tested.showing.exact) == (1 / 16, 1 / 16)
+    assert tested.verdict == "shown"
 
 
 @pytest.mark.parametrize(
@@ -272,9 +303,9 @@ def test_equivalence_is_refuted_only_if_two_sided_exact_test_agrees(
 ):
     half, gaps = 4 + noise(seeds), 0.1 + noise(seeds, seed=1)
     gaps[0] = outlier
-    (found,) = decided(tmp_path, ALIKE, two(half + gaps, half))
-    assert found.adjusted["refuting"] < 0.05
-    assert found.verdict == verdict, found.reason
+    (tested,) = decided(tmp_path, ALIKE, two(half + gaps, half))
+    assert tested.adjusted["refuting"] < 0.05
+    assert tested.verdict == verdict, tested.reason
 
 
 def test_holm_correction_of_exact_tests_excludes_log_rank_rules(tmp_path):
@@ -284,9 +315,9 @@ def test_holm_correction_of_exact_tests_excludes_log_rank_rules(tmp_path):
         forged("v2", half + gaps, curves=reaching([200] * 5)),
         forged("half", half, curves=reaching([500] * 5)),
     ]
-    found, _ = decided(tmp_path, [HIGHER, SOONER], arms, **ACCURACY)
-    assert (found.smallest, found.adjusted["showing_exact"]) == (1 / 32, 2 / 32)
-    assert found.verdict == "not robust", found.reason
+    tested, _ = decided(tmp_path, [HIGHER, SOONER], arms, **ACCURACY)
+    assert (tested.smallest, tested.adjusted["showing_exact"]) == (1 / 32, 2 / 32)
+    assert tested.verdict == "not robust", tested.reason
 
 
 def documents(losses, texts, tokens):
@@ -317,47 +348,48 @@ def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds)
         if scale == "log":
             for arm in arms:
                 arm.seed_values.update({seed: math.log(x) for seed, x in arm.seed_values.items()})
-        (found,) = decided(tmp_path, LOWER, arms, scale=scale)
-        of_seeds = found.outcome.paired.error
-        assert found.gap.error == pytest.approx(math.hypot(of_seeds, found.gap.document_error))
+        (tested,) = decided(tmp_path, LOWER, arms, scale=scale)
+        of_seeds = tested.outcome.paired.error
+        assert tested.gap.error == pytest.approx(math.hypot(of_seeds, tested.gap.document_error))
         unit = 1 if scale == "linear" else 1 / 4
-        assert found.gap.document_error == pytest.approx(unit * sd / math.sqrt(24), rel=0.35)
-        assert (found.bounds[1] < 0) == (verdict == "shown")
-        assert found.verdict == verdict
-        assert "over documents and seeds" in found.reason
+        assert tested.gap.document_error == pytest.approx(unit * sd / math.sqrt(24), rel=0.35)
+        assert (tested.bounds[1] < 0) == (verdict == "shown")
+        assert tested.verdict == verdict
+        assert "over documents and seeds" in tested.reason
 
 
 def test_clear_gap_in_eight_rules_is_shown_over_documents(tmp_path):
     arms = with_documents(-0.5, 0.1, n=200)
-    found = decided(tmp_path, [LOWER] * 8, arms)
-    assert [each.verdict for each in found] == ["shown"] * 8
+    tested = decided(tmp_path, [LOWER] * 8, arms)
+    assert [each.verdict for each in tested] == ["shown"] * 8
 
 
 def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
-        (found,) = decided(tmp_path, ALIKE, with_documents(0.0, sd))
-        assert found.verdict == verdict
-        low, high = found.bounds
+        (tested,) = decided(tmp_path, ALIKE, with_documents(0.0, sd))
+        assert tested.verdict == verdict
+        low, high = tested.bounds
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_bounds_omit_documents_if_any_run_lacks_document_losses(tmp_path):
-    v2, half = with_documents(-0.1, 0.2, seeds=9)
-    half.runs[8] = replace(half.runs[8], texts=None)
-    (found,) = decided(tmp_path, LOWER, [v2, half])
-    assert (found.verdict, found.gap.document_error) == ("shown", None)
-    assert "because these runs have no losses of documents: run-seed8" in found.reason
-
-
-def test_bounds_omit_documents_if_arms_were_measured_on_different_documents(tmp_path):
+@pytest.mark.parametrize(
+    ("reason", "lacks_losses"),
+    [
+        ("these runs have no losses of documents: run-seed8", True),
+        ("the runs were measured on different documents", False),
+    ],
+)
+def test_bounds_omit_different_or_missing_documents(tmp_path, reason, lacks_losses):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     for i, run in enumerate(half.runs):
-        texts = [number + 1 for number in run.texts.texts]
-        half.runs[i] = replace(run, texts=replace(run.texts, texts=texts))
-    (found,) = decided(tmp_path, LOWER, [v2, half])
-    assert found.gap.document_error is None
-    omitted = "the bounds omit documents, because the runs were measured on different documents"
-    assert found.reason.count(omitted) == 1
+        texts = replace(run.texts, texts=[number + 1 for number in run.texts.texts])
+        if not lacks_losses:
+            half.runs[i] = replace(run, texts=texts)
+    if lacks_losses:
+        half.runs[8] = replace(half.runs[8], texts=None)
+    (tested,) = decided(tmp_path, LOWER, [v2, half])
+    assert (tested.verdict, tested.gap.document_error) == ("shown", None)
+    assert tested.reason.count(f"because {reason}") == 1
 
 
 def test_bounds_of_gap_between_shares_end_at_possible_values(tmp_path):
@@ -388,27 +420,27 @@ def test_verdict_is_not_decidable_if_both_arms_are_at_chance_or_ceiling(
     ]
     if verdict == "not decidable":
         arms[0].seed_values.update({seed: x - 0.002 for seed, x in arms[0].finite_values.items()})
-    (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
-    assert found.verdict == verdict, found.reason
+    (tested,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert tested.verdict == verdict, tested.reason
     if verdict == "not decidable":
-        assert ("chance (0.200)" if v2 < 0.5 else "ceiling") in found.reason
+        assert ("chance (0.200)" if v2 < 0.5 else "ceiling") in tested.reason
 
 
 @pytest.mark.parametrize("half", [0.2, 0.998])
 def test_accuracy_rule_is_refuted_if_all_runs_of_favoured_arm_diverge(tmp_path, half):
     arms = two([NAN] * 5, half + noise(5, 0.001), chance=0.2)
-    (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
-    assert found.verdict == "refuted", found.reason
+    (tested,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert tested.verdict == "refuted", tested.reason
 
 
 def test_run_whose_final_metric_is_not_finite_counts_as_diverged(tmp_path):
     arms = [timed("v2", [200] * 8), timed("half", [800] * 8)]
     arms[0].runs[0] = replace(arms[0].runs[0], value=None)
     arms[0].seed_values[0] = None
-    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (found.verdict, arms[0].diverged) == ("underpowered", 1)
-    assert "7 of 8 runs of v2 reach it" in found.reason
-    assert "1 of 8 runs of v2 and 0 of 8 of half diverged" in found.reason
+    (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (tested.verdict, arms[0].diverged) == ("underpowered", 1)
+    assert "7 of 8 runs of v2 reach it" in tested.reason
+    assert "1 of 8 runs of v2 and 0 of 8 of half diverged" in tested.reason
 
 
 @pytest.mark.parametrize("lost", ["v2", "half", None])
@@ -420,11 +452,11 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
         value = None if arm.label == lost else 3.0
         arm.runs.extend([replace(run, value=value, loss=value) for run in arm.runs])
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
-    (found,) = decided(tmp_path, rule, arms, **sweep)
+    (tested,) = decided(tmp_path, rule, arms, **sweep)
     worse = {LOWER: "half", HIGHER: "v2", ALIKE: None}[rule]
     verdict = "equivalent" if rule == ALIKE else "shown"
-    assert found.verdict == (verdict if lost in (None, worse) else "underpowered"), found.reason
-    assert ("5 of 10 " in found.reason) == (lost is not None)
+    assert tested.verdict == (verdict if lost in (None, worse) else "underpowered"), tested.reason
+    assert ("5 of 10 " in tested.reason) == (lost is not None)
 
 
 @pytest.mark.parametrize(
@@ -440,17 +472,17 @@ def test_lr_sensitivity_rule_is_underpowered_if_better_arm_diverges(tmp_path, ru
 def test_removed_rule_of_saved_study_is_no_longer_judged(tmp_path, rule, more, replacement):
     half = 4 + noise(8)
     arms = [*two(half - 0.1 + noise(8, 0.001, seed=1), half), forged("standard", half + 0.1)]
-    (found,) = decided(tmp_path, rule, arms, **more)
-    assert (found.verdict, found.gap) == ("no longer judged", None)
-    assert replacement in found.reason
+    (tested,) = decided(tmp_path, rule, arms, **more)
+    assert (tested.verdict, tested.gap) == ("no longer judged", None)
+    assert replacement in tested.reason
 
 
 def test_holm_correction_counts_removed_rules_of_saved_study(tmp_path):
     half = 4 + noise(8)
     arms = two(half - 0.1 + noise(8, 0.001, seed=1), half)
-    found, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
-    assert (found.verdict, removed.verdict) == ("shown", "no longer judged")
-    assert found.adjusted["showing"] == pytest.approx(2 * found.showing.p)
+    tested, removed = decided(tmp_path, [LOWER, LOWER.replace("}", ", at: flops}")], arms)
+    assert (tested.verdict, removed.verdict) == ("shown", "no longer judged")
+    assert tested.adjusted["showing"] == pytest.approx(2 * tested.showing.p)
 
 
 def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
@@ -460,6 +492,6 @@ def test_lr_sensitivity_rule_names_arm_that_is_worse_at_best_rate(tmp_path):
         first, second = ([replace(run, loss=x, lr=x) for run in arm.runs] for x in losses)
         arm.runs[:] = [*first, *second]
     sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
-    (found,) = decided(tmp_path, LOWER, arms, **sweep)
-    assert found.verdict == "shown"
-    assert "loss at the best learning rate: v2 6.5, half 4.2 (v2 is worse)" in found.reason
+    (tested,) = decided(tmp_path, LOWER, arms, **sweep)
+    assert tested.verdict == "shown"
+    assert "loss at the best learning rate: v2 6.5, half 4.2 (v2 is worse)" in tested.reason

@@ -1,9 +1,7 @@
 """The hash of a study in its runs, and the edits that it detects."""
 
-import json
-
 import pytest
-from runs.written import study_file, write_arms
+from runs.written import LOWER, TWO_ARMS, edit_json, edit_text, study_file, write_arms, write_lines
 
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.study_hash import planned_digests, study_hash
@@ -12,27 +10,20 @@ from diffllm.config.plugins import config_directory
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 
-LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 LOSSES = {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]}
-ARMS = {
-    "arms": "{half: [attention=standard_half_context], v2: [attention=diff_v2]}",
-    "baseline": "half",
-}
 
 
 @pytest.fixture
 def written(tmp_path):
     """A study whose runs have ended, and their directory."""
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", LOSSES)
     return study, tmp_path / "out"
 
 
 def edit(out, old, new, names="*"):
     for file in out.glob(f"{names}/config.yaml"):
-        text = file.read_text(encoding="utf-8")
-        assert old in text
-        file.write_text(text.replace(old, new), encoding="utf-8")
+        edit_text(file, old, new)
 
 
 def test_all_runs_and_verdict_store_same_study_hash(written):
@@ -60,17 +51,17 @@ def test_planned_hash_of_committed_study_keeps_its_value(name, prefix):
 def test_verdict_is_exploratory_if_runs_have_only_hash_of_study_file(written):
     study, out = written
     edit(out, judge(study, out).numbers()["study_hash"], study.hash)
-    found = judge(study, out)
-    assert (found.verdict, found.would_be) == ("exploratory", "shown")
+    verdict = judge(study, out)
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
 
 
 def test_new_config_key_with_default_value_does_not_change_study_hash(written):
     study, out = written
     before = judge(study, out).numbers()["study_hash"]
     edit(out, "  clip_norm: 1.0\n", "")  # as if an older version without the key had written it
-    found = judge(study, out)
-    assert found.verdict == "shown", found.reasons
-    assert found.numbers()["study_hash"] == before
+    verdict = judge(study, out)
+    assert verdict.verdict == "shown", verdict.reasons
+    assert verdict.numbers()["study_hash"] == before
 
 
 @pytest.mark.parametrize(
@@ -83,10 +74,10 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(written):
 def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, said):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
-    found = judge(study, out)
-    assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
+    verdict = judge(study, out)
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
     reason = f"v2-seed1 is not the run of the study: {said}; runs that differ from the study: 2"
-    assert reason in found.reasons
+    assert reason in verdict.reasons
 
 
 @pytest.mark.parametrize(
@@ -94,21 +85,16 @@ def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old
     [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
 )
 def test_error_about_missing_metric_mentions_the_run_and_the_file(tmp_path, metric, file):
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, metric=metric)
-    out = tmp_path / "out"
+    study, out = (
+        study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS, metric=metric),
+        tmp_path / "out",
+    )
     write_arms(study, out, LOSSES)
     for path in out.iterdir():
         if path.name != "v2-seed1":
-            number = json.dumps({"step": 30, "tokens": 7680, "tasks/mqar": 0.5})
-            with open(path / "metrics.jsonl", "a", encoding="utf-8") as lines:
-                lines.write(f"{number}\n")
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-            (path / "summary.json").write_text(
-                json.dumps({**summary, metric: 1.0}), encoding="utf-8"
-            )
-    with pytest.raises(ConfigError) as caught:
+            write_lines(path, [{"step": 30, "tokens": 7680, "tasks/mqar": 0.5}])
+            edit_json(path / "summary.json", **{metric: 1.0})
+    message = f"arm v2, seed 1: {out}/v2-seed1/{file} has no {metric}; choose another metric"
+    with pytest.raises(ConfigError) as raised:
         judge(study, out)
-    assert (
-        str(caught.value)
-        == f"arm v2, seed 1: {out}/v2-seed1/{file} has no {metric}; choose another metric"
-    )
+    assert str(raised.value) == message

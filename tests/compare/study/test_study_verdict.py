@@ -6,15 +6,26 @@ import os
 from dataclasses import replace
 
 import pytest
-from runs.written import study_file, write_arms, write_ended, write_rates
+from runs.written import (
+    ALIKE,
+    LOWER,
+    SOONER,
+    TWO_ARMS,
+    edit_json,
+    edit_text,
+    study_file,
+    write_arms,
+    write_ended,
+    write_lines,
+    write_rates,
+)
 from tiers import slow_but
 
 from diffllm.cli import main
 from diffllm.compare.arms.sentences import clock
 from diffllm.compare.study import planned_runs
-from diffllm.compare.study.arms import StudyArm, lr_sensitivity
+from diffllm.compare.study.arms import lr_sensitivity
 from diffllm.compare.study.costs import costs
-from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import (
     choose_rates,
@@ -31,94 +42,26 @@ from diffllm.config.plugins import config_directory
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 
-LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
-ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
-STANDARD, HALF, BETTER = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
+HALF, BETTER = [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
 RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
 NAN = math.nan
 STUDIES = config_directory() / "study"
-TWO = {
-    "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "
-    "v2: [attention=diff_v2]}",
-    "baseline": "half",
-}
-
-
-def decided(tmp_path, rule, v2, half=HALF, **more):
-    """The rules of a study tested on these numbers, without runs."""
-    study = study_file(tmp_path / "study.yaml", rule, **more)
-    values = {"standard": STANDARD, "half": half, "v2": v2}
-    arms = {
-        name: StudyArm(name, {i: None if math.isnan(x) else x for i, x in enumerate(found)})
-        for name, found in values.items()
-    }
-    return apply_rules(study, arms)
 
 
 def judged(tmp_path, rule, v2, half=HALF, **more):
     """The verdict on runs of two arms that ended with these losses."""
-    study = study_file(tmp_path / "study.yaml", rule, **TWO, **more)
+    study = study_file(tmp_path / "study.yaml", rule, **TWO_ARMS, **more)
     write_arms(study, tmp_path / "out", {"half": half, "v2": v2})
     return judge(study, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("rule", "v2", "verdict"),
-    [
-        (LOWER, BETTER, "shown"),
-        (LOWER, [4.50, 4.512, 4.489], "refuted"),
-        (LOWER, [4.30, 4.50, 4.40], "underpowered"),
-        (LOWER, [4.401, 4.409, 4.391], "underpowered"),
-        (ALIKE, [4.401, 4.409, 4.391], "equivalent"),
-        (ALIKE, BETTER, "refuted"),
-        (ALIKE, [4.30, 4.50, 4.40], "underpowered"),
-        (LOWER.replace("below", "above"), [4.50, 4.512, 4.489], "shown"),
-        (LOWER.replace("below", "above"), BETTER, "refuted"),
-        (LOWER.replace("below: 0.0", "below: -0.2"), BETTER, "refuted"),
-        # zero variance shows nothing and is no error
-        (LOWER, [loss - 0.1 for loss in HALF], "underpowered"),
-        (LOWER, [loss + 0.1 for loss in HALF], "underpowered"),
-        (LOWER, HALF, "underpowered"),
-        (ALIKE, HALF, "equivalent"),
-        # a run that diverged is an outcome
-        (LOWER, [4.30, 4.312, NAN], "underpowered"),
-        (LOWER, [NAN, NAN], "refuted"),
-        (LOWER, [NAN, NAN, NAN], "refuted"),
-        (ALIKE, [4.401, 4.409, NAN], "underpowered"),
-    ],
-)
-def test_study_verdict_depends_on_mean_gap_and_variance_over_seeds(tmp_path, rule, v2, verdict):
-    (found,) = decided(tmp_path, rule, v2)
-    assert found.verdict == verdict, found.reason
-
-
-def test_claim_of_lower_loss_is_refuted_if_all_runs_of_arm_diverge(tmp_path):
-    half = [*HALF, 4.4, 4.41]
-    (found,) = decided(tmp_path, LOWER, [NAN] * 5, half)
-    assert found.verdict == "refuted"
-    assert "5 of 5 runs of v2 and 0 of 5 of half diverged" in found.reason
-    (found,) = decided(tmp_path, LOWER, half, [NAN] * 5)
-    assert found.verdict == "shown"
-
-
 def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
-    found = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
-    assert found.verdict == found.would_be == "underpowered"
-    numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
+    verdict = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
+    assert verdict.verdict == verdict.would_be == "underpowered"
+    numbers = json.loads(json.dumps(verdict.numbers(), allow_nan=False))
     assert numbers["arms"]["v2"]["diverged"] == 1
     assert numbers["arms"]["v2"]["values"]["2"] is None
     assert "1 of 3 runs of v2" in numbers["reasons"][0]
-
-
-def test_p_value_is_adjusted_if_study_has_several_rules(tmp_path):
-    v2 = [4.37, 4.385, 4.355]
-    (alone,) = decided(tmp_path, LOWER, v2)
-    assert alone.showing.p == pytest.approx(alone.adjusted["showing"])
-    also = "[{kind: difference, arm: v2, against: standard, below: 0.0}, " + ALIKE + "]"
-    three = decided(tmp_path, LOWER, v2, also=also)
-    assert three[0].showing.p == pytest.approx(alone.showing.p)
-    assert three[0].adjusted["showing"] == pytest.approx(2 * alone.showing.p)
-    assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
 @pytest.mark.fast_cases(1)
@@ -132,65 +75,53 @@ def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
 ):
     monkeypatch.chdir(tmp_path)
     judged(tmp_path, LOWER, BETTER)
+    documents, tokens = counts
     for file in tmp_path.glob("out/*/summary.json"):
-        measured = dict(zip(("heldout_documents", "heldout_tokens"), counts, strict=True))
-        file.write_text(
-            json.dumps({**json.loads(file.read_text(encoding="utf-8")), **measured}),
-            encoding="utf-8",
-        )
+        edit_json(file, heldout_documents=documents, heldout_tokens=tokens)
     assert main(words) == 0
-    shown = [" ".join(capsys.readouterr().out.split())]
-    shown += [
-        " ".join(page.read_text(encoding="utf-8").split()) for page in tmp_path.glob("out/*.html")
-    ]
-    thin = f"held-out text: only {counts[0]} documents and {counts[1]:,} tokens (minimum: 20 "
-    for text in shown:
-        assert (text.count(thin), text.count("increase data.heldout_fraction")) == (
-            (0, 0) if counts == (20, 50_000) else (1, 1)
-        )
+    pages = [page.read_text(encoding="utf-8") for page in tmp_path.glob("out/*.html")]
+    warning = f"held-out text: only {documents} documents and {tokens:,} tokens (minimum: 20 "
+    expected_count = 0 if counts == (20, 50_000) else 1
+    for shown in (capsys.readouterr().out, *pages):
+        text = " ".join(shown.split())
+        assert text.count(warning) == expected_count
+        assert text.count("increase data.heldout_fraction") == expected_count
 
 
 def judge_edited(tmp_path, old, new):
     """Judge the runs in tmp_path/out by their study file with `old` replaced."""
-    path = tmp_path / "study.yaml"
-    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-    return judge(load_study(path), tmp_path / "out")
+    edit_text(tmp_path / "study.yaml", old, new)
+    return judge(load_study(tmp_path / "study.yaml"), tmp_path / "out")
 
 
 def test_verdict_of_saved_study_names_replacement_of_margin(tmp_path):
     rule = LOWER.replace("}", ", margin: 0.02}")
-    found = judged(tmp_path, rule, BETTER, also=f"[{rule}]")
-    assert found.verdict == "shown"
-    notes = [reason for reason in found.reasons if "margin=0.02 has no effect" in reason]
+    verdict = judged(tmp_path, rule, BETTER, also=f"[{rule}]")
+    assert verdict.verdict == "shown"
+    notes = [reason for reason in verdict.reasons if "margin=0.02 has no effect" in reason]
     assert len(notes) == 1
-    assert verdict_page(found).markdown().count("add a rule with kind=equivalence to also") == 1
+    assert verdict_page(verdict).markdown().count("add a rule with kind=equivalence to also") == 1
 
 
 def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     judged(tmp_path, LOWER, BETTER)
-    found = judge_edited(tmp_path, "below: 0.0", "below: -0.05")
-    assert (found.verdict, found.would_be) == ("exploratory", "shown")
-    assert "6 of 6 runs began under another version of study.yaml" in found.reasons[0]
-    found = judge_edited(tmp_path, "arm: v2, against: half", "arm: half, against: v2")
-    assert found.would_be == "refuted"
-
-
-def test_exploratory_verdict_mentions_edited_config_key(tmp_path):
-    judged(tmp_path, LOWER, BETTER)
-    found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
-    assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
-    assert any("context_scale is 0.5, not 0.25" in reason for reason in found.reasons)
+    verdict = judge_edited(tmp_path, "below: 0.0", "below: -0.05")
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
+    assert "6 of 6 runs began under another version of study.yaml" in verdict.reasons[0]
+    verdict = judge_edited(tmp_path, "arm: v2, against: half", "arm: half, against: v2")
+    assert verdict.would_be == "refuted"
+    assert "p of the opposite claim" in verdict_page(verdict).markdown()
 
 
 def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
-    found = judged(tmp_path, LOWER, [4.30, 4.312])
-    assert (found.verdict, found.would_be) == ("exploratory", "shown")
-    assert "1 run has not ended: v2-seed2" in found.reasons[0]
-    assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
+    verdict = judged(tmp_path, LOWER, [4.30, 4.312])
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
+    assert "1 run has not ended: v2-seed2" in verdict.reasons[0]
+    assert [run.name for run in next_runs(verdict.study, tmp_path / "out")] == ["v2-seed2"]
 
 
 def test_config_of_planned_matches_load_config(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **TWO, lr=RATES)
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS, lr=RATES)
     for arm in study.arms:
         (planned,) = planned_runs.deciding_runs(study, arm, 2**40, 0.3)
         cfg = planned_runs.config_of_planned(planned)
@@ -205,7 +136,6 @@ NOTE = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
 @pytest.mark.parametrize(
     ("half", "v2", "reason"),
     [
-        ({}, {"corpus": "d1" * 32}, "arms differ in corpus: c0c0c0c0 in half; d1d1d1d1 in v2"),
         ({"corpus_note": NOTE}, {"corpus_note": NOTE}, f"corpus: {NOTE}"),
         (
             {"plugin_code": {"own": "1a"}},
@@ -215,16 +145,16 @@ NOTE = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
     ],
 )
 def test_verdict_is_not_comparable_if_data_or_code_of_runs_differs(tmp_path, half, v2, reason):
-    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", {"half": HALF}, **half)
     write_arms(study, tmp_path / "out", {"v2": BETTER}, **v2)
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == "not comparable"
-    assert found.reasons[0].startswith(reason)
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == "not comparable"
+    assert verdict.reasons[0].startswith(reason)
 
 
 def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
     (tmp_path / "out" / "sweep.json").write_text(
         '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
@@ -238,43 +168,36 @@ def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
 def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     study = judged(tmp_path, LOWER, BETTER).study
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("", encoding="utf-8")
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == "not comparable"
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == "not comparable"
     assert (
-        "v2-seed0 is not the run of the study: its config changed during the run" in found.reasons
+        "v2-seed0 is not the run of the study: its config changed during the run" in verdict.reasons
     )
-    assert "\n\nNot comparable; the runs alone give: held" in verdict_page(found).markdown()
-
-
-def test_study_raises_error_if_runs_have_not_logged_the_metric(tmp_path):
-    found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
-    assert found.verdict == "underpowered", "3 everywhere"
-    assert found.arms[0].seed_values == {0: 3.0, 1: 3.0, 2: 3.0}
-    (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match="has no hidden_kurtosis; choose another metric"):
-        judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
+    assert "\n\nNot comparable; the runs alone give: held" in verdict_page(verdict).markdown()
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity"])
 def test_run_with_layer_that_is_not_finite_has_no_smallest_outlier(tmp_path, number):
-    found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1", seeds="[0, 1, 2]")
+    study = judged(tmp_path, LOWER, BETTER, metric="hidden_top1").study
     for seed, value in enumerate((2.9, 2.91, 2.89)):
         file = tmp_path / f"out/v2-seed{seed}/metrics.jsonl"
         layers = f'"hidden_top1/layer_00": {value}, "hidden_top1/layer_01": {number}'
         file.write_text(f'{{"step": 20, "tokens": 5120, {layers}}}\n', encoding="utf-8")
-    found = judge(found.study, tmp_path / "out")
-    assert found.verdict == "underpowered", found.reasons
-    assert found.arms[1].seed_values == {0: None, 1: None, 2: None}
-    assert "3 of 3 runs of v2 and 0 of 3 of half diverged" in found.reasons[0]
+    verdict = judge(study, tmp_path / "out")
+    assert verdict.verdict == "underpowered", verdict.reasons
+    half, v2 = verdict.arms
+    assert half.seed_values == {0: 3.0, 1: 3.0, 2: 3.0}
+    assert v2.seed_values == {0: None, 1: None, 2: None}
+    assert "3 of 3 runs of v2 and 0 of 3 of half diverged" in verdict.reasons[0]
 
 
 def test_study_reports_gap_as_ratio_if_scale_is_logarithmic(tmp_path):
     rule = LOWER.replace("below: 0.0", "below: -0.01")
-    found = judged(tmp_path, rule, BETTER, scale="log")
-    assert found.verdict == "shown"
+    verdict = judged(tmp_path, rule, BETTER, scale="log")
+    assert verdict.verdict == "shown"
     mean = sum(math.log(a / b) for a, b in zip(BETTER, HALF, strict=True)) / 3
-    assert found.tested[0].gap.mean == pytest.approx(mean)
-    text = verdict_page(found).markdown()
+    assert verdict.tested[0].gap.mean == pytest.approx(mean)
+    text = verdict_page(verdict).markdown()
     assert f"a ratio of {math.exp(mean):.3g} (" in text
     assert "log heldout_loss of v2 minus" in text
 
@@ -283,7 +206,7 @@ def test_study_reports_gap_as_ratio_if_scale_is_logarithmic(tmp_path):
 
 
 def test_study_tunes_learning_rate_with_separate_seeds(tmp_path):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS), tmp_path / "out"
     names = [run.name for run in next_runs(study, out)]
     assert len(names) == 2 * 3
     assert names[0] == "rates/half-lr0.001-seed100"
@@ -306,47 +229,45 @@ def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_
     write_rates(study, out, "v2", {0.0005: 4.85})
     assert chosen(study, "v2", out).lr == 0.001
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
-    found = chosen(study, "half", out)
-    assert (found.lr, found.problem) == (0.008, "the best is the largest of the grid")
+    verdict = chosen(study, "half", out)
+    assert (verdict.lr, verdict.problem) == (0.008, "the best is the largest of the grid")
     write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     assert chosen(study, "standard", out).problem == "every learning rate diverged"
 
 
 @pytest.mark.parametrize("change", ["config", "corpus"])
 def test_verdict_is_not_comparable_if_run_of_grid_differs_from_study(tmp_path, change):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
     for run in next_runs(study, out):
         write_ended(study, run, out, (4.4 if run.arm == "half" else 4.3) + 0.01 * run.seed**2)
     assert judge(study, out).verdict != "not comparable"
-    strayed = out / "rates" / "v2-lr0.002-seed100"
+    rate_run = out / "rates" / "v2-lr0.002-seed100"
     if change == "config":
-        text = (strayed / "config.yaml").read_text(encoding="utf-8")
-        assert "clip_norm: 1.0" in text
-        text = text.replace("clip_norm: 1.0", "clip_norm: 2.0")
-        (strayed / "config.yaml").write_text(text, encoding="utf-8")
-        said = "optim.clip_norm is 2.0, not 1.0"
+        edit_text(rate_run / "config.yaml", "clip_norm: 1.0", "clip_norm: 2.0")
+        difference = "optim.clip_norm is 2.0, not 1.0"
     else:
-        facts = json.loads((strayed / "run.json").read_text(encoding="utf-8"))
-        facts["corpus"] = "d1" * 32
-        (strayed / "run.json").write_text(json.dumps(facts), encoding="utf-8")
-        said = "corpus is d1d1d1d1"
-    found = judge(study, out)
-    assert found.verdict == "not comparable", found.reasons
-    (reason,) = [text for text in found.reasons if text.startswith("learning rate of v2: ")]
+        edit_json(rate_run / "run.json", corpus="d1" * 32)
+        difference = "corpus is d1d1d1d1"
+    verdict = judge(study, out)
+    assert verdict.verdict == "not comparable", verdict.reasons
+    (reason,) = [text for text in verdict.reasons if text.startswith("learning rate of v2: ")]
     assert "rates/v2-lr0.002-seed100 is not the run of the study" in reason
-    assert said in reason
+    assert difference in reason
     file = tmp_path / "values.json"
-    file.write_text(values_text(study, found.evidence), encoding="utf-8")
-    assert judge_evidence(study, read_values(study, file)).reasons == found.reasons
+    file.write_text(values_text(study, verdict.evidence), encoding="utf-8")
+    assert judge_evidence(study, read_values(study, file)).reasons == verdict.reasons
 
 
 def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "an out"
+    study, out = (
+        study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS),
+        tmp_path / "an out",
+    )
     write_rates(study, out, "v2", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
     assert {run.arm for run in next_runs(study, out)} == {"half"}, "the other arms still run"
@@ -355,34 +276,34 @@ def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
     own = ["--config-dir", "my yamls", "plugins=[mine]"]
     status, _ = run_study(study, out, [], own)
     assert status == 1
-    said = capsys.readouterr().out
-    assert "arm v2 diverged at every learning rate (0.001, 0.002, 0.004)" in said
+    output = capsys.readouterr().out
+    assert "arm v2 diverged at every learning rate (0.001, 0.002, 0.004)" in output
     own_words = "--config-dir 'my yamls' 'plugins=[mine]'"
     command = f"diffllm study verdict {study.path} 'out={out}' {own_words}"
-    assert f"all other runs of {out} have ended: {command}" in said
+    assert f"all other runs of {out} have ended: {command}" in output
     assert judge(study, out).verdict == "exploratory"
 
 
 @pytest.mark.slow
 def test_verdict_is_not_comparable_if_largest_learning_rate_is_best(tmp_path):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
     for run in next_runs(study, out):
         write_ended(study, run, out, {"v2": 4.3}.get(run.arm, 4.4) + 0.001 * run.seed**2)
-    found = judge(study, out)
-    assert found.verdict == "not comparable"
-    assert found.reasons[0] == "learning rate of half: the best is the largest of the grid"
+    verdict = judge(study, out)
+    assert verdict.verdict == "not comparable"
+    assert verdict.reasons[0] == "learning rate of half: the best is the largest of the grid"
 
 
 # Written pages
 
 
 def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys):
-    found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
-    page = verdict_page(found)
+    verdict = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
+    page = verdict_page(verdict)
     html, text = page.html(), page.markdown()
-    assert html == verdict_page(found).html()
+    assert html == verdict_page(verdict).html()
     assert "with probability 0.9" in text
     assert "Gaps of the rules" in html
     sentence = (
@@ -418,8 +339,8 @@ def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
     }
     for arm, facts in sizes.items():
         write_arms(study, tmp_path / "out", {arm: HALF}, **facts, **known)
-    found = judge(study, tmp_path / "out")
-    text = verdict_page(found).markdown()
+    verdict = judge(study, tmp_path / "out")
+    text = verdict_page(verdict).markdown()
     assert "9 runs, seeds per arm: 3." in text
     assert text.count("| 10k | 60k | 5.12k | 0.51 |") == 2
     assert text.count("| 10.04k | 66k | 5.12k | 0.51 |") == 1
@@ -434,9 +355,9 @@ def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
 
 def test_verdict_figure_shows_only_gap_of_first_rule_of_two_arms(tmp_path):
     also = f"[{ALIKE[:-1]}, alpha: 0.01}}]"
-    found = judged(tmp_path, LOWER, BETTER, also=also)
-    (gap,) = gaps_of_pairs(found).values()
-    assert gap.interval == found.tested[0].bounds != found.tested[1].bounds
+    verdict = judged(tmp_path, LOWER, BETTER, also=also)
+    (gap,) = gaps_of_pairs(verdict).values()
+    assert gap.interval == verdict.tested[0].bounds != verdict.tested[1].bounds
 
 
 def test_lr_sensitivity_matches_hand_calculated_values():
@@ -450,25 +371,25 @@ def test_lr_sensitivity_matches_hand_calculated_values():
 @pytest.mark.slow
 def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     sweep = {"lr_sweep": "[1e-3, 2e-3, 4e-3]", "metric": "lr_sensitivity"}
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO, **sweep), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS, **sweep), tmp_path / "out"
     assert len(next_runs(study, out)) == 2 * 3 * 3
     noise = {0: 0.0, 1: 0.01, 2: -0.02}
     worst = {"half": [4.4, 4.6, NAN], "v2": [4.39, 4.4, 4.5]}
     for run in [run for run in next_runs(study, out) if run.name != "v2-lr0.004-seed2"]:
         place = [1e-3, 2e-3, 4e-3].index(run.lr)
         write_ended(study, run, out, worst[run.arm][place] + noise[run.seed] * (place + 1))
-    found = judge(study, out)
-    assert (found.verdict, found.would_be) == ("exploratory", "shown")
-    assert "v2-lr0.004-seed2" in found.reasons[0]
-    assert list(found.arms[1].seed_values) == [0, 1], (
+    verdict = judge(study, out)
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
+    assert "v2-lr0.004-seed2" in verdict.reasons[0]
+    assert list(verdict.arms[1].seed_values) == [0, 1], (
         "a seed counts once all of its rates have ended"
     )
 
     (last,) = next_runs(study, out)
     write_ended(study, last, out, 4.44)
-    found = judge(study, out)
-    assert found.verdict == "shown", found.reasons
-    half, v2 = found.numbers()["arms"].values()
+    verdict = judge(study, out)
+    assert verdict.verdict == "shown", verdict.reasons
+    half, v2 = verdict.numbers()["arms"].values()
     tiny = 2048
     expected = (4.41 + 4.62 + math.log(tiny)) / 3 - 4.41
     assert half["values"]["1"] == pytest.approx(expected)
@@ -476,8 +397,8 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     assert half["losses"]["half-lr0.004-seed0"] is None
     assert v2["values"]["0"] == pytest.approx(0.04)
     assert v2["lr"] is None
-    assert "0.001 to 0.004" in verdict_page(found).markdown()
-    json.dumps(found.numbers(), allow_nan=False)
+    assert "0.001 to 0.004" in verdict_page(verdict).markdown()
+    json.dumps(verdict.numbers(), allow_nan=False)
 
 
 def dry_run(study, out, capsys, *words):
@@ -486,11 +407,11 @@ def dry_run(study, out, capsys, *words):
 
 
 def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
     pilot = tmp_path / "pilot"
-    said = dry_run(study, out, capsys)
-    assert "6 runs. Left: 30.72k tokens" in said
-    assert "unknown time" in said
+    output = dry_run(study, out, capsys)
+    assert "6 runs. Left: 30.72k tokens" in output
+    assert "unknown time" in output
     assert not out.exists()
 
     write_arms(study, pilot, {"half": HALF})
@@ -508,12 +429,12 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
 
 
 def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
-    said = dry_run(study, out, capsys, "gpu=h100", "mfu=1e-6")
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
+    output = dry_run(study, out, capsys, "gpu=h100", "mfu=1e-6")
     arms = costs(study, out, [])
     seconds = sum(3 * (20 + arm.flops / 989.4e6) for arm in arms)
-    assert f"about {clock(seconds)} on one H100, one run after another" in said
-    assert "assumed, not measured: mfu=1e-06, 20 s to start each run" in said
+    assert f"about {clock(seconds)} on one H100, one run after another" in output
+    assert "assumed, not measured: mfu=1e-06, 20 s to start each run" in output
     assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", "gpu=k80"]) == 2
     assert "error: gpu=k80 is unknown; choose from GB200," in capsys.readouterr().err
     assert main(["study", "run", str(study.path), f"out={out}", "gpu=h100"]) == 2
@@ -523,35 +444,34 @@ def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys):
 
 
 def test_study_cost_estimate_depends_on_number_of_visible_keys(tmp_path):
+    def study_with(name, *words):
+        options = "".join(f", {word}" for word in words)
+        arms = f"{{half: [attention=standard{options}], v2: [attention=diff_v2{options}]}}"
+        return study_file(tmp_path / f"{name}.yaml", LOWER, arms=arms, baseline="half")
+
+    def flops_of(study, out):
+        return [arm.flops for arm in costs(study, out, [])]
+
+    def expected(visible_keys):
+        flops = []
+        for cfg in map(load_run_config, runs):
+            tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
+            flops.append(tokens * totals(cfg.model, visible_keys)["flops"])
+        return flops
+
+    out, empty = tmp_path / "out", tmp_path / "empty"
     masked = "data.mask_documents=true"
-
-    def cost(name, *words):
-        (tmp_path / name).mkdir()
-        more = "".join(f", {word}" for word in words)
-        arms = f"{{half: [attention=standard{more}], v2: [attention=diff_v2{more}]}}"
-        study = study_file(tmp_path / name / "study.yaml", LOWER, arms=arms, baseline="half")
-        return study, [each.flops for each in costs(study, tmp_path / name / "out", [])]
-
-    def expected(keys):
-        return [
-            each.steps * each.global_batch_size * each.seq_len * totals(each.model, keys)["flops"]
-            for each in map(load_run_config, runs)
-        ]
-
-    study, unstated = cost("unstated", masked)
-    out = tmp_path / "unstated" / "out"
+    study = study_with("unstated", masked)
     write_arms(study, out, {"half": [4.4], "v2": [4.3]})
     runs = [out / "half-seed0", out / "v2-seed0"]
-    assert unstated == cost("whole")[1] == expected(None)
-    assert cost("stated", masked, "data.visible_keys=3")[1] == expected(3)
+    assert flops_of(study, empty) == flops_of(study_with("whole"), empty) == expected(None)
+    stated = study_with("stated", masked, "data.visible_keys=3")
+    assert flops_of(stated, empty) == expected(3)
     for run in runs:
-        ended = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        (run / "summary.json").write_text(
-            json.dumps({**ended, "visible_keys": 5.0}), encoding="utf-8"
-        )
+        edit_json(run / "summary.json", visible_keys=5.0)
     measured = costs(study, out, [])
-    assert [each.flops for each in measured] == expected(5.0)
-    assert sum(each.seconds for each in measured) == pytest.approx(2 * 9, rel=0.1)
+    assert [arm.flops for arm in measured] == expected(5.0)
+    assert sum(arm.seconds for arm in measured) == pytest.approx(2 * 9, rel=0.1)
 
 
 WITH_REMOVED_RULES = {"damping_2": "margin=0.025 has no effect with kind=difference"}
@@ -572,58 +492,47 @@ def test_every_study_file_of_repository_passes_start_checks(tmp_path, name):
     assert study.power or study.metric.startswith("tasks/")  # of these no spread was known before
 
 
-SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
-
-
-def reaching(tmp_path, steps):
-    """The verdict on runs whose task reaches 0.95 after these steps, or never."""
-    seeds = str(list(range(len(steps["v2"]))))
-    study = study_file(tmp_path / "s.yaml", SOONER, **TWO, metric="tasks/mqar", seeds=seeds)
+def reaching(tmp_path, steps_by_arm):
+    """Return the verdict on runs whose task reaches 0.95 after these steps; None: never."""
+    seeds = str(list(range(5)))
+    study = study_file(tmp_path / "s.yaml", SOONER, **TWO_ARMS, metric="tasks/mqar", seeds=seeds)
     out = tmp_path / "out"
     write_arms(study, out, {arm: [4.4 + i / 100 for i in range(5)] for arm in study.arms})
-    for arm in study.arms:
-        for seed in study.seeds:
-            at = steps[arm][seed]
-            lines = [
-                {"step": step, "tokens": 256 * step, "tasks/mqar": 0.95 if at == step else 0.2}
-                for step in (5, 10, 15, 20)
-            ]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (out / f"{arm}-seed{seed}" / "metrics.jsonl").write_text(text, encoding="utf-8")
+    for arm, steps in steps_by_arm.items():
+        for seed, reached in enumerate(steps):
+            lines = []
+            for step in (5, 10, 15, 20):
+                accuracy = 0.95 if step == reached else 0.2
+                lines.append({"step": step, "tokens": 256 * step, "tasks/mqar": accuracy})
+            write_lines(out / f"{arm}-seed{seed}", lines)
     return judge(study, out)
 
 
-@pytest.mark.parametrize(
-    ("v2", "half", "verdict"),
-    [
-        ([5, 5, 10, 5, 5], [15, 20, None, 20, None], "shown"),
-        ([15, 20, None, 20, None], [5, 5, 10, 5, 5], "refuted"),
-        ([5, 20, 10, 15, None], [10, 15, 5, None, 20], "underpowered"),
-        ([None] * 5, [None] * 5, "underpowered"),
-    ],
-)
-def test_log_rank_rule_compares_arms_by_tokens_until_target_accuracy(tmp_path, v2, half, verdict):
-    found = reaching(tmp_path, {"v2": v2, "half": half})
-    assert found.verdict == verdict, found.reasons
-    count = sum(at is not None for at in v2)
-    assert f"{count} of 5 runs of v2 reach it" in found.reasons[0]
-    if verdict == "shown":
-        assert "runs of v2 reach it, half of them by 1.28k tokens" in found.reasons[0]
-    numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
+def test_log_rank_rule_compares_arms_by_tokens_until_target_accuracy(tmp_path):
+    verdict = reaching(tmp_path, {"v2": [5, 5, 10, 5, 5], "half": [15, 20, None, 20, None]})
+    assert verdict.verdict == "shown", verdict.reasons
+    assert "5 of 5 runs of v2 reach it, half of them by 1.28k tokens" in verdict.reasons[0]
+    numbers = json.loads(json.dumps(verdict.numbers(), allow_nan=False))
     assert numbers["rules"][0]["reaches"] == 0.9
     assert numbers["rules"][0]["gap"] is None
-    assert "Gaps of the rules" not in verdict_page(found).html()
+    assert "Gaps of the rules" not in verdict_page(verdict).html()
+
+
+def test_log_rank_rule_is_underpowered_if_no_run_reaches_the_target(tmp_path):
+    verdict = reaching(tmp_path, {"v2": [None] * 5, "half": [None] * 5})
+    assert verdict.verdict == "underpowered", verdict.reasons
+    assert "0 of 5 runs of v2 reach it" in verdict.reasons[0]
 
 
 def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):
-    study = study_file(tmp_path / "s.yaml", SOONER, **TWO, metric="tasks/mqar")
+    study = study_file(tmp_path / "s.yaml", SOONER, **TWO_ARMS, metric="tasks/mqar")
     out = tmp_path / "out"
     write_arms(study, out, {"v2": [4.4]})
     line = {"step": 20, "tokens": 5120, "tasks/mqar": 0.95}
     (out / "v2-seed0" / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    found = judge(study, out)
-    assert (found.verdict, found.would_be) == ("exploratory", "underpowered")
-    assert "0 of 0 runs of half reach it" in found.reasons[-1]
+    verdict = judge(study, out)
+    assert (verdict.verdict, verdict.would_be) == ("exploratory", "underpowered")
+    assert "0 of 0 runs of half reach it" in verdict.reasons[-1]
 
 
 @pytest.mark.slow
@@ -632,7 +541,7 @@ def test_judge_function_composes_config_only_once_per_arm(tmp_path, monkeypatch)
     for seeds in (4, 40):
         place = tmp_path / str(seeds)
         place.mkdir()
-        study = study_file(place / "study.yaml", LOWER, **TWO, seeds=str([*range(seeds)]))
+        study = study_file(place / "study.yaml", LOWER, **TWO_ARMS, seeds=str([*range(seeds)]))
         write_arms(
             study,
             place / "out",

@@ -1,13 +1,12 @@
 """Trends over parameters, the trend of the loss gap in training, and losses by position."""
 
-import json
 import math
 import re
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from runs.written import study_file, write_arms
+from runs.written import LOWER, study_file, write_arms, write_lines
 
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
@@ -21,7 +20,8 @@ from diffllm.evaluation.position import Position
 from diffllm.metrics.facts import RunFacts
 
 TREND = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
-BELOW = "{kind: difference, arm: v2, against: half, below: 0.0}"
+
+
 SIZES = (
     "{kind: trend, over: parameters, arm: v2_l, against: std_l, "
     "smaller: {v2_s: std_s, v2_m: std_m}, below: 0.0}"
@@ -203,14 +203,12 @@ def written(tmp_path, rule, **more):
                 }
                 for step, gap in gaps.items()
             ]  # fmt: skip
-            file = tmp_path / "out" / f"{name}-seed{seed}" / "metrics.jsonl"
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            write_lines(tmp_path / "out" / f"{name}-seed{seed}", lines)
     return study
 
 
-def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
-    difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
-    found = judge(written(tmp_path, difference), tmp_path / "out")
+def test_verdict_page_describes_trend_of_loss_gap_at_equal_tokens(tmp_path):
+    found = judge(written(tmp_path, LOWER), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
     said = (
         "The gap of v2 to half shrinks: +0.010 nats per token per doubling of tokens (95% interval "
@@ -219,21 +217,15 @@ def test_verdict_page_describes_trend_of_loss_gap_over_training(tmp_path):
     )
     assert verdict_page(found).markdown().count(said) == 1
     arms = {arm.label: arm for arm in found.arms}
-    assert trend_text(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
-
-
-def test_loss_trend_is_omitted_if_arms_train_on_different_numbers_of_tokens(tmp_path):
-    """Equal FLOPs or seconds mean that learning rates differ after equal tokens."""
-    study = written(tmp_path, BELOW)
-    arms = {arm.label: arm for arm in judge(study, tmp_path / "out").arms}
-    assert trend_text(study, arms)
+    assert trend_text(study_file(tmp_path / "b.yaml", LOWER, metric="train_loss"), arms) == ""
+    # Equal FLOPs or seconds mean that learning rates differ after equal tokens.
     longer = [replace(run, planned_tokens=2 * run.planned_tokens) for run in arms["half"].runs]
     arms["half"] = replace(arms["half"], runs=longer)
-    assert trend_text(study, arms) == ""
+    assert trend_text(found.study, arms) == ""
 
 
 def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
-    study, out = written(tmp_path, BELOW, metric="position/4"), tmp_path / "out"
+    study, out = written(tmp_path, LOWER, metric="position/4"), tmp_path / "out"
     for name in ("standard", "half", "v2"):
         for seed, noise in enumerate(NOISE):
             slope = (name == "v2") * (-0.01 + noise)
@@ -270,7 +262,7 @@ def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
 
 
 def test_metric_by_position_needs_documents_of_this_length(tmp_path):
-    study, out = written(tmp_path, BELOW, metric="position/64"), tmp_path / "out"
+    study, out = written(tmp_path, LOWER, metric="position/64"), tmp_path / "out"
     for name in ("standard", "half", "v2"):
         for seed in range(5):
             file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
@@ -289,4 +281,4 @@ def test_metric_by_position_needs_documents_of_this_length(tmp_path):
 )
 def test_metric_by_position_must_name_an_octave(tmp_path, metric, said):
     with pytest.raises(ConfigError, match=said):
-        study_file(tmp_path / "study.yaml", BELOW, metric=metric)
+        study_file(tmp_path / "study.yaml", LOWER, metric=metric)
