@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -120,11 +120,6 @@ def arms_of_sweep(words: list[str]) -> dict[str, RunPlan]:
     return arms
 
 
-def turn_order(names: Sequence[str], round_number: int) -> list[str]:
-    """Return the order of the arms in a round, counted from 1: even rounds are reversed."""
-    return list(names) if round_number % 2 else list(reversed(names))
-
-
 def turn_words(arm: RunPlan, turns: Turns, world_size: int) -> list[str]:
     """Return the overrides of a turn: the arm's overrides, with few steps and little other work.
 
@@ -231,7 +226,10 @@ def plan_turns(
     """
     planned: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
-        for name in turn_order(list(words), number):
+        names = list(words)
+        if number % 2 == 0:  # The order of even rounds is reversed.
+            names.reverse()
+        for name in names:
             index = len(planned) + 1
             path = directory / f"turn-{index}"
             run_dir = typed_override("run.dir", str(path))

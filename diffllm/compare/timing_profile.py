@@ -146,10 +146,6 @@ class TimingProfile:
             raise ConfigError(f"the timing profile has no arm {name!r}{choices}")
         return self.arms[name]
 
-    def seconds_per_step(self, name: str) -> float:
-        """Return the seconds of a step of the arm `name`; raises ConfigError if it is unknown."""
-        return self.arm(name).seconds_per_step
-
     def content(self) -> dict[str, Any]:
         """Return the content of the profile file.
 
@@ -207,7 +203,8 @@ def check_profile(profile: TimingProfile) -> None:
     check_bounds("", profile)
     if not profile.arms:
         raise ValueError("arms is empty")
-    rounds = {len(arm.block_seconds) for arm in profile.arms.values()}
+    arms = profile.arms.values()
+    rounds = {len(arm.block_seconds) for arm in arms}
     if len(rounds) > 1 or 0 in rounds:
         raise ValueError(
             "block_seconds of all arms must have the same number of rounds, at least 1"
@@ -221,19 +218,14 @@ def check_profile(profile: TimingProfile) -> None:
         if not arm.settings:
             raise ValueError(f"arms.{name}.settings is empty")
     for fact in MACHINE:
-        check_equal(profile, fact)
-
-
-def check_equal(profile: TimingProfile, fact: str) -> None:
-    """Raise ValueError if the arms differ in a fact, but not in the config key that decides it."""
-    arms = profile.arms.values()
-    settings = {arm.settings.get(KEYS.get(fact, "")) for arm in arms}
-    values = {str(getattr(arm.facts, fact)) for arm in arms}
-    if len(values) > 1 and len(settings) == 1:
-        raise ValueError(
-            f"the arms differ in {fact} ({', '.join(sorted(values))}); measure all arms on one "
-            "machine"
-        )
+        # Arms may differ in a fact if they differ in the config key that decides it.
+        settings = {arm.settings.get(KEYS.get(fact, "")) for arm in arms}
+        values = {str(getattr(arm.facts, fact)) for arm in arms}
+        if len(values) > 1 and len(settings) == 1:
+            raise ValueError(
+                f"the arms differ in {fact} ({', '.join(sorted(values))}); measure all arms on one "
+                "machine"
+            )
 
 
 @dataclass(frozen=True)
@@ -268,7 +260,7 @@ class SecondsBudget:
             ) from error
         for name in arms:
             try:
-                step = profile.seconds_per_step(name)
+                step = profile.arm(name).seconds_per_step
             except ConfigError as error:
                 raise ConfigError(f"budget.profile={self.profile}: {error}") from error
             if self.seconds < step:

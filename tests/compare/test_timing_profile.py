@@ -62,7 +62,7 @@ def test_read_profile_returns_written_profile(profile, tmp_path):
     # Readers without diffllm find the statistics in the file.
     arm = content["arms"]["diff_v2"]
     blocks = [seconds for turn in BLOCK_SECONDS["diff_v2"] for seconds in turn]
-    assert arm["seconds_per_step"] == profile.seconds_per_step("diff_v2") == min(blocks)
+    assert arm["seconds_per_step"] == profile.arm("diff_v2").seconds_per_step == min(blocks)
     assert arm["median_seconds"] == statistics.median(blocks)
     assert arm["mean_seconds"] == pytest.approx(statistics.mean(blocks))
     assert arm["round_seconds"] == [0.12, 0.25, 0.132]
@@ -74,7 +74,7 @@ def test_read_profile_returns_written_profile(profile, tmp_path):
 
 def test_unknown_arm_of_profile_raises_error_with_choices(profile):
     with pytest.raises(ConfigError, match="no arm 'difv2'; did you mean diff_v2"):
-        profile.seconds_per_step("difv2")
+        profile.arm("difv2")
 
 
 @pytest.mark.parametrize(

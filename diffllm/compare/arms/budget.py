@@ -1,6 +1,6 @@
 """Costs of runs in tokens, FLOPs and seconds, and runs that were planned with equal costs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -99,13 +99,12 @@ class Budget(NamedTuple):
         """Return the mean cost per run; None if the cost of a run is unknown."""
         return mean_cost(self.total(run) for run in runs)
 
-    def inequality(self, arms: Iterable[Sequence[Run]]) -> str:
-        """Return the reason why arms do not have equal costs; "" if their costs are equal.
+    def inequality(self, arms: Collection[Sequence[Run]]) -> str:
+        """Return the reason why arms with runs do not have equal costs; "" if they are equal.
 
         The mean costs of the arms are compared, because the times of single runs vary. Costs are
         not equal if they differ by more than `tolerance`, or if the cost of a run is unknown.
         """
-        arms = [runs for runs in arms if runs]
         means = []
         for runs in arms:
             mean = self.mean(runs)
@@ -214,26 +213,27 @@ def budget_problem(runs: Sequence[Run]) -> str:
         ends = f"{percent(min(shares))} and {percent(max(shares))}"
         return f"optim.warmup_steps is {ends} of the steps, not an equal share"
     of_flops = runs[0].cfg.train.budget.flops is not None
-    # Runs of one plan with one variant and equal steps are those of one arm.
-    arms: dict[tuple[str, int], list[Run]] = {}
-    finished_arms: dict[tuple[str, int], list[Run]] = {}
-    for run in runs:
+    runs = [run for run in runs if not run.diverged]
+    if of_flops:
         # The config determines the FLOPs of runs that have not started.
-        not_started = of_flops and total_flops(run) is None
-        if run.diverged or not_started:
-            continue
-        arm = (run.variant, run.cfg.steps)
-        arms.setdefault(arm, []).append(run)
-        if run.summary is not None:
-            finished_arms.setdefault(arm, []).append(run)
-    if of_flops and not arms:
-        return ""
-    problem = BUDGETS["flops"].inequality(arms.values())
+        runs = [run for run in runs if total_flops(run) is not None]
+        if not runs:
+            return ""
+    problem = BUDGETS["flops"].inequality(runs_by_arm(runs))
     if of_flops or not problem:
         return problem
     # The FLOPs of a run follow from its plan, but its seconds are known only at its end.
-    problem_of_seconds = BUDGETS["seconds"].inequality(finished_arms.values())
+    finished = [run for run in runs if run.summary is not None]
+    problem_of_seconds = BUDGETS["seconds"].inequality(runs_by_arm(finished))
     return f"{problem}, and {problem_of_seconds}" if problem_of_seconds else ""
+
+
+def runs_by_arm(runs: Sequence[Run]) -> Collection[list[Run]]:
+    """Group runs of one plan: runs of an arm have one variant and equal steps."""
+    arms: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        arms.setdefault((run.variant, run.cfg.steps), []).append(run)
+    return arms.values()
 
 
 def without_length(values: dict[str, Any], plan: str | None) -> dict[str, Any]:

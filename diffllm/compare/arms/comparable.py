@@ -116,10 +116,10 @@ def differences(
         declaration = declaration_of(key, declared)
         key_role = role(name, declaration, terms)
         reason = reason_of(key_role, declaration)
-        ratio = largest_ratio(name, runs)
-        if ratio is not None and ratio <= TOLERANCES[name] * (1 + 1e-9):
-            continue
         if name in TOLERANCES:
+            ratio = largest_ratio(name, runs)
+            if ratio is not None and ratio <= TOLERANCES[name] * (1 + 1e-9):
+                continue
             reason = f"largest {percent(ratio)} above smallest" if ratio else ""
         fact = declaration.fact or ""
         values = differing_values(name, [run for run in runs if run.values.get(fact) is None])
@@ -241,8 +241,7 @@ def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str
 def range_of_arm(name: str, arm: str, runs: Sequence[Comparand]) -> str:
     """Return the smallest and the largest value of a number in the runs of an arm, as text."""
     values = [run.values.get(name) for run in runs if run.arm == arm]
-    numbers = [value for value in values if value is not None]
-    return range_text(numbers) if len(numbers) == len(values) else exact_text(name, None)
+    return exact_text(name, None) if None in values else range_text(values)
 
 
 def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
@@ -267,9 +266,7 @@ def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
 
 
 def largest_ratio(name: str, runs: Sequence[Comparand]) -> float | None:
-    """Return max / min - 1 of a fact with a tolerance; None for other keys and unknown values."""
-    if name not in TOLERANCES:
-        return None
+    """Return max / min - 1 of a fact with a tolerance; None if a value is unknown."""
     numbers = []
     for run in runs:
         value = run.values.get(name)

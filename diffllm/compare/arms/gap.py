@@ -14,7 +14,7 @@ from diffllm.evaluation.heldout import DocumentLosses, same_documents
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.divergence import Share, diverged_more
 from diffllm.statistics.document_error import document_error
-from diffllm.statistics.gap_tests import Gap, Seed, common_seeds, paired, seed_correlation, welch
+from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, welch
 from diffllm.statistics.trend import Trend, gap_trend
 
 UNDOCUMENTED = "runs have no losses of documents"
@@ -94,7 +94,6 @@ def arm_gap(candidate: Arm[Seed], base: Arm[Seed], is_log: bool = False) -> ArmG
     """
     candidate_values, base_values = candidate.finite_values, base.finite_values
     gap = paired(candidate_values, base_values)
-    candidate_sample, base_sample = common_seeds(candidate_values, base_values)
     seeds = sorted(candidate_values.keys() & base_values.keys())  # type: ignore[type-var]
     candidate_documents, base_documents = candidate.documents, base.documents
     pairs = [(candidate_documents.get(seed), base_documents.get(seed)) for seed in seeds]
@@ -107,7 +106,7 @@ def arm_gap(candidate: Arm[Seed], base: Arm[Seed], is_log: bool = False) -> ArmG
         over_documents=over_documents,
         no_documents=reason,
         undocumented=tuple(undocumented),
-        differences=tuple((candidate_sample - base_sample).tolist()),
+        differences=tuple(float(candidate_values[seed] - base_values[seed]) for seed in seeds),
         welch=welch(candidate_values, base_values),
         correlation=seed_correlation(candidate_values, base_values),
         candidate=diverged_share(candidate),

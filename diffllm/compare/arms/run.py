@@ -46,6 +46,9 @@ class Series(NamedTuple):
     """(n,), or (n, L) for a quantity of every layer; float64, NaN instead of infinity."""
 
 
+NO_VALUES = Series(np.zeros(0, np.int64), np.zeros(0))
+
+
 class Metrics:
     """The content of metrics.jsonl, as one array per metric.
 
@@ -80,6 +83,13 @@ class Metrics:
             name: (np.array(places), np.array(values)) for name, (places, values) in columns.items()
         }
         """By metric: indices of the lines that contain the metric, and its values."""
+
+    def series(self, name: str) -> Series:
+        """Return the logged values of a metric; empty if the metric was not logged."""
+        if name not in self.columns:
+            return NO_VALUES
+        places, values = self.columns[name]
+        return Series(self.tokens[places], values)
 
 
 @dataclass(eq=False)
@@ -181,10 +191,7 @@ class Run:
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     def series(self, name: str) -> Series:
-        if name not in self.metrics.columns:
-            return Series(np.zeros(0, np.int64), np.zeros(0))
-        places, values = self.metrics.columns[name]
-        return Series(self.metrics.tokens[places], values)
+        return self.metrics.series(name)
 
     def last_value(self, name: str) -> float | None:
         """Return the last logged value of a metric: NaN if not finite, None if never logged."""
@@ -215,9 +222,9 @@ class Run:
         Args:
             quantity: name of the metric without its layer suffix; "/layer_00" is such a suffix.
         """
-        columns = [
-            self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
-        ]
+        columns = []
+        for layer in self.layers(quantity):
+            columns.append(self.metrics.columns[f"{quantity}/layer_{layer:02d}"])
         common = reduce(np.intersect1d, (places for places, _ in columns)) if columns else ()
         if not len(common):
             return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
@@ -226,8 +233,11 @@ class Run:
 
     def layers(self, quantity: str) -> list[int]:
         prefix = f"{quantity}/layer_"
-        names = (name for name in self.metrics.columns if name.startswith(prefix))
-        return sorted(int(name.removeprefix(prefix)) for name in names)
+        layers = []
+        for name in self.metrics.columns:
+            if name.startswith(prefix):
+                layers.append(int(name.removeprefix(prefix)))
+        return sorted(layers)
 
 
 def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
@@ -237,12 +247,11 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
     """
     cfg = load(path)
     facts, summary = read_record(path / "run.json") or {}, read_summary(path)
-    changes = [
-        f"{key} {before} to {now} after step {line['step']}"
-        for line in read_changes(path)
-        if line["step"]
-        for key, (before, now) in line["changes"].items()
-    ]
+    changes = []
+    for line in read_changes(path):
+        if line["step"]:
+            for key, (before, after) in line["changes"].items():
+                changes.append(f"{key} {before} to {after} after step {line['step']}")
     metrics = read_metrics(path)
     if metrics.skipped:
         to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
@@ -276,10 +285,9 @@ def keys_seen(metrics: Metrics) -> Series:
     Each value is the number of keys that a query attends to, summed over all queries since the
     start of training. The result is empty if the run did not use data.mask_documents.
     """
-    places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
-    tokens = metrics.tokens[places]
+    tokens, keys = metrics.series(VISIBLE_KEYS)
     if not len(tokens) or not tokens[-1]:
-        return Series(np.zeros(0, np.int64), np.zeros(0))
+        return NO_VALUES
     return Series(tokens, np.cumsum(keys * np.diff(tokens, prepend=0)))
 
 

@@ -203,15 +203,20 @@ class StudyArm(Arm[int]):
             limits: least and largest possible value of the metric.
         """
         mean = self.mean.within(*limits) if self.mean else None
-        first = self.runs[0] if self.runs else None
+        content = dict.fromkeys(("variant", "parameters", "flops_per_token", "tokens"))
+        if self.runs:
+            run = self.runs[0]
+            content = {
+                "variant": run.variant,
+                "parameters": run.facts.parameters,
+                "flops_per_token": run.facts.flops_per_token,
+                "tokens": run.planned_tokens,
+            }
         return {
-            "variant": first and first.variant,
-            "parameters": first and first.facts.parameters,
-            "flops_per_token": first and first.facts.flops_per_token,
-            "tokens": first and first.planned_tokens,
+            **content,
             "rates": sorted({run.lr for run in self.runs}),
             "lr": self.lr,
-            **{name: mean and getattr(mean, name) for name in ("mean", "low", "high")},
+            **{name: getattr(mean, name, None) for name in ("mean", "low", "high")},
             "values": {str(seed): value for seed, value in self.seed_values.items()},
             "losses": {run.name: run.loss for run in self.runs},
             "diverged": self.diverged,

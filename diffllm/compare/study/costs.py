@@ -13,7 +13,7 @@ from diffllm.compare.study.arms import StudyArm, StudyRun, runs_of
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
-    choose_from,
+    choose_rate,
     config_of_planned,
     cost_of_step,
     deciding_runs,
@@ -71,46 +71,54 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     FLOPs depend on the mean number of keys per attention query. If the config does not determine
     this number, use its median over the same finished runs.
     """
-    stages = []
-    for first in first_runs(study):
-        if study.lr:
-            stages.append(choose_from(study, first.arm, {}).runs)
-        deciding: list[Planned] = []
-        for seed in study.seeds:
-            deciding += deciding_runs(study, first.arm, seed, first.lr)
-        stages.append(deciding)
-    paths = [out / run.name for runs in stages for run in runs]
-    speeds, visible_keys = speeds_of(paths)
-    if not speeds and pilot:
-        speeds, visible_keys = speeds_of(find_runs(pilot).runs)
-    by_profile = not assumed and not speeds and study.profile is not None
+    stages = planned_stages(study)
+    paths: list[Path] = []
+    for runs in stages:
+        paths += [out / run.name for run in runs]
+    speed, visible_keys = measured_speed(paths)
+    if speed is None and pilot:
+        speed, visible_keys = measured_speed(find_runs(pilot).runs)
+    by_profile = not assumed and speed is None and study.profile is not None
     results = []
     for runs in stages:
-        first, cfg = runs[0], config_of_planned(runs[0])
+        cfg, arm = config_of_planned(runs[0]), runs[0].arm
         keys = cfg.visible_keys
         if keys is None and cfg.data.mask_documents and visible_keys:
-            keys = min(statistics.median(visible_keys), (cfg.seq_len + 1) / 2)
+            keys = min(visible_keys, (cfg.seq_len + 1) / 2)
         tokens = cfg.planned_tokens
         flops = tokens * totals(cfg.model, keys)["flops"]
         seconds = None
         if assumed:
             seconds = START_S + flops / assumed
         elif by_profile:
-            seconds = cfg.steps * cost_of_step(study, first.arm)
-        elif speeds:
-            seconds = flops / statistics.median(speeds)
+            seconds = cfg.steps * cost_of_step(study, arm)
+        elif speed is not None:
+            seconds = flops / speed
         ended = sum(is_ended(out / run.name) for run in runs)
         results.append(
-            Cost(first.stage, first.arm, len(runs), ended, tokens, flops, seconds, by_profile)
+            Cost(runs[0].stage, arm, len(runs), ended, tokens, flops, seconds, by_profile)
         )
     return results
 
 
-def speeds_of(paths: Iterable[Path]) -> tuple[list[float], list[float]]:
-    """Return the training FLOPs per second of finished runs, and their visible keys.
+def planned_stages(study: Study) -> list[list[Planned]]:
+    """Return the planned runs of each arm in each stage of a study."""
+    stages = []
+    for first in first_runs(study):
+        if study.lr:
+            stages.append(choose_rate(study, first.arm, {}).runs)
+        deciding: list[Planned] = []
+        for seed in study.seeds:
+            deciding += deciding_runs(study, first.arm, seed, first.lr)
+        stages.append(deciding)
+    return stages
+
+
+def measured_speed(paths: Iterable[Path]) -> tuple[float | None, float | None]:
+    """Return medians over finished runs: training FLOPs per second, and visible keys.
 
     The measured times include evaluations and checkpoints. Visible keys are the mean number of keys
-    per attention query, of the runs that recorded this number.
+    per attention query, of the runs that recorded this number. A median is None without values.
     """
     speeds = []
     visible_keys = []
@@ -123,7 +131,10 @@ def speeds_of(paths: Iterable[Path]) -> tuple[list[float], list[float]]:
         speeds.append(tokens * totals(cfg.model, keys or cfg.visible_keys)["flops"] / seconds)
         if keys:
             visible_keys.append(keys)
-    return speeds, visible_keys
+    return (
+        statistics.median(speeds) if speeds else None,
+        statistics.median(visible_keys) if visible_keys else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -202,12 +213,11 @@ def unequal_costs(quantity: str, costs: Mapping[str, float], advice: str = "") -
 
 def other_machine(study: Study, runs: Iterable[StudyRun]) -> list[str]:
     """Return the facts in which runs differ from the machine of the profile, if there is one."""
-    texts: dict[str, None] = {}
+    texts = []
     if study.profile:
         for run in runs:
-            timing = study.profile.arm(run.arm)
-            texts |= dict.fromkeys(timing.machine_differences(run.facts))
-    return list(texts)
+            texts += study.profile.arm(run.arm).machine_differences(run.facts)
+    return list(dict.fromkeys(texts))
 
 
 def spending_numbers(study: Study, arms: Sequence[StudyArm] = ()) -> dict[str, Any]:

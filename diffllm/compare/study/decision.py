@@ -62,7 +62,8 @@ def decide(
         exact_tests: number of the study's rules for which an exact p-value was computed.
     """
     alpha, gap = test.rule.alpha, test.gap
-    if replacement := replacement_of(study, test.rule):
+    replacement = replacement_of(study, test.rule)
+    if replacement:
         return NO_LONGER_JUDGED, replacement
     if test.chance:
         return NOT_DECIDABLE, test.chance
@@ -70,7 +71,7 @@ def decide(
         p, exact, side = adjusted[name], adjusted[f"{name}_exact"], getattr(test, name)
         if p is None or p >= alpha:
             continue
-        reason = f"{words(study, test, name)}, adjusted p {p:.2g}"
+        reason = f"{result_words(study, test, name)}, adjusted p {p:.2g}"
         is_t_test = test.times is None and not side.diverged
         can_confirm = alpha > test.smallest * side.tests * exact_tests
         if is_t_test and can_confirm and exact is not None and exact >= alpha:
@@ -79,7 +80,7 @@ def decide(
         if verdict == SHOWN and test.rule.kind == "equivalence" and gap:
             verdict = EQUIVALENT if gap.p is None or gap.p >= alpha else UNEQUAL
         return verdict, reason
-    reason = words(study, test)
+    reason = result_words(study, test)
     if test.showing.p is None or (test.times is None and gap is None):
         return UNDERPOWERED, reason
     if gap and gap.zero_variance:
@@ -87,7 +88,7 @@ def decide(
     return UNDERPOWERED, f"{reason}: neither shown nor refuted"
 
 
-def words(study: Study, test: RuleTest, side: str = "") -> str:
+def result_words(study: Study, test: RuleTest, side: str = "") -> str:
     """Describe the measured gap between a rule's arms, its confidence bounds and its seeds.
 
     Args:
@@ -159,13 +160,13 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         **vars(rule),
         "verdict": tested.verdict,
         "reason": tested.reason,
-        "gap": gap and gap.mean,
+        "gap": gap.mean if gap else None,
         "gap_low": low,
         "gap_high": high,
         "confidence": 1 - rule.alpha,
-        "error": gap and gap.error,
-        "error_documents": gap and gap.document_error,
-        "seeds": gap and gap.seeds,
+        "error": gap.error if gap else None,
+        "error_documents": gap.document_error if gap else None,
+        "seeds": gap.seeds if gap else None,
         "p": tested.showing.p,
         "p_opposite": tested.refuting.p,
         "p_exact": tested.showing.exact,

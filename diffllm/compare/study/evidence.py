@@ -11,19 +11,19 @@ from diffllm.compare.arms.run import EVAL_LOSS, Run, load_run, run_value
 from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
-    RATES,
-    ChosenRate,
     Planned,
     choose_rates,
-    config_of_planned,
     deciding_runs,
+    grid_directories,
     is_ended,
+    planned_by_name,
     rate_runs,
     strayed,
 )
 from diffllm.compare.study.positions import position_losses
 from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
 from diffllm.compare.study.unequal import settings_of
+from diffllm.config import TrainConfig
 from diffllm.config.similar import SimilarConfigs
 from diffllm.core.errors import ConfigError
 from diffllm.data.progress import track
@@ -54,14 +54,8 @@ class Evidence:
     def hash_of(self, study: Study) -> str:
         return study_hash(study, self.digests)
 
-    def choices(self, study: Study) -> list[ChosenRate]:
-        return choose_rates(study, self.rates)
-
-    def arms(self, study: Study, choices: list[ChosenRate]) -> list[StudyArm]:
-        rates = {choice.arm: choice.lr for choice in choices}
-        return [self.arm(study, name, rates.get(name)) for name in study.arms]
-
     def arm(self, study: Study, name: str, lr: float | None) -> StudyArm:
+        """Return an arm of the study; `lr` is the learning rate that the grid chose, if any."""
         runs: list[StudyRun] = []
         missing: list[str] = []
         values: dict[int, float | None] = {}
@@ -89,30 +83,44 @@ def read_evidence(study: Study, out: Path) -> Evidence:
     marks: dict[str, str] = {}
     if study.lr:
         rates = rate_runs(out)
-        for file in sorted((out / RATES).glob("*/config.yaml")):
-            marks[f"{RATES}/{file.parent.name}"] = configs.load(file.parent).run.study or ""
+        for name, path in grid_directories(out).items():
+            marks[name] = configs.load(path).run.study or ""
     choices = choose_rates(study, rates)
-    chosen_lr = {choice.arm: choice.lr for choice in choices}
+    planned_runs = planned_by_name(study, {choice.arm: choice.lr for choice in choices})
     runs: dict[str, StudyRun] = {}
     digests = planned_digests(study)
-    with track("reading runs", len(study.arms) * len(study.seeds)) as advance:
-        for arm in study.arms:
-            for seed in study.seeds:
-                for planned in deciding_runs(study, arm, seed, chosen_lr.get(arm)):
-                    if is_ended(out / planned.name):
-                        run = load_run(out / planned.name, configs.load)
-                        digests[planned.name] = config_digest(run.cfg, study)
-                        runs[planned.name] = read_run(run, study, planned)
-                advance(1)
-    for planned in [run for choice in choices for run in choice.runs if run.name in rates]:
-        path = out / planned.name
-        text = strayed(path, configs.load(path), config_of_planned(planned), is_hashed)
-        corpus = facts_of(read_record(path / "run.json") or {}).corpus
-        corpora = {run.facts.corpus for run in runs.values() if run.arm == planned.arm}
-        if not text and corpus and corpora and corpus not in corpora:
-            text = f"its corpus is {corpus[:HASH]}, which no compared run of the arm has"
-        rates[planned.name] = replace(rates[planned.name], strayed=text)
+    with track("reading runs", len(planned_runs)) as advance:
+        for name, planned in planned_runs.items():
+            if is_ended(out / name):
+                run = load_run(out / name, configs.load)
+                digests[name] = config_digest(run.cfg, study)
+                runs[name] = read_run(run, study, planned)
+            advance(1)
+    for choice in choices:
+        corpora = {run.facts.corpus for run in runs.values() if run.arm == choice.arm}
+        for planned in choice.runs:
+            if planned.name in rates:
+                cfg = configs.load(out / planned.name)
+                text = grid_differences(out / planned.name, cfg, planned, corpora)
+                rates[planned.name] = replace(rates[planned.name], strayed=text)
     return Evidence(runs, rates, marks, digests)
+
+
+def grid_differences(
+    path: Path, cfg: TrainConfig, planned: Planned, corpora: set[str | None]
+) -> str:
+    """Describe the differences of a run in the learning rate grid from its plan; "" if none.
+
+    Args:
+        path: run directory.
+        cfg: saved config of the run.
+        corpora: corpus hashes of the compared runs of the same arm.
+    """
+    text = strayed(path, cfg, planned, is_hashed)
+    corpus = facts_of(read_record(path / "run.json") or {}).corpus
+    if not text and corpus and corpora and corpus not in corpora:
+        text = f"its corpus is {corpus[:HASH]}, which no compared run of the arm has"
+    return text
 
 
 def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
@@ -141,14 +149,17 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         tokens=curve.tokens.tolist(),
         values=[finite(number) for number in curve.values],
         plugin_code=run.plugin_code,
-        strayed=strayed(run.path, run.cfg, config_of_planned(planned), is_hashed),
+        strayed=strayed(run.path, run.cfg, planned, is_hashed),
         thin=thin_note([run]),
         training_flops=run.training_flops,
         train_seconds=run.train_seconds if study.profile else None,
         **metric_fields(run, study, place),
     )
-    levels = [rule.reaches for rule in study.rules if rule.reaches is not None]
-    reached = {f"{level:g}": [*map(float, values.first_reach(level))] for level in levels}
+    reached = {}
+    for rule in study.rules:
+        if rule.reaches is not None:
+            tokens, is_reached = values.first_reach(rule.reaches)
+            reached[f"{rule.reaches:g}"] = [float(tokens), float(is_reached)]
     return replace(values, reached=reached)
 
 
@@ -170,23 +181,20 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
                 f"{place} has no held-out document with more than {study.octave:,} tokens; choose "
                 "another metric"
             )
-        value = losses.position_losses[losses.positions.index(study.octave)]
-        return {"value": value, **losses._asdict()}
+        measured |= losses._asdict()
+        measured["value"] = losses.position_losses[losses.positions.index(study.octave)]
+        return measured
     if study.metric in LOSSES:
-        return {**measured, **losses_by_text(run)}
+        if run.documents is not None:
+            measured["texts"] = Texts.of(run.documents)
+            measured["nats"] = [finite(x) for x in run.documents.nats]
+        return measured
     number = final_value(run, study.metric)
     if number is None:
         file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
         raise ConfigError(f"{place}/{file} has no {study.metric}; choose another metric")
-    return {**measured, "value": finite(number)}
-
-
-def losses_by_text(run: Run) -> dict[str, Any]:
-    """Return the fields `texts` and `nats` of `StudyRun`, if the run has losses of documents."""
-    if run.documents is None:
-        return {}
-    nats = [finite(x) for x in run.documents.nats]
-    return {"texts": Texts.of(run.documents), "nats": nats}
+    measured["value"] = finite(number)
+    return measured
 
 
 def final_value(run: Run, name: str) -> float | None:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 from diffllm.compare.study.unequal import check_unequal
@@ -76,7 +76,7 @@ class Rule:
     def pairs(self) -> list[tuple[str, str]]:
         return [*self.smaller.items(), (self.arm, self.against)]
 
-    def words(self, metric: str) -> str:
+    def statement(self, metric: str) -> str:
         candidate = f"{metric} of {self.arm}"
         if self.kind == "log_rank":
             base = f"{self.against} (log-rank permutation test, one-sided, alpha {self.alpha:g})"
@@ -244,17 +244,10 @@ def check_study(study: Study) -> None:
         check_overrides(f"arms.{name}", words, study.sets_rates)
     named = [("baseline", study.baseline)]
     for key, rule in study.named_rules:
-        check_rule(key, rule)
+        check_rule(study, key, rule)
         named += [(f"{key}.arm", rule.arm), (f"{key}.against", rule.against)]
-        named += [(f"{key}.smaller", arm) for pair in rule.smaller.items() for arm in pair]
-        if rule.kind == "log_rank" and not (study.logged and study.lr_sweep is None):
-            raise ConfigError(
-                f"kind=log_rank is not supported with metric={study.metric}"
-                f"{' and lr_sweep' if study.lr_sweep else ''}; use a metric that is logged during "
-                "training, such as tasks/mqar, without lr_sweep"
-            )
-        if rule.kind in ("log_rank", "trend") and study.budget != TOKENS:
-            raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
+        for pair in rule.smaller.items():
+            named += [(f"{key}.smaller", arm) for arm in pair]
     for key, arm in named:
         if arm not in study.arms:
             raise ConfigError(f"{key}={arm} is not one of the arms {', '.join(sorted(study.arms))}")
@@ -265,7 +258,7 @@ def check_study(study: Study) -> None:
     check_metric(study)
 
 
-def check_rule(key: str, rule: Rule) -> None:
+def check_rule(study: Study, key: str, rule: Rule) -> None:
     names = ("over", "below", "above", "margin", "reaches")
     present = [name for name in names if getattr(rule, name) is not None]
     if set(present) not in BOUNDS[rule.kind]:
@@ -287,15 +280,25 @@ def check_rule(key: str, rule: Rule) -> None:
     for side in zip(*rule.pairs, strict=True):
         if len({*side}) < len(side):
             raise ConfigError(f"{key}: {', '.join(side)} contains an arm twice; name each arm once")
+    if rule.kind == "log_rank" and not (study.logged and study.lr_sweep is None):
+        sweep = " and lr_sweep" if study.lr_sweep else ""
+        raise ConfigError(
+            f"kind=log_rank is not supported with metric={study.metric}{sweep}; use a metric that "
+            "is logged during training, such as tasks/mqar, without lr_sweep"
+        )
+    if rule.kind in ("log_rank", "trend") and study.budget != TOKENS:
+        raise ConfigError(f"kind={rule.kind} compares equal tokens; it needs budget=tokens")
 
 
 def check_budget(study: Study) -> None:
     """Raise ConfigError for an unknown budget, and for lengths that the budget would replace."""
     if study.budget == TOKENS:
         return
-    places = {"base": study.base, **{f"arms.{arm}": study.arms[arm] for arm in study.arms}}
-    name = "budget.seconds"
-    if isinstance(study.budget, str):
+    places = {f"arms.{arm}": words for arm, words in study.arms.items()}
+    if isinstance(study.budget, SecondsBudget):
+        name = "budget.seconds"
+        places = {"base": study.base, **places}
+    else:
         name = f"budget={study.budget}"
         if study.budget != FLOPS:
             raise ConfigError(
@@ -303,7 +306,7 @@ def check_budget(study: Study) -> None:
                 "{seconds: 600, profile: timing.json}"
             )
         # The length of the baseline determines the budget.
-        del places["base"], places[f"arms.{study.baseline}"]
+        del places[f"arms.{study.baseline}"]
     for place, words in places.items():
         for word in words:
             if word.partition("=")[0].lstrip("+~") in LENGTHS:
@@ -335,7 +338,7 @@ def check_seeds_and_rates(study: Study) -> None:
 
 
 def check_grid(key: str, grid: list[float]) -> None:
-    if len(grid) < 2 or any(b <= a for a, b in pairwise(grid)):
+    if len(grid) < 2 or sorted({*grid}) != grid:
         raise ConfigError(f"{key}={grid} must be two or more increasing learning rates")
 
 

@@ -119,7 +119,7 @@ def cost_of_step(study: Study, arm: str) -> float:
     Raises ConfigError if the config does not determine the FLOPs.
     """
     if study.profile:
-        return study.profile.seconds_per_step(arm)
+        return study.profile.arm(arm).seconds_per_step
     cfg = config_before_budget(study, arm)
     with errors_of_arm(arm):
         check_keys_of_flops(cfg, f"budget={FLOPS}")
@@ -145,21 +145,25 @@ def terms_of(study: Study) -> Terms:
         return terms
     following = []
     for words in study.arms.values():
-        formulas = interpolations((*study.base, *words), study.sets_rates)
-        following.append({name for name, text in formulas.items() if "${of_steps:" in text})
+        overrides = (*study.base, *words)
+        following.append(interpolated_keys(overrides, study.sets_rates, "${of_steps:"))
     names = sorted(set.intersection(*following))
     return terms._replace(allowed=[*terms.allowed, "tokens", "flops_per_token", *names])
 
 
-def planned_by_name(study: Study) -> dict[str, Planned]:
+def planned_by_name(
+    study: Study, rates: Mapping[str, float | None] | None = None
+) -> dict[str, Planned]:
     """Return all runs that the study's rules compare, by run name.
 
-    The field `lr` of a run is its learning rate in a study with `lr_sweep`, otherwise None.
+    Args:
+        rates: chosen learning rates by arm, which the names of the runs do not contain.
     """
     runs = {}
     for arm in study.arms:
+        lr = rates.get(arm) if rates else None
         for seed in study.seeds:
-            for run in deciding_runs(study, arm, seed, None):
+            for run in deciding_runs(study, arm, seed, lr):
                 runs[run.name] = run
     return runs
 
@@ -178,8 +182,7 @@ def config_of_planned(planned: Planned) -> TrainConfig:
     """Return the complete config of a planned run; raises ConfigError if the config is invalid."""
     words = (*planned.arm_words, "run.report=false")
     with errors_of_arm(planned.arm):
-        formulas = interpolations(words, planned.lr is not None)
-        seeded = {name for name, text in formulas.items() if "seed" in text}
+        seeded = interpolated_keys(words, planned.lr is not None, "seed")
         # One solved config serves all seeds, unless a further key follows the seed.
         seed = planned.seed if seeded - {"model.init_seed"} else 0
         cfg = solved_config(words, planned.lr, seed)
@@ -213,11 +216,19 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
 
 
 @cache
-def interpolations(overrides: tuple[str, ...], study_sets_lr: bool) -> dict[str, str]:
-    """Return the config keys of an arm that follow other keys, such as {"a.b": "${seed}"}."""
+def interpolated_keys(overrides: tuple[str, ...], study_sets_lr: bool, source: str) -> set[str]:
+    """Return the config keys of an arm with an interpolation that contains the text `source`.
+
+    The interpolation of a key that follows the seed is "${seed}", for example.
+    """
     config = config_of_arm(overrides, study_sets_lr)
     values = flatten(OmegaConf.to_container(config, resolve=False, enum_to_str=True))  # type: ignore[arg-type]
-    return {name: str(value) for name, value in values.items() if "${" in str(value)}
+    keys = set()
+    for name, value in values.items():
+        text = str(value)
+        if "${" in text and source in text:
+            keys.add(name)
+    return keys
 
 
 @cache
@@ -254,18 +265,17 @@ def is_ended(path: Path) -> bool:
     return read_summary(path) is not None or diverged(path)
 
 
-def strayed(
-    run_path: Path, saved: TrainConfig, planned: TrainConfig, counts: Counts = is_fixed
-) -> str:
+def strayed(run_path: Path, saved: TrainConfig, planned: Planned, counts: Counts = is_fixed) -> str:
     """Describe the differences between the saved and the planned config of a run.
 
     Only differences that count are described. If there are no differences, return a note if the
     config changed during the run, and "" if it did not.
     """
-    changes = changes_to(saved, planned, counts)
+    cfg = config_of_planned(planned)
+    changes = changes_to(saved, cfg, counts)
     changes.pop("run.study", None)
-    if starting_point(saved, run_path) != starting_point(planned):
-        changes["resume"] = (saved.resume, planned.resume)
+    if starting_point(saved, run_path) != starting_point(cfg):
+        changes["resume"] = (saved.resume, cfg.resume)
     if not changes and (run_path / "changes.jsonl").exists():
         return "its config changed during the run"
     return ", ".join(f"{key} is {value}, not {plan}" for key, (value, plan) in changes.items())
@@ -285,17 +295,22 @@ class ChosenRate:
     runs: list[Planned]
     losses: dict[float, float]
     remaining: list[Planned]
-    lr: float | None = None
-    problem: str = ""
+    lr: float | None
+    problem: str
+
+
+def grid_directories(out: Path) -> dict[str, Path]:
+    """Return the directories of all started runs in the learning rate grid, by run name."""
+    files = sorted((out / RATES).glob("*/config.yaml"))
+    return {f"{RATES}/{file.parent.name}": file.parent for file in files}
 
 
 def rate_runs(out: Path) -> dict[str, RateRun]:
     """Return the ended runs in the learning rate grid, by name."""
     runs = {}
-    for file in sorted((out / RATES).glob("*/config.yaml")):
-        if is_ended(file.parent):
-            summary = read_summary(file.parent) or {}
-            name = f"{RATES}/{file.parent.name}"
+    for name, path in grid_directories(out).items():
+        if is_ended(path):
+            summary = read_summary(path) or {}
             runs[name] = RateRun(name, summary.get("heldout_loss"))
     return runs
 
@@ -305,21 +320,10 @@ def choose_rates(study: Study, ended: Mapping[str, RateRun]) -> list[ChosenRate]
 
     The result is empty for a study without a grid.
     """
-    choices: list[ChosenRate] = []
-    if not study.lr:
-        return choices
-    for arm in study.arms:
-        choice = choose_from(study, arm, ended)
-        for planned in choice.runs:
-            run = ended.get(planned.name)
-            if run and run.strayed:
-                problem = f"{planned.name} is not the run of the study: {run.strayed}"
-                choice = replace(choice, problem=problem)
-        choices.append(choice)
-    return choices
+    return [choose_rate(study, arm, ended) for arm in study.arms] if study.lr else []
 
 
-def choose_from(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenRate:
+def choose_rate(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenRate:
     """Choose for an arm the learning rate with the lowest mean loss over seeds.
 
     If the best rate is the smallest or largest of the grid, add one more rate at this end of the
@@ -329,43 +333,53 @@ def choose_from(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenR
     rates = study.lr
     assert rates
     grid = list(rates.grid)
-    # Each end of the grid grows by the ratio of the two rates at this end of the study's grid.
-    ends = {
-        "smallest": (rates.grid[1], rates.grid[0]),
-        "largest": (rates.grid[-2], rates.grid[-1]),
-    }
-    added = dict.fromkeys(ends, 0)
+    added = {"smallest": 0, "largest": 0}
     while True:
-        runs: list[Planned] = []
-        losses: dict[float, float] = {}
-        for lr in grid:
-            runs_of_rate = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
-            runs += runs_of_rate
-            losses[lr] = sum(ended_loss(run, ended) for run in runs_of_rate) / len(runs_of_rate)
-        remaining = [run for run in runs if run.name not in ended]
-        choice = ChosenRate(arm, runs, losses, remaining)
-        if remaining:
-            return choice
-        best = min(grid, key=losses.__getitem__)
-        if not math.isfinite(losses[best]):
-            return replace(choice, problem="every learning rate diverged")
-        choice = replace(choice, lr=best)
-        if best not in (grid[0], grid[-1]):
+        choice = choose_from_grid(study, arm, grid, ended)
+        best = choice.lr
+        if best is None or best not in (grid[0], grid[-1]):
             return choice
         end = "smallest" if best == grid[0] else "largest"
         if added[end] == rates.extend:
-            return replace(choice, problem=f"the best is the {end} of the grid")
+            return replace(choice, problem=choice.problem or f"the best is the {end} of the grid")
         added[end] += 1
-        inner, outer = ends[end]
+        # Each end of the grid grows by the ratio of the two rates at this end of the study's grid.
+        outer, inner = rates.grid[:2]
+        if end == "largest":
+            inner, outer = rates.grid[-2:]
         grid = sorted([*grid, float(f"{best * outer / inner:.6g}")])
 
 
-def ended_loss(run: Planned, ended: Mapping[str, RateRun]) -> float:
-    """Return a final held-out loss; infinity if the run diverged, NaN if it has not ended."""
-    if run.name not in ended:
-        return math.nan
-    loss = ended[run.name].loss
-    return math.inf if loss is None else loss
+def choose_from_grid(
+    study: Study, arm: str, grid: list[float], ended: Mapping[str, RateRun]
+) -> ChosenRate:
+    """Choose for an arm the rate in `grid` with the lowest mean loss over seeds."""
+    assert study.lr
+    runs: list[Planned] = []
+    remaining: list[Planned] = []
+    losses = {}
+    problem = ""
+    for lr in grid:
+        total = 0.0
+        for seed in study.lr.seeds:
+            planned = rate_run(study, arm, seed, lr)
+            runs.append(planned)
+            run = ended.get(planned.name)
+            if run is None:
+                remaining.append(planned)
+                total = math.nan
+                continue
+            total += math.inf if run.loss is None else run.loss
+            if run.strayed:
+                problem = f"{planned.name} is not the run of the study: {run.strayed}"
+        losses[lr] = total / len(study.lr.seeds)
+    best = None
+    if not remaining:
+        best = min(losses, key=losses.__getitem__)
+        if not math.isfinite(losses[best]):
+            best = None
+            problem = problem or "every learning rate diverged"
+    return ChosenRate(arm, runs, losses, remaining, best, problem)
 
 
 def next_runs(study: Study, out: Path) -> list[Planned]:

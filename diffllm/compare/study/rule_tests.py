@@ -97,19 +97,15 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
         gap = outcome.full
         sides, smallest = t_tests(rule, gap, np.array(outcome.differences))
     sides = sides_of_diverged(study, rule, outcome) or sides
-    chance = losses = same_size = ""
-    compares_values = rule.kind in ("difference", "equivalence")
-    if compares_values:
-        chance = floor_or_ceiling(study, candidate, base)
-        same_size = size_words(candidate, base) if study.metric == "heldout_loss" else ""
-    if compares_values and study.lr_sweep:
-        losses = best_losses(candidate, base)
-        shares = (
-            Share(candidate.diverged, len(candidate.runs)),
-            Share(base.diverged, len(base.runs)),
-        )
-        outcome = replace(outcome, candidate=shares[0], base=shares[1])
-        sides = sides_of_sensitivity(rule, sides, *shares)
+    notes = {}
+    if rule.kind in ("difference", "equivalence"):
+        notes = value_notes(study, candidate, base)
+        if study.lr_sweep:
+            # A seed has one run per learning rate.
+            candidate_share = Share(candidate.diverged, len(candidate.runs))
+            base_share = Share(base.diverged, len(base.runs))
+            outcome = replace(outcome, candidate=candidate_share, base=base_share)
+            sides = sides_of_sensitivity(rule, sides, outcome)
     undocumented = []
     for run in (*candidate.runs, *base.runs):
         if run.seed in outcome.undocumented and run.documents is None:
@@ -125,10 +121,18 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
         refuting=sides[1],
         smallest=smallest,
         undocumented=undocumented,
-        chance=chance,
-        best_losses=losses,
-        same_size=same_size,
+        **notes,
     )
+
+
+def value_notes(study: Study, candidate: StudyArm, base: StudyArm) -> dict[str, str]:
+    """Return the fields `chance`, `same_size` and `best_losses` of `RuleTest` that apply."""
+    notes = {"chance": floor_or_ceiling(study, candidate, base)}
+    if study.metric == "heldout_loss":
+        notes["same_size"] = size_words(candidate, base)
+    if study.lr_sweep:
+        notes["best_losses"] = best_losses(candidate, base)
+    return notes
 
 
 def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGap:
@@ -180,10 +184,10 @@ def t_tests(
     return (showing, refuting), smallest
 
 
-def combined(first: Side, second: Side, choose: Callable[[Any], Any], tests: int) -> Side:
+def combined(first: Side, second: Side, choose: Callable[[Any, Any], Any], tests: int) -> Side:
     """Combine two tests: max if both alternatives must hold, min of two tests if one must."""
-    pairs = (first.p, second.p), (first.exact, second.exact)
-    p, exact = (min(1.0, tests * choose(pair)) for pair in pairs)
+    p = min(1.0, tests * choose(first.p, second.p))
+    exact = min(1.0, tests * choose(first.exact, second.exact))
     return Side(p, exact, tests=tests)
 
 
@@ -222,7 +226,7 @@ def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, 
 
 
 def sides_of_sensitivity(
-    rule: Rule, sides: tuple[Side, Side], candidate: Share, base: Share
+    rule: Rule, sides: tuple[Side, Side], outcome: ArmGap
 ) -> tuple[Side, Side]:
     """Return p-values of a rule about learning rate sensitivity, with diverged runs of all rates.
 
@@ -231,6 +235,7 @@ def sides_of_sensitivity(
     because runs of one seed are not independent.
     """
     showing, refuting = sides
+    candidate, base = outcome.candidate, outcome.base
     excess = candidate.diverged * base.runs - base.diverged * candidate.runs
     if not excess:
         return sides
@@ -280,10 +285,14 @@ def best_losses(candidate: StudyArm, base: StudyArm) -> str:
 
 def best_loss(arm: StudyArm) -> float:
     """Return the lowest mean loss over seeds of a learning rate; infinity without such a loss."""
-    losses: dict[float, list[float]] = {}
-    for run in arm.runs:
-        losses.setdefault(run.lr, []).append(math.inf if run.loss is None else run.loss)
-    return min((sum(values) / len(values) for values in losses.values()), default=math.inf)
+    lowest = math.inf
+    for lr in {run.lr for run in arm.runs}:
+        losses = []
+        for run in arm.runs:
+            if run.lr == lr:
+                losses.append(math.inf if run.loss is None else run.loss)
+        lowest = min(lowest, sum(losses) / len(losses))
+    return lowest
 
 
 def size_words(candidate: StudyArm, base: StudyArm) -> str:

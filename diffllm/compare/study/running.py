@@ -224,7 +224,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     for planned in remaining:
         path = out / planned.name
         if (path / "config.yaml").is_file():
-            problem = strayed(path, load_run_config(path), config_of_planned(planned))
+            problem = strayed(path, load_run_config(path), planned)
             if problem:
                 raise ConfigError(
                     f"{path} differs from the study ({problem}); choose another out=DIR"

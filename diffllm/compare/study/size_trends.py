@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -25,23 +25,25 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
     diverged. The number of parameters of a size is the geometric mean of both arms. A seed is
     included only if its runs ended at every size.
     """
-    candidate_arms = [arms[candidate] for candidate, _ in rule.pairs]
-    base_arms = [arms[base] for _, base in rule.pairs]
-    all_arms = candidate_arms + base_arms
-    if not all(arm.runs for arm in all_arms):
+    candidates, bases = zip(*rule.pairs, strict=True)
+    names = candidates + bases
+    if not all(arms[name].runs for name in names):
         return Arm(rule.arm, {}), Arm(rule.against, {})
-    parameters = {arm.label: parameters_of(arm) for arm in all_arms}
+    parameters = {name: parameters_of(arms[name]) for name in names}
     check_sizes(rule, parameters)
-    sizes = [math.sqrt(parameters[candidate] * parameters[base]) for candidate, base in rule.pairs]
-    candidate, base = side_slopes(sizes, candidate_arms), side_slopes(sizes, base_arms)
-    return Arm(rule.arm, candidate), Arm(rule.against, base)
+    sizes = [math.sqrt(parameters[arm] * parameters[against]) for arm, against in rule.pairs]
+    return (
+        Arm(rule.arm, side_slopes(sizes, [arms[name] for name in candidates])),
+        Arm(rule.against, side_slopes(sizes, [arms[name] for name in bases])),
+    )
 
 
 def side_slopes(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | None]:
     """Return the slope of the metric over `sizes`, the numbers of parameters of `arms`."""
-    seeds = set.intersection(*(set(arm.seed_values) for arm in arms))
     by_seed: dict[int, float | None] = {}
-    for seed in sorted(seeds):
+    for seed in sorted(arms[0].seed_values):
+        if not all(seed in arm.seed_values for arm in arms):
+            continue
         values = [arm.seed_values[seed] for arm in arms]
         by_seed[seed] = None
         if None not in values:
@@ -82,7 +84,9 @@ def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
         sizes.append(sorted(parameters[arm] for arm in pair))
         listing += [f"{arm} {parameters[arm]:,.0f}" for arm in pair]
     ordered = sorted(sizes)
-    is_overlapping = any(small[1] >= large[0] for small, large in pairwise(ordered))
+    is_overlapping = False
+    for (_, largest), (smallest, _) in pairwise(ordered):
+        is_overlapping |= largest >= smallest
     if is_overlapping or ordered[-1] != sizes[-1]:
         raise ConfigError(
             f"trend over {PARAMETERS}: the pairs of arms must have different numbers of parameters "
@@ -102,9 +106,10 @@ def unequal_pairs(study: Study, runs: Sequence[Comparand]) -> list[str]:
     for rule in study.rules:
         if rule.over != PARAMETERS:
             continue
-        arms = [arm for pair in rule.pairs for arm in pair]
+        arms = [*chain(*rule.pairs)]
+        runs_of_rule = [run for run in runs if run.arm in arms]
         texts = []
-        for difference in differences([run for run in runs if run.arm in arms], terms):
+        for difference in differences(runs_of_rule, terms):
             if difference.role == "condition":
                 texts.append(difference_words(difference))
         if texts:

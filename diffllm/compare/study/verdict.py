@@ -17,7 +17,7 @@ from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import ChosenRate, terms_of
+from diffllm.compare.study.planned_runs import ChosenRate, choose_rates, terms_of
 from diffllm.compare.study.positions import unequal_positions
 from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.size_trends import unequal_pairs
@@ -103,37 +103,42 @@ def judge(study: Study, out: Path) -> Verdict:
 
 def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     """Return the verdict of a study; `evidence` must contain at least one ended run."""
-    choices = evidence.choices(study)
-    arms = evidence.arms(study, choices)
-    by_name = {arm.label: arm for arm in arms}
-    tested = apply_rules(study, by_name)
+    choices = choose_rates(study, evidence.rates)
+    rates = {choice.arm: choice.lr for choice in choices}
+    arms = [evidence.arm(study, name, rates.get(name)) for name in study.arms]
+    tested = apply_rules(study, {arm.label: arm for arm in arms})
     verdict, reasons = tested[0].verdict, [tested[0].reason]
-    differences_of_arms = differences(comparands(arms), terms_of(study))
-    problems = not_comparable(study, arms, choices) + undeclared(differences_of_arms)
+    comparands = [Comparand(run.arm, run.seed, run.conditions) for run in runs_of(arms)]
+    differences_of_arms = differences(comparands, terms_of(study))
+    problems = run_problems(arms, choices) + unequal_pairs(study, comparands)
+    problems += spending_problems(study, arms) + undeclared(differences_of_arms)
     if problems:
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
     exploratory_reasons = exploratory(study, arms, choices, evidence)
     if exploratory_reasons:
         verdict, reasons = EXPLORATORY, [*exploratory_reasons, *reasons]
-    if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
-        warnings = {run.thin for run in runs_of(arms)} - {""}
-        reasons += sorted(warnings)[:1]
-    for rule in study.rules:
-        # Studies that began under an older version can have rules with a margin.
-        note = margin_note(rule)
-        if note and note not in reasons:
-            reasons.append(note)
+    reasons += notes_on_design(study, arms)
     allowed = [difference for difference in differences_of_arms if difference.role != "condition"]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, allowed)
 
 
-def comparands(arms: list[StudyArm]) -> list[Comparand]:
-    return [Comparand(run.arm, run.seed, run.conditions) for run in runs_of(arms)]
+def notes_on_design(study: Study, arms: list[StudyArm]) -> list[str]:
+    """Return notes about too little held-out text and about keys of rules without effect."""
+    notes = []
+    if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
+        warnings = {run.thin for run in runs_of(arms)} - {""}
+        notes += sorted(warnings)[:1]
+    for rule in study.rules:
+        # Studies that began under an older version can have rules with a margin.
+        note = margin_note(rule)
+        if note and note not in notes:
+            notes.append(note)
+    return notes
 
 
-def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
-    """Return why the runs of a study cannot be compared, except undeclared differences."""
+def run_problems(arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
+    """Return why runs cannot be compared, except differences between arms in keys and costs."""
     problems = []
     for choice in choices:
         if choice.problem:
@@ -150,9 +155,7 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    problems += unequal_positions({run.position_settings for run in runs if run.positions})
-    problems += unequal_pairs(study, comparands(arms))
-    return problems + spending_problems(study, arms)
+    return problems + unequal_positions({run.position_settings for run in runs if run.positions})
 
 
 def exploratory(

@@ -76,19 +76,35 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     Args:
         with_picture: whether to draw the gaps, which only HTML shows.
     """
+    header = result_blocks(verdict)
+    if with_picture and gaps_of_pairs(verdict):
+        header.append(FigureGrid([gaps_figure(verdict)]))
+    result = verdict.verdict
+    if result == EXPLORATORY:
+        result += f", it would be: {verdict.would_be}"
+    footer = Section("", [Paragraph(origin(verdict))])
+    return Page(verdict.study.claim, header, page_sections(verdict), footer, result)
+
+
+def result_blocks(verdict: Verdict) -> list[Block]:
+    """Return the source of the claim, the result of the first rule, and all other reasons."""
     study, first_reason = verdict.study, verdict.tested[0].reason
-    trend = trend_text(study, {arm.label: arm for arm in verdict.arms})
+    blocks: list[Block] = []
+    if study.source:
+        blocks.append(Paragraph(study.source, label="Source"))
     start = ""
     if NOT_COMPARABLE in (verdict.verdict, verdict.would_be):
         start = "Not comparable; the runs alone give: "
-    header: list[Block] = [Paragraph(f"{start}{study.quantity}: {first_reason}. {trend}".strip())]
-    if study.source:
-        header.insert(0, Paragraph(study.source, label="Source"))
+    trend = trend_text(study, {arm.label: arm for arm in verdict.arms})
+    blocks.append(Paragraph(f"{start}{study.quantity}: {first_reason}. {trend}".strip()))
     problems = [reason for reason in verdict.reasons if reason != first_reason]
     if problems:
-        header.append(Items(problems))
-    if with_picture and gaps_of_pairs(verdict):
-        header.append(FigureGrid([gaps_figure(verdict)]))
+        blocks.append(Items(problems))
+    return blocks
+
+
+def page_sections(verdict: Verdict) -> list[Section]:
+    study = verdict.study
     rules = [f"Rule: {rule_line(tested, study)}" for tested in verdict.tested]
     conditions = Paragraph(f"{conditions_text(verdict)} {power_words(study)}")
     settings = Items([*override_lines(study), *difference_lines(verdict)])
@@ -103,14 +119,11 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
     if verdict.choices:
         choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
-    if not study.sets_rates:
+    elif not study.sets_rates:
         sections.append(Section("Learning rates", [Paragraph(RATES_OF_CONFIGS)]))
     if study.notes:
         sections.append(Section("Notes", [Paragraph(study.notes, label="From the study file")]))
-    result = verdict.verdict
-    if result == EXPLORATORY:
-        result += f", it would be: {verdict.would_be}"
-    return Page(study.claim, header, sections, Section("", [Paragraph(origin(verdict))]), result)
+    return sections
 
 
 def trend_text(study: Study, arms: Mapping[str, StudyArm]) -> str:
@@ -129,7 +142,7 @@ def trend_text(study: Study, arms: Mapping[str, StudyArm]) -> str:
 
 
 def rule_line(tested: Tested, study: Study) -> str:
-    words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
+    words = [f"{tested.rule.statement(study.quantity)}: {tested.verdict}; {tested.reason}"]
     if tested.verdict == NO_LONGER_JUDGED:
         return words[0]
     if study.scale == "log" and tested.gap and tested.bounds:

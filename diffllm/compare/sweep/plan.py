@@ -245,8 +245,6 @@ def plan_sweep(
     Returns:
         The locked directory, and for each run the keyword arguments of `Job`.
     """
-    from diffllm.compare.report.rows import row_labels  # A slow import: loads SciPy.
-
     all_keys = [override.get_key_element() for override in overrides]
     plans = run_plans(overrides)
     plans[0].cfg.run.name = "run"  # `choose_path` needs a name.
@@ -261,17 +259,15 @@ def plan_sweep(
         check_length(directory.path / f"{name}.log", f"run.name={name}")
     directory.hold()
     try:
-        finished = {name: is_finished(directory.path / name, runs[name].cfg) for name in runs}
+        finished = {}
         for name, run in runs.items():
+            finished[name] = is_finished(directory.path / name, run.cfg)
             if not finished[name]:
                 check_memory_of(name, run.cfg, world_size, ranks_here)
         if keys != directory.record["keys"]:
             record_keys(directory, keys, begun)
         fixed_words = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
-        configs = recorded_configs(directory, runs, [*fixed_words, *added_words])
-        configs |= {name: run.cfg for name, run in runs.items()}
-        check_runs(directory, configs)
-        groups = dict(zip(configs, row_labels([*configs.values()]), strict=True))
+        groups = groups_of_runs(directory, runs, [*fixed_words, *added_words])
         for name, run in runs.items():
             directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
         directory.write()
@@ -287,6 +283,26 @@ def plan_sweep(
         )  # fmt: skip
         jobs.append(vars(job))
     return directory, jobs
+
+
+def groups_of_runs(
+    directory: SweepDirectory, runs: dict[str, RunPlan], shared_words: list[str]
+) -> dict[str, str]:
+    """Check all runs of a sweep, and return their groups in wandb, which are rows of the report.
+
+    Recorded runs that this command does not plan are included. Raises ConfigError if an existing
+    run cannot resume.
+
+    Args:
+        shared_words: overrides that all runs share.
+    """
+    from diffllm.compare.report.rows import row_labels  # A slow import: loads SciPy.
+
+    configs = recorded_configs(directory, runs, shared_words)
+    for name, run in runs.items():
+        configs[name] = run.cfg
+    check_runs(directory, configs)
+    return dict(zip(configs, row_labels([*configs.values()]), strict=True))
 
 
 def keys_of_sweep(overrides: list[Override]) -> list[str]:

@@ -37,7 +37,7 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_load_study_parses_numbers_in_scientific_notation_without_decimal_point(tmp_path):
     study = load_study(written(tmp_path, GOOD))
     assert study.lr.grid == [1e-3, 2e-3, 4e-3]  # text in YAML 1.1
-    assert study.rule.words(study.metric) == (
+    assert study.rule.statement(study.metric) == (
         "heldout_loss of v2 minus that of half is below 0 (one-sided, alpha 0.05)"
     )
     assert load_study(written(tmp_path, GOOD + "\n# later\n")).hash != study.hash
