@@ -67,11 +67,11 @@ class ArmTiming:
     @property
     def median_seconds(self) -> float:
         """Median over all blocks of the seconds of a training step."""
-        return statistics.median(chain.from_iterable(self.block_seconds))
+        return statistics.median(chain(*self.block_seconds))
 
     @property
     def mean_seconds(self) -> float:
-        return statistics.fmean(chain.from_iterable(self.block_seconds))
+        return statistics.fmean(chain(*self.block_seconds))
 
     @property
     def tokens_per_s(self) -> float:

@@ -118,8 +118,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             # `wandb sync` will upload the run's own files, under the id of the run.
             options["id"] = new_id()
         elif destination.mode is WandbMode.offline:
-            on_server = was_online or ids.uploaded is not None
-            options["id"] = offline_id(parent, run_id, on_server)
+            options["id"] = offline_id(parent, run_id, was_online or ids.uploaded is not None)
         summary, exit_code = wandb_ending(read_ending(path) or {})
         summary |= events_summary(path)
         uploaded = upload(destination.mode.value, options, lines, summary, exit_code)
@@ -127,8 +126,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
             set_aside(parent, run_id)  # Not earlier: the server could have refused the run.
             store_newest_id(path, ids, wandb_config, uploaded.id)
     # A run that trains offline keeps its id, so no wandb run is replaced.
-    former_id = None if training_mode == "offline" else run_id
-    return as_json(path, uploaded, former_id)
+    return as_json(path, uploaded, None if training_mode == "offline" else run_id)
 
 
 def offline_id(parent: Path, run_id: str, on_server: bool) -> str:
@@ -199,8 +197,10 @@ def comparison_config(
 
 
 def as_json(path: Path, uploaded: Upload, former_id: str | None) -> dict[str, Any]:
-    replaced_id = former_id if uploaded.id != former_id else None
-    return {"run": str(path), "replaces": replaced_id, **uploaded._asdict()}
+    values = {"run": str(path), "replaces": None, **uploaded._asdict()}
+    if uploaded.id != former_id:
+        values["replaces"] = former_id
+    return values
 
 
 def ids_of_run(path: Path, facts: dict[str, Any], cfg: WandbConfig) -> WandbIds:

@@ -114,7 +114,7 @@ class Budget(NamedTuple):
         if not means:
             return f"the {self.unit} of the runs are unknown"
         machines = set()
-        for run in chain.from_iterable(arms):
+        for run in chain(*arms):
             machines.add(str([run.facts.get(fact) for fact in self.facts]))
         if len(machines) > 1:
             return f"the {self.unit} were measured on different machines ({', '.join(self.facts)})"
@@ -128,12 +128,12 @@ class Budget(NamedTuple):
 
 def mean_cost(costs: Iterable[float | None]) -> float | None:
     """Return the mean cost of runs; None if the cost of a run is unknown, or without runs."""
-    known_costs = []
+    numbers = []
     for cost in costs:
         if not cost:
             return None
-        known_costs.append(cost)
-    return fmean(known_costs) if known_costs else None
+        numbers.append(cost)
+    return fmean(numbers) if numbers else None
 
 
 BUDGETS = {

@@ -89,7 +89,8 @@ def expand_glob(path: Path) -> list[Path]:
                 f"{path} cannot be read: permission denied; make the directory readable"
             )
         return [path]
-    matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
+    paths = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    matches = sorted(path for path in paths if path.is_dir())
     if not matches:
         raise ConfigError(f"{path}: no such directory{similar_path(path, os.path.isdir)}")
     return matches

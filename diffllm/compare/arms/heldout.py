@@ -19,9 +19,8 @@ def thin_note(runs: Iterable[Run]) -> str:
     """
     warnings = []
     for run in runs:
-        summary = run.summary or {}
-        documents = finite(summary.get("heldout_documents"))
-        tokens = finite(summary.get("heldout_tokens"))
+        documents = run.summary_number("heldout_documents")
+        tokens = run.summary_number("heldout_tokens")
         if not documents or not tokens:
             continue
         # With masked tokens, `tokens` does not count the prompts of the held-out text.
@@ -56,7 +55,7 @@ def heldout_text(runs: Iterable[Run]) -> str:
     for run in runs:
         if run.final_loss is not None:
             numbers = [finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT)]
-            sizes.add((*numbers, finite((run.summary or {}).get("heldout_documents"))))
+            sizes.add((*numbers, run.summary_number("heldout_documents")))
     tokens, split, documents = sizes.pop() if len(sizes) == 1 else (None, None, None)
     if tokens is None:
         return "held-out documents"

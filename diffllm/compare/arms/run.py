@@ -141,7 +141,11 @@ class Run:
     @property
     def final_loss(self) -> float | None:
         """Final held-out loss in nats per token; None if the run is unfinished or diverged."""
-        return finite((self.summary or {}).get("heldout_loss"))
+        return self.summary_number("heldout_loss")
+
+    def summary_number(self, name: str) -> float | None:
+        """Return an entry of summary.json; None if it is missing or not finite."""
+        return finite((self.summary or {}).get(name))
 
     @cached_property
     def documents(self) -> DocumentLosses | None:
@@ -201,7 +205,7 @@ class Run:
     @property
     def training_flops(self) -> float | None:
         """Tokens of a finished run times its FLOPs per token, which count visible keys."""
-        tokens = finite((self.summary or {}).get("tokens"))
+        tokens = self.summary_number("tokens")
         flops_per_token = finite(self.facts.get("flops_per_token"))
         return tokens * flops_per_token if tokens and flops_per_token else None
 
@@ -317,7 +321,7 @@ def run_value(run: Run, metric: Metric) -> float | None:
     """
     column, layers = metric.column, metric.name.endswith("*")
     assert column
-    final = finite((run.summary or {}).get(metric.name))
+    final = run.summary_number(metric.name)
     if column.steps == "last" and final is not None:
         return final
     values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values

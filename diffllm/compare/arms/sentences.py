@@ -176,7 +176,8 @@ def p_text(p: float | None) -> str:
 
 def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
     """Return a text such as "0.31 to 0.35", or one number if both ends have the same text."""
-    return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
+    low, high = write(min(values)), write(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def plural(number: int, one: str) -> str:

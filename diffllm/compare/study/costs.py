@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,7 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     this number, use its median over the same finished runs.
     """
     stages = planned_stages(study)
-    paths: list[Path] = []
-    for runs in stages:
-        paths += [out / run.name for run in runs]
-    speed, visible_keys = measured_speed(paths)
+    speed, visible_keys = measured_speed([out / run.name for run in chain(*stages)])
     if speed is None and pilot:
         speed, visible_keys = measured_speed(find_runs(pilot).runs)
     by_profile = not assumed and speed is None and study.profile is not None
@@ -151,9 +149,9 @@ class Spending:
 
 def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
     """Return the costs of each arm; [] if the budget is in tokens."""
-    results: list[Spending] = []
     if study.budget == TOKENS:
-        return results
+        return []
+    results = []
     runs_by_arm = {arm.label: arm.runs for arm in arms}
     for planned in first_runs(study):
         cfg = config_of_planned(planned)

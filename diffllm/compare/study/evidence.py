@@ -60,15 +60,11 @@ class Evidence:
         missing: list[str] = []
         values: dict[int, float | None] = {}
         for seed in study.seeds:
-            ended: list[StudyRun] = []
-            planned_runs = deciding_runs(study, name, seed, lr)
-            for planned in planned_runs:
-                if planned.name in self.runs:
-                    ended.append(self.runs[planned.name])
-                else:
-                    missing.append(planned.name)
+            names = [planned.name for planned in deciding_runs(study, name, seed, lr)]
+            ended = [self.runs[run_name] for run_name in names if run_name in self.runs]
             runs += ended
-            if len(ended) == len(planned_runs):
+            missing += [run_name for run_name in names if run_name not in self.runs]
+            if len(ended) == len(names):
                 values[seed] = value_of(ended, study)
         return StudyArm(name, values, lr, runs, missing)
 
@@ -100,8 +96,8 @@ def read_evidence(study: Study, out: Path) -> Evidence:
         corpora = {run.facts.corpus for run in runs.values() if run.arm == choice.arm}
         for planned in choice.runs:
             if planned.name in rates:
-                cfg = configs.load(out / planned.name)
-                text = grid_differences(out / planned.name, cfg, planned, corpora)
+                path = out / planned.name
+                text = grid_differences(path, configs.load(path), planned, corpora)
                 rates[planned.name] = replace(rates[planned.name], strayed=text)
     return Evidence(runs, rates, marks, digests)
 

@@ -199,7 +199,10 @@ class Study:
     @property
     def named_rules(self) -> list[tuple[str, Rule]]:
         """The keys of all rules in the study file, and the rules."""
-        return [("rule", self.rule), *((f"also[{i}]", rule) for i, rule in enumerate(self.also))]
+        rules = [("rule", self.rule)]
+        for i, rule in enumerate(self.also):
+            rules.append((f"also[{i}]", rule))
+        return rules
 
 
 def better(metric: str) -> int:
@@ -251,8 +254,8 @@ def check_study(study: Study) -> None:
     for key, arm in named:
         if arm not in study.arms:
             raise ConfigError(f"{key}={arm} is not one of the arms {', '.join(sorted(study.arms))}")
-    words = [*study.base, *chain.from_iterable(study.arms.values())]
-    check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in words))
+    overrides = chain(study.base, *study.arms.values())
+    check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in overrides))
     check_budget(study)
     check_seeds_and_rates(study)
     check_metric(study)

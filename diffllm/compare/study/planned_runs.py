@@ -65,10 +65,10 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     words = words_of_arm(study, arm)
     if study.lr_sweep is None:
         return [Planned(DECIDING, arm, seed, lr, f"{arm}-seed{seed}", words)]
-    return [
-        Planned(DECIDING, arm, seed, rate, f"{arm}-lr{rate:g}-seed{seed}", words)
-        for rate in study.lr_sweep
-    ]
+    runs = []
+    for rate in study.lr_sweep:
+        runs.append(Planned(DECIDING, arm, seed, rate, f"{arm}-lr{rate:g}-seed{seed}", words))
+    return runs
 
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:

@@ -147,11 +147,11 @@ def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGa
 
 def log_rank_tests(candidate: Times, base: Times) -> tuple[tuple[Side, Side], float]:
     """Return log-rank tests of a rule's claim and of the opposite claim, and their smallest p."""
-    sizes = len(candidate.tokens), len(base.tokens)
     sides = Side(), Side()
-    if min(sizes) > 1:
+    runs, base_runs = len(candidate.tokens), len(base.tokens)
+    if runs > 1 and base_runs > 1:
         sides = Side(log_rank(candidate, base)), Side(log_rank(base, candidate))
-    return sides, smallest_p("log_rank", *sizes)
+    return sides, smallest_p("log_rank", runs, base_runs)
 
 
 def t_tests(
@@ -159,7 +159,7 @@ def t_tests(
 ) -> tuple[tuple[Side, Side], float]:
     """Return the tests of a rule's claim and of the opposite claim, and the smallest exact p.
 
-    Each test is a t test with an exact sign-flip test. Without an error of the gap, there is none.
+    Each test is a t test with an exact sign-flip test. Without an error of the gap, all p-values are None.
 
     Args:
         differences: value of the first arm minus value of the second arm, shape (seeds,).
@@ -270,16 +270,16 @@ def best_losses(candidate: StudyArm, base: StudyArm) -> str:
 
     An arm with equally high losses at all learning rates has a small sensitivity.
     """
-    losses = best_loss(candidate), best_loss(base)
-    if math.inf in losses:
+    loss, base_loss = best_loss(candidate), best_loss(base)
+    if math.inf in (loss, base_loss):
         return ""
     text = (
-        f"loss at the best learning rate: {candidate.label} {losses[0]:.4g}, "
-        f"{base.label} {losses[1]:.4g}"
+        f"loss at the best learning rate: {candidate.label} {loss:.4g}, "
+        f"{base.label} {base_loss:.4g}"
     )
-    if losses[0] == losses[1]:
+    if loss == base_loss:
         return text
-    worse = candidate if losses[0] > losses[1] else base
+    worse = candidate if loss > base_loss else base
     return f"{text} ({worse.label} is worse)"
 
 
@@ -297,10 +297,12 @@ def best_loss(arm: StudyArm) -> float:
 
 def size_words(candidate: StudyArm, base: StudyArm) -> str:
     """State whether two arms have equally many parameters; "" if the numbers are not recorded."""
-    sizes = [arm.runs[0].facts.parameters for arm in (candidate, base) if arm.runs]
-    if len(sizes) < 2 or not (sizes[0] and sizes[1]):
+    if not candidate.runs or not base.runs:
         return ""
-    share = sizes[0] / sizes[1] - 1
+    size, base_size = candidate.runs[0].facts.parameters, base.runs[0].facts.parameters
+    if not size or not base_size:
+        return ""
+    share = size / base_size - 1
     if abs(share) <= TOLERANCE:
         return f"at equal parameters (within {percent(float(TOLERANCE))})"
     word = "more" if share > 0 else "fewer"

@@ -32,13 +32,12 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
     parameters = {name: parameters_of(arms[name]) for name in names}
     check_sizes(rule, parameters)
     sizes = [math.sqrt(parameters[arm] * parameters[against]) for arm, against in rule.pairs]
-    return (
-        Arm(rule.arm, side_slopes(sizes, [arms[name] for name in candidates])),
-        Arm(rule.against, side_slopes(sizes, [arms[name] for name in bases])),
-    )
+    candidate_slopes = slopes_by_seed(sizes, [arms[name] for name in candidates])
+    base_slopes = slopes_by_seed(sizes, [arms[name] for name in bases])
+    return Arm(rule.arm, candidate_slopes), Arm(rule.against, base_slopes)
 
 
-def side_slopes(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | None]:
+def slopes_by_seed(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | None]:
     """Return the slope of the metric over `sizes`, the numbers of parameters of `arms`."""
     by_seed: dict[int, float | None] = {}
     for seed in sorted(arms[0].seed_values):

@@ -77,16 +77,12 @@ class Verdict:
     @property
     def facts(self) -> dict[str, list[str]]:
         """Values of each fact of run.json as text, except facts of the model size (TOLERANCES)."""
-        texts: dict[str, set[str]] = {}
+        texts = {}
         for name in fact_declarations():
             if name not in TOLERANCES:
-                texts[name] = set()
-        for run in runs_of(self.arms):
-            for name, values in texts.items():
-                value = getattr(run.facts, name)
-                if value is not None:
-                    values.add(str(value))
-        return {name: sorted(values) for name, values in texts.items()}
+                values = [getattr(run.facts, name) for run in runs_of(self.arms)]
+                texts[name] = sorted({str(value) for value in values if value is not None})
+        return texts
 
 
 def judge(study: Study, out: Path) -> Verdict:

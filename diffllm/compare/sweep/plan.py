@@ -251,7 +251,7 @@ def plan_sweep(
     directory = SweepDirectory(choose_path(plans[0].cfg).parent, created_paths=created_paths)
     keys = naming_keys(directory, keys_of_sweep(overrides), all_keys)
     begun = begun_configs(directory)
-    added_words = apply_older_defaults(plans, all_keys, begun)
+    shared_words = apply_older_defaults(plans, all_keys, begun)
     runs = named_runs(plans, keys, begun)
     for name, run in runs.items():
         run.cfg.check_world(world_size)
@@ -266,8 +266,8 @@ def plan_sweep(
                 check_memory_of(name, run.cfg, world_size, ranks_here)
         if keys != directory.record["keys"]:
             record_keys(directory, keys, begun)
-        fixed_words = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
-        groups = groups_of_runs(directory, runs, [*fixed_words, *added_words])
+        shared_words += [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
+        groups = groups_of_runs(directory, runs, shared_words)
         for name, run in runs.items():
             directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
         directory.write()
