@@ -45,8 +45,12 @@ class Texts:
 
     @classmethod
     def of(cls, losses: DocumentLosses) -> "Texts":
-        columns = (losses.tokens, losses.bytes, losses.texts, losses.sources)
-        return cls(*(column.tolist() for column in columns))
+        return cls(
+            tokens=losses.tokens.tolist(),
+            bytes=losses.bytes.tolist(),
+            texts=losses.texts.tolist(),
+            sources=losses.sources.tolist(),
+        )
 
     @cached_property
     def hash(self) -> str:

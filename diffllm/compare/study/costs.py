@@ -195,17 +195,17 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     return problems
 
 
-def unequal_costs(quantity: str, costs: Mapping[str, float], advice: str = "") -> list[str]:
-    """Return a message if the costs of arms, by name, differ by more than TOLERANCE."""
-    if len(costs) < 2:
+def unequal_costs(quantity: str, cost_by_arm: Mapping[str, float], advice: str = "") -> list[str]:
+    """Return a message if the costs of arms differ by more than TOLERANCE."""
+    if len(cost_by_arm) < 2:
         return []
-    excess = max(costs.values()) / min(costs.values()) - 1
+    excess = max(cost_by_arm.values()) / min(cost_by_arm.values()) - 1
     if excess <= TOLERANCE:
         return []
-    by_arm = [f"{compact(cost)} in {arm}" for arm, cost in costs.items()]
+    texts = [f"{compact(cost)} in {arm}" for arm, cost in cost_by_arm.items()]
     return [
         f"budget: {quantity} per run differ by {percent(excess)}, more than {percent(TOLERANCE)}: "
-        f"{listed(by_arm)}{advice}"
+        f"{listed(texts)}{advice}"
     ]
 
 

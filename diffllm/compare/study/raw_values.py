@@ -171,9 +171,6 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
             raise ValueError(f"{run.name} has no curve")
         if len(run.positions or []) != len(run.position_losses):
             raise ValueError(f"{run.name}: positions and position_losses do not fit")
-        documents = None if run.texts is None else len(run.texts.tokens)
-        if documents != (None if run.nats is None else len(run.nats)):
-            raise ValueError(f"{run.name}: nats and texts are of unequal length")
         check_nats(run)
 
 
@@ -191,12 +188,14 @@ def check_rates(values: Values) -> None:
 def check_nats(run: StudyRun) -> None:
     """Raise ValueError if the losses of documents do not have the mean loss of the run.
 
-    Runs whose final loss was measured on another number of tokens are not checked.
+    The mean loss of a run is not checked if the run measured it on another number of tokens.
     """
-    if run.texts is None or run.nats is None or run.loss is None:
+    if run.texts is None and run.nats is None:
         return
+    if run.texts is None or run.nats is None or len(run.nats) != len(run.texts.tokens):
+        raise ValueError(f"{run.name}: nats and texts are of unequal length")
     tokens = sum(run.texts.tokens)
-    if run.facts.heldout_tokens != tokens:
+    if run.loss is None or run.facts.heldout_tokens != tokens:
         return
     if None in run.nats:
         raise ValueError(f"{run.name}.nats of a run with a loss must not contain null")

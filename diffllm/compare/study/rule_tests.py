@@ -159,7 +159,8 @@ def t_tests(
 ) -> tuple[tuple[Side, Side], float]:
     """Return the tests of a rule's claim and of the opposite claim, and the smallest exact p.
 
-    Each test is a t test with an exact sign-flip test. Without an error of the gap, all p-values are None.
+    Each test is a t test with an exact sign-flip test. Without an error of the gap, all p-values
+    are None.
 
     Args:
         differences: value of the first arm minus value of the second arm, shape (seeds,).

@@ -314,12 +314,10 @@ def origin(verdict: Verdict) -> str:
         files += f" and {study.budget.profile}"
     corpus = ", ".join(f"`{digest}`" for digest in facts["corpus"]) or "not recorded"
     resolved = verdict.evidence.hash_of(study)
-    python, torch, device, ranks, code = (
-        ", ".join(facts[name]) or "not recorded"
-        for name in ("python", "torch", "device", "ranks", "code")
-    )
+    texts = {name: ", ".join(values) or "not recorded" for name, values in facts.items()}
     return (
         f"Metric: {study.quantity}, paired over seeds. Study {files}, SHA-256 `{study.hash}`, "
         f"with resolved configs `{resolved}`. Corpus hash {corpus}. "
-        f"Python {python}, torch {torch}, device {device}, ranks `{ranks}`, code `{code}`."
+        f"Python {texts['python']}, torch {texts['torch']}, device {texts['device']}, "
+        f"ranks `{texts['ranks']}`, code `{texts['code']}`."
     )
