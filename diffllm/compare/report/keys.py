@@ -75,6 +75,8 @@ class Keys:
     """Keys that must have equal values in two runs to compare the runs."""
     values: list[dict[str, Any]]
     """Values of all these keys per run; None if the run's attention variant lacks the key."""
+    of_model: set[str]
+    """Keys of `swept` that `model=<choice>` sets, see `keys_of_model_choice`."""
 
 
 def distinguish(runs: list[Run]) -> Keys:
@@ -101,7 +103,32 @@ def distinguish(runs: list[Run]) -> Keys:
     shown_values = []
     for run_values in values:
         shown_values.append({name: run_values.get(name) for name in (*swept, *incomparable)})
-    return Keys(swept, incomparable, shown_values)
+    return Keys(swept, incomparable, shown_values, keys_of_model_choice(runs, swept, values))
+
+
+def keys_of_model_choice(
+    runs: list[Run], swept: list[str], values: Sequence[dict[str, Any]]
+) -> set[str]:
+    """Return the config keys that `model=<choice>` sets, such as model.dim for `model=mini`.
+
+    Return only keys that differ between runs. Labels show `model=<choice>` instead of these keys.
+    Return an empty set if only one key is found, or if two choices have the same values of all
+    found keys.
+
+    Args:
+        values: for each run, the values by name.
+    """
+    values_and_choice = []
+    for run, run_values in zip(runs, values, strict=True):
+        values_and_choice.append(run_values | {"choice": run.cfg.resolved.choices["model"]})
+    determined = set()
+    for key in swept:
+        is_of_model = key.startswith("model.") and not key.startswith(ATTENTION)
+        if is_of_model and determine(["choice"], key, values_and_choice):
+            determined.add(key)
+    if len(determined) > 1 and determine(determined, "choice", values_and_choice):
+        return determined
+    return set()
 
 
 def overridden_keys(runs: Sequence[Run]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from diffllm.compare.arms.arm import RunArm
+from diffllm.compare.arms.arm import RunArm, runs_of
 from diffllm.compare.arms.comparable import HASH, disagrees, shown_value
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.heldout import HELDOUT, heldout_text
@@ -80,7 +80,7 @@ def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
         models = [arm.runs[0].cfg.model for arm in (row, base)]
         if not any(model.match_params_to or model.match_flops_to for model in models):
             larger = row if size > base_size else base
-            advice = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
+            advice = f"; model.match_params_to={larger.variant} makes runs of equal size"
         notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
     return notes
 
@@ -156,7 +156,7 @@ def code_notes(rows: Sequence[RunArm]) -> list[str]:
 
 
 def runs_summary(rows: list[Row]) -> str:
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     finished = sum(run.summary is not None for run in runs)
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
     unit = "seed" if seeds == "1" else "seeds"
@@ -198,7 +198,7 @@ def tokens_per_parameter(runs: Iterable[Run]) -> list[float]:
 
 def reading_terms(rows: list[Row]) -> list[tuple[str, str]]:
     """Return pairs of a term and its explanation for the page of these rows."""
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     terms = [
         (
             "Held-out loss",

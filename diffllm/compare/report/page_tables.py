@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from diffllm.compare.arms.arm import RunArm
+from diffllm.compare.arms.arm import RunArm, runs_of
 from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Run, run_value
@@ -177,9 +177,10 @@ def score_cell(score: ScoreCell | None) -> Cell:
 
 
 def runs_table(rows: list[Row]) -> Table:
-    runs = [(row.label, run) for row in rows for run in row.runs]
-    root = os.path.commonpath([run.path.absolute().parent for _, run in runs])
-    lines = [run_cells(label, run, root) for label, run in runs]
+    root = os.path.commonpath([run.path.absolute().parent for run in runs_of(rows)])
+    lines = []
+    for row in rows:
+        lines += [run_cells(row.label, run, root) for run in row.runs]
     heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "Spikes", "State"]
     return Table.of(heads, lines, (0, 2, 6, 7))
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.comparable import Difference
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.pages import (
@@ -148,7 +149,7 @@ def header(comparison: Comparison, styles: list[RowStyle], hides_groups: bool) -
         blocks.append(Details(title, [Items(more_items, "findings")], level=0))
     texts = [holm_sentence(rows)]
     texts += [f"Warning: {text}" for text in comparison.warnings]
-    for warning in (few_seeds_note(rows), thin_note(run for row in rows for run in row.runs)):
+    for warning in (few_seeds_note(rows), thin_note(runs_of(rows))):
         if warning:
             texts.append(f"Warning: {warning}.")
     blocks += [Paragraph(text, style="holm") for text in texts if text]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.heldout import heldout_text
 from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Section
@@ -96,7 +97,7 @@ class Figures:
         self.styles = [styles[i] for i in drawn]
         self.baseline = comparison.baseline
         self.tested = len(tested_rows(comparison.rows))
-        self.runs = [run for row in self.rows for run in row.runs]
+        self.runs = runs_of(self.rows)
         points = max(len(run.series("train/loss").values) for run in self.runs)
         self.smoothed_over = curves.window(points)
         """Logged steps of a running mean."""

@@ -60,7 +60,7 @@ def row_styles(rows: Sequence[RunArm]) -> list[RowStyle]:
     identities = []
     for row in rows:
         changes = overrides(row.runs[0]) if row.runs else row.keys
-        identities.append(style_identity(row.keys["attention"], changes))
+        identities.append(style_identity(row.variant, changes))
     return styles_of([row.label for row in rows], identities)
 
 

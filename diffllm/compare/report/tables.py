@@ -43,7 +43,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         incomparable: keys that must be equal in two rows to compare the rows.
     """
     loss = row.loss
-    values = {"variant": row.keys["attention"], **row.keys}
+    values = {"variant": row.variant, **row.keys}
     del values["attention"]
     for fact in ("parameters", "active_parameters", "flops_per_token"):
         values[fact] = row.fact(fact)

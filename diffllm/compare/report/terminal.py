@@ -3,6 +3,7 @@
 import os
 from textwrap import wrap
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.sentences import (
     MISSING,
@@ -54,7 +55,7 @@ def loss_table(comparison: Comparison) -> Table:
 def table_text(comparison: Comparison) -> str:
     """Return an ASCII table of mean losses and gaps, at most `LINE_WIDTH` characters wide."""
     rows = comparison.rows
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     lines = loss_table(comparison).text(LINE_WIDTH)
     lines += interval_lines(rows)
     warnings = [*comparison.warnings, few_seeds_note(rows), thin_note(runs)]
@@ -91,7 +92,7 @@ def diverged_lines(rows: list[Row]) -> list[str]:
 
 def group_line(group: Group) -> str:
     """Return the letter, the directory and the settings of a group of comparable rows."""
-    paths = [run.path for row in group.rows for run in row.runs]
+    paths = [run.path for run in runs_of(group.rows)]
     place = paths[0] if len(paths) == 1 else os.path.commonpath([path.parent for path in paths])
     name = f"  {group.letter}  {place}: "
     return name + in_short(group, max(LINE_WIDTH - len(name), 20))
