@@ -148,6 +148,12 @@ class RunArm(Arm[Seeds]):
         return self.loss.seeds if self.loss else 0
 
     @property
+    def seeds_text(self) -> str:
+        """Number of measured runs, such as "2 of 3"."""
+        runs = len(self.runs)
+        return f"{runs}" if self.seeds == runs else f"{self.seeds} of {runs}"
+
+    @property
     def diverged(self) -> int:
         return sum(run.diverged for run in self.runs)
 

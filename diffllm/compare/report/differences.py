@@ -67,11 +67,10 @@ def comparands_of(rows: list[Row]) -> list[Comparand]:
     """Return the compared values of each run; columns of the table of results are omitted."""
     runs = runs_of(rows)
     budgets = dict(zip(runs, planned_budgets(runs), strict=True))
-    columns = {name for row in rows for name in row.values}
     comparands = []
     for row in rows:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
-            for name in columns:
+            for name in row.values:
                 values.pop(name, None)
             values |= {"budget": budgets[run], **row.differing}
             comparands.append(Comparand(row.label, run.cfg.seed, values))

@@ -77,6 +77,10 @@ def few_seeds_note(rows: list[Row]) -> str:
     return FEW_SEEDS if any(estimate.seeds == 2 for estimate in estimates) else ""
 
 
+def has_gaps(rows: list[Row]) -> bool:
+    return any(row.gap for row in rows)
+
+
 def has_intervals(rows: list[Row]) -> bool:
     return any(row.loss is not None and row.loss.low is not None for row in rows)
 

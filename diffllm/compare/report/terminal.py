@@ -16,6 +16,7 @@ from diffllm.compare.report.notes import is_early, training_length
 from diffllm.compare.report.results import (
     divergence,
     few_seeds_note,
+    has_gaps,
     has_intervals,
     holm_sentence,
     loss_interval,
@@ -47,7 +48,7 @@ def loss_table(comparison: Comparison) -> Table:
     """Return the table of mean losses and gaps, with 95% intervals."""
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     table = Table.of(heads, [row_cells(row) for row in comparison.rows], left=range(len(heads)))
-    if any(row.gap for row in comparison.rows):
+    if has_gaps(comparison.rows):
         return table
     return Table([column for column in table.columns if column.title != heads[2]])
 
@@ -99,8 +100,7 @@ def group_line(group: Group) -> str:
 
 
 def row_cells(row: Row) -> list[str]:
-    runs = len(row.runs)
-    seeds = f"{row.seeds}" if row.seeds == runs else f"{row.seeds} of {runs}"
+    seeds = row.seeds_text
     if row.diverged:
         seeds += f", {row.diverged} diverged"
     return [
