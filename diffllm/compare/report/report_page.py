@@ -38,6 +38,7 @@ from diffllm.compare.report.page_tables import (
 from diffllm.compare.report.results import (
     few_seeds_note,
     finding,
+    has_gaps,
     has_intervals,
     holm_sentence,
     loss_interval,
@@ -90,14 +91,13 @@ def page(comparison: Comparison) -> str:
     """Return the HTML page of a comparison; equal comparisons give identical pages."""
     import matplotlib
 
-    rows, first_group = comparison.rows, comparison.groups[0]
-    hidden = set()
-    if any(row.gap for row in first_group.rows):  # Figures then omit the other groups.
-        hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
+    rows = comparison.rows
+    hides_groups = len(comparison.groups) > 1 and has_gaps(comparison.groups[0].rows)
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first_figures, figure_sections, cost_figures = page_sections(comparison, styles, hidden)
-    blocks = header(comparison, styles, bool(hidden))
+        figures = page_sections(comparison, styles, hides_groups)
+    first_figures, figure_sections, cost_figures = figures
+    blocks = header(comparison, styles, hides_groups)
     if first_figures:
         blocks.append(FigureGrid(first_figures))
     sections = [results_section(comparison, styles)]

@@ -132,7 +132,7 @@ class Group(NamedTuple):
     """Rows of a report that can be compared with each other."""
 
     letter: str
-    rows: Sequence[Row]
+    rows: list[Row]
     values: dict[str, str]
     """This group's values, as text, of the keys that differ between groups."""
 
