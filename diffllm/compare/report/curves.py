@@ -86,8 +86,14 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
         if len(places) and places[-1] < len(x) - 1:
             stops.append((x[places[-1]], y[places[-1]]))
     complete = np.where(is_incomplete, np.nan, seeds)
-    mean, low, high = complete.mean(axis=0), complete.min(axis=0), complete.max(axis=0)
-    return Band(x, mean, low, high, singles, stops)
+    return Band(
+        x,
+        mean=complete.mean(axis=0),
+        low=complete.min(axis=0),
+        high=complete.max(axis=0),
+        singles=singles,
+        stops=stops,
+    )
 
 
 def window(points: int) -> int:
@@ -166,10 +172,16 @@ def gap_band(row: Row) -> Band | None:
     return over_seeds(gaps)
 
 
-def pairs_of_gap(arm: RunArm, base: RunArm) -> list[tuple[Run, Run]]:
-    """Return the runs from which the gap of two arms is computed, paired by seed."""
-    bases = base.measured
-    return [(run, bases[seeds]) for seeds, run in arm.measured.items() if seeds in bases]
+def runs_of_gap(arm: RunArm, base: RunArm) -> tuple[list[Run], list[Run]]:
+    """Return the runs of both arms from which their gap is computed, with equal seeds."""
+    runs = []
+    base_runs = []
+    for seeds, run in arm.measured.items():
+        base_run = base.measured.get(seeds)
+        if base_run is not None:
+            runs.append(run)
+            base_runs.append(base_run)
+    return runs, base_runs
 
 
 def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
@@ -181,13 +193,13 @@ def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
     """
     if not have_equal_tokens(arm, base):
         return {}
-    pairs = pairs_of_gap(arm, base)
-    arm_losses = losses_by_tokens([run for run, _ in pairs])
-    base_losses = losses_by_tokens([run for _, run in pairs])
+    runs, base_runs = runs_of_gap(arm, base)
+    arm_losses = losses_by_tokens(runs)
+    base_losses = losses_by_tokens(base_runs)
     gaps = {}
     for tokens in sorted(arm_losses.keys() & base_losses.keys()):
         gap = paired(arm_losses[tokens], base_losses[tokens])
-        if gap is not None and gap.seeds == len(pairs):
+        if gap is not None and gap.seeds == len(runs):
             gaps[tokens] = gap.estimate
     return gaps
 
@@ -249,10 +261,8 @@ def equal_gaps(arm: RunArm, base: RunArm, gap: Estimate) -> dict[str, EqualGap]:
     if samples:
         tokens = max(samples)
         gaps["tokens"] = EqualGap(samples[tokens], tokens)
-    pairs = pairs_of_gap(arm, base)
-    arms = [run for run, _ in pairs], [run for _, run in pairs]
     for name in ("flops", "seconds"):
-        cost = BUDGETS[name].equal_cost(arms)
+        cost = BUDGETS[name].equal_cost(runs_of_gap(arm, base))
         if cost is not None:
             gaps[name] = EqualGap(gap, cost)
     return gaps

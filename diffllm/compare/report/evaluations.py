@@ -315,18 +315,17 @@ def score_line(
         scores += scores_of_row.values()
         values[row] = values_by_seed(scores_of_row)
         examples[row] = min(map(independent_examples, scores_of_row.values()), default=0)
-    limits = limits_of(unit, scores[0])
+    low, high = limits_of(unit, scores[0])
     cells: list[ScoreCell | None] = []
     for row, row_values in values.items():
         if not row_values:
             cells.append(None)
             continue
+        mean = estimate(list(row_values.values())).within(low, high)
         gap = paired(row_values, values[bases[row]]) if row in bases else None
-        mean = estimate(list(row_values.values()))
-        cell = limited(ScoreCell(mean, gap.estimate if gap else None), limits)
-        if unit == SHARE:
-            cell = over_examples(cell, examples[row])
-        cells.append(cell)
+        limited_gap = gap.estimate.within(low - high, high - low) if gap else None
+        interval = over_examples(mean, examples[row]) if unit == SHARE else None
+        cells.append(ScoreCell(mean, limited_gap, interval))
     return ScoreLine(name, finite(scores[0].get("chance")), cells)
 
 
@@ -348,23 +347,16 @@ def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
     return low, high
 
 
-def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
-    low, high = limits
-    gap = cell.gap and cell.gap.within(low - high, high - low)
-    return ScoreCell(cell.mean.within(low, high), gap)
+def over_examples(mean: Estimate, examples: float) -> tuple[float, float] | None:
+    """Return Wilson's interval of an accuracy over `examples` independent examples.
 
-
-def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval to an accuracy that was measured on `examples` independent examples.
-
-    If the accuracy varies between seeds, return `cell` unchanged, because it already has an
-    interval over seeds.
+    If the accuracy varies between seeds, return None, because it already has an interval over
+    seeds.
     """
-    mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:
-        return cell
-    return cell._replace(over_examples=wilson(mean.mean, examples))
+        return None
+    return wilson(mean.mean, examples)
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:

@@ -15,7 +15,7 @@ from diffllm.compare.arms.sentences import (
     two_digits,
 )
 from diffllm.compare.report.curves import POINTS
-from diffllm.compare.report.keys import FACTS, all_declarations, differs
+from diffllm.compare.report.keys import FACTS, all_declarations, has_differences
 from diffllm.compare.report.results import NAMED, has_intervals, progress, size_against
 from diffllm.compare.report.rows import Row
 from diffllm.evaluation.heldout import same_documents
@@ -125,7 +125,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
     texts = []
     for name in names:
         recorded = [run_values for run_values in values if name in run_values]
-        if differs(name, recorded):
+        if has_differences(name, recorded):
             different = sorted({shown_value(run_values[name]) for run_values in recorded})
             texts.append(f"{name} ({', '.join(different)})")
     if not texts:

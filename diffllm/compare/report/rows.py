@@ -12,7 +12,7 @@ from diffllm.compare.arms.comparable import ATTENTION, CHANGED, shown_value, val
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
-from diffllm.compare.report.keys import HEADLINE, Keys, differs, distinguish, overrides
+from diffllm.compare.report.keys import HEADLINE, Keys, distinguish, has_differences, overrides
 from diffllm.config import TrainConfig
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.trend import Trend
@@ -81,11 +81,11 @@ def make_arms(runs: list[Run], keys: Keys) -> tuple[list[RunArm], list[str]]:
         notes += skipped
         swept = {key: values[key] for key in keys.swept}
         arms.append(RunArm.of("", swept, newest, values))
+    return sorted(arms, key=arm_order), notes
 
-    def order(arm: RunArm) -> list[tuple[int, Any]]:
-        return [variant_order(arm.variant), *map(value_order, arm.keys.values())]
 
-    return sorted(arms, key=order), notes
+def arm_order(arm: RunArm) -> list[tuple[int, Any]]:
+    return [variant_order(arm.variant), *map(value_order, arm.keys.values())]
 
 
 def arm_identity(values: dict[str, Any]) -> str:
@@ -107,13 +107,7 @@ def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
     """Return the newest finished run of each seed, and a note about each other run."""
     by_seed: dict[tuple[int, int], Run] = {}
     notes = []
-
-    def age(run: Run) -> tuple[bool, float, str]:
-        files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
-        written = next((file.stat().st_mtime for file in files if file.exists()), 0.0)
-        return run.summary is not None, written, str(run.path)
-
-    for run in sorted(runs, key=age):
+    for run in sorted(runs, key=age_order):
         older = by_seed.get(run.seeds)
         if older is not None:
             reason = "newer" if (run.summary is None) == (older.summary is None) else "finished"
@@ -122,6 +116,17 @@ def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
             )
         by_seed[run.seeds] = run
     return [by_seed[seeds] for seeds in sorted(by_seed)], notes
+
+
+def age_order(run: Run) -> tuple[bool, float, str]:
+    """Return the sort key of runs of one seed: unfinished runs first, then by last change."""
+    last_change = 0.0
+    # A run writes these files in this order.
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        file = run.path / name
+        if file.exists():
+            last_change = file.stat().st_mtime
+    return run.summary is not None, last_change, str(run.path)
 
 
 LONGEST_LABEL = 48
@@ -193,12 +198,14 @@ def label(arm: RunArm, arms: list[RunArm], of_model: set[str], inside: bool = Fa
     for key, value in arm.keys.items():
         if key == "attention" or key in of_model:
             continue
-        others = arms
-        is_set_by_variant = key.startswith(ATTENTION) and key not in overridden
-        if key.startswith(ATTENTION):
-            others = [other for other in arms if other.variant == arm.variant]
-        # The variant's YAML sets an equal value, or the variant lacks the key.
-        if (inside or is_set_by_variant) and not differs(key, [other.keys for other in others]):
+        is_of_attention = key.startswith(ATTENTION)
+        values = []
+        for other in arms:
+            if other.variant == arm.variant or not is_of_attention:
+                values.append(other.keys)
+        # The variant's YAML sets the value, or the variant lacks the key.
+        is_implied = is_of_attention and key not in overridden
+        if (inside or is_implied) and not has_differences(key, values):
             continue
         if key == CHANGED:
             if value:
@@ -242,8 +249,10 @@ def distinguishing(arm: RunArm, groups: list[list[RunArm]], keys: Keys) -> dict[
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=key_order):
         differs_inside = False
         for group in groups:
-            differs_inside = differs_inside or differs(key, [other.differing for other in group])
-        if not differs_inside and differs(key, [group[0].differing for group in groups]):
+            values = [other.differing for other in group]
+            differs_inside = differs_inside or has_differences(key, values)
+        values = [group[0].differing for group in groups]
+        if not differs_inside and has_differences(key, values):
             texts[key] = value_text(key, arm.differing.get(key))
     return texts
 

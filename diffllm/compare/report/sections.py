@@ -25,10 +25,10 @@ from diffllm.compare.report.figures import FEW, Bands, draw_curves, draw_gaps, t
 from diffllm.compare.report.results import (
     has_gaps,
     has_intervals,
+    is_significant,
     noise_floor_note,
     pairing_note,
     sample_range,
-    survives,
     tested_rows,
     trend_sentences,
 )
@@ -237,20 +237,19 @@ class Figures:
         plot = Curve("Loss over all stages", smooth=True, clip=True)
         bands = []
         for row in self.rows:
-            joined = [
-                self.curves_over_stages(stages_by_run[run.path], "train/loss") for run in row.runs
-            ]
+            joined = [self.loss_over_stages(stages_by_run[run.path]) for run in row.runs]
             bands.append(self.step_band(plot, "train/loss", joined))
         caption = (
             "Training loss of each run after its earlier stages, over the tokens of all stages."
         )
         return self.card(plot, caption, "nats per token", bands, starts=sorted(starts))
 
-    def curves_over_stages(self, stages: list[tuple[Run, int]], name: str) -> RunCurves:
+    def loss_over_stages(self, stages: list[tuple[Run, int]]) -> RunCurves:
         curves_of_stages = [self.curves_of(run) for run, _ in stages]
         starts = [start for _, start in stages]
-        joined = over_stages([stage.curves[name] for stage in curves_of_stages], starts)
-        return RunCurves({name: joined}, curves_of_stages[-1].every_step)
+        losses = [stage.curves["train/loss"] for stage in curves_of_stages]
+        joined = over_stages(losses, starts)
+        return RunCurves({"train/loss": joined}, curves_of_stages[-1].every_step)
 
     def intervals(self) -> list[Figure]:
         gaps = []
@@ -260,7 +259,7 @@ class Figures:
             if row.gap:
                 gaps.append(row.gap)
                 styles.append(style)
-                hollow.append(not survives(row))
+                hollow.append(not is_significant(row))
         title = f"Gap to {self.baseline} at the end"
         caption = "Held-out loss minus the baseline's. Left of 0 is better."
         if has_intervals(self.rows):
