@@ -124,20 +124,20 @@ def at_end(row: RunArm, quantity: str) -> Band | None:
     Args:
         quantity: name of the metric without the suffix "/layer_00".
     """
-    logged: list[tuple[list[int], Series]] = []
+    series_by_run = {}
     for run in row.finished or row.runs:
         series = run.by_layer(quantity)
         if series.values.size:
-            logged.append((run.layers(quantity), series))
-    if not logged:
+            series_by_run[run] = series
+    if not series_by_run:
         return None
-    common = reduce(np.intersect1d, [series.tokens for _, series in logged])
+    common = reduce(np.intersect1d, [series.tokens for series in series_by_run.values()])
     if not len(common):
         return None
     curves = []
-    for layers, series in logged:
-        (places,) = np.nonzero(series.tokens == common[-1])
-        curves.append(Series(np.array(layers), series.values[places[-1]]))
+    for run, series in series_by_run.items():
+        values = series.values[series.tokens == common[-1]]
+        curves.append(Series(np.array(run.layers(quantity)), values[-1]))
     return over_seeds(curves)
 
 
@@ -149,7 +149,8 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
     """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
-    low, high = np.fmin.reduceat(band.low, starts), np.fmax.reduceat(band.high, starts)
+    low = np.fmin.reduceat(band.low, starts)
+    high = np.fmax.reduceat(band.high, starts)
     return band.x[starts], low, high
 
 
@@ -165,7 +166,8 @@ def gap_band(row: Row) -> Band | None:
     base_curves = {run.seeds: run.series(EVAL_LOSS) for run in row.baseline.runs}
     gaps = []
     for run in row.runs:
-        candidate, base = run.series(EVAL_LOSS), base_curves.get(run.seeds)
+        candidate = run.series(EVAL_LOSS)
+        base = base_curves.get(run.seeds)
         if base is not None:
             tokens, i, j = np.intersect1d(candidate.tokens, base.tokens, return_indices=True)
             gaps.append(Series(tokens, candidate.values[i] - base.values[j]))

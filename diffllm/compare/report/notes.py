@@ -73,7 +73,8 @@ def fact_notes(runs: list[Run]) -> list[str]:
 def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     notes = []
     for row, base in gaps:
-        size, base_size = row.fact("parameters"), base.fact("parameters")
+        size = row.fact("parameters")
+        base_size = base.fact("parameters")
         if not size or not base_size or abs(size / base_size - 1) <= SIZE_TOLERANCE:
             continue
         advice = ""

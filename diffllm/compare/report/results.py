@@ -122,7 +122,8 @@ def lost_seeds(row: Row) -> list[str]:
 
 
 def size_against(row: RunArm, base: RunArm) -> str:
-    size, other = finite(row.fact("parameters")), finite(base.fact("parameters"))
+    size = finite(row.fact("parameters"))
+    other = finite(base.fact("parameters"))
     if not size or not other:
         return ""
     share = size / other - 1
@@ -212,7 +213,8 @@ def pairing_note(
     for row in rows:
         if row.gap is None or row.baseline is None or not has_width(row.gap):
             continue
-        candidate, base = range_of(row), range_of(row.baseline)
+        candidate = range_of(row)
+        base = range_of(row.baseline)
         if candidate is None or base is None:
             continue
         if candidate[0] > base[1] or base[0] > candidate[1]:

@@ -81,7 +81,8 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
 def step_curve(run: Run, rows: Array, name: str, size: int) -> StepCurve:
     """Return the curve of one metric from the rows of steps.npy, (n,) of dtype STEP."""
     places, values = run.metrics.columns.get(name, (np.zeros(0, np.int64), np.zeros(0)))
-    steps, tokens = run.metrics.steps[places], run.metrics.tokens[places]
+    steps = run.metrics.steps[places]
+    tokens = run.metrics.tokens[places]
     if len(rows):
         # If an older version began the run, steps.npy begins at the first step after a resume.
         before = steps < rows["step"][0]

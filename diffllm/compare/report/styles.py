@@ -65,7 +65,7 @@ def row_styles(rows: Sequence[RunArm]) -> list[RowStyle]:
 
 
 def style_identity(variant: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what determines the style of an arm: its variant and its attention overrides.
+    """Return the variant and the attention overrides of an arm, which determine its style.
 
     Args:
         changes: overrides of the arm, of which only those of `model.attention` count.
