@@ -127,13 +127,13 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
     rows = read_steps(path / "steps.npy")
     assert rows["step"].tolist() == list(range(1, 61))
     tensorboard, wandb = shown(path), OfflineRun(path)
-    marks = run_curves(load_run(path)).spikes
+    curves = run_curves(load_run(path)).curves
     for name in ("train/loss", "train/grad_norm"):
         assert rows["step"][rows[name].argmax()] == spike
         values = dict(zip(range(1, 61), rows[name].tolist(), strict=True))
         assert tensorboard[name] == pytest.approx(values)
         assert {line["step"]: line[name] for line in wandb.history} == pytest.approx(values)
-        (mark,) = (mark for mark in marks[name] if mark.step == spike)
+        (mark,) = (mark for mark in curves[name].spikes if mark.step == spike)
         assert mark.value == values[spike]
         assert mark.x == spike * 8 * 64
     page = (path / "report.html").read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
 """Arms: runs that differ only in the seed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate, Rate, estimate
 from diffllm.statistics.gap_tests import Seed
 
+AnyRun = TypeVar("AnyRun", covariant=True)
 Seeds = tuple[int, int]
 """The pair (seed, model.init_seed) of a run."""
 
@@ -60,6 +61,19 @@ class Arm(Generic[Seed]):
         return set()
 
 
+class HasRuns(Protocol[AnyRun]):
+    @property
+    def runs(self) -> Sequence[AnyRun]: ...
+
+
+def runs_of(arms: Iterable[HasRuns[AnyRun]]) -> list[AnyRun]:
+    """Return the runs of all arms, in the order of the arms."""
+    runs: list[AnyRun] = []
+    for arm in arms:
+        runs += arm.runs
+    return runs
+
+
 def have_equal_tokens(arm: Arm[Seed], base: Arm[Seed]) -> bool:
     """Return whether all runs of two arms train on equally many tokens.
 
@@ -88,6 +102,11 @@ class RunArm(Arm[Seeds]):
         """Return the arm of `runs`, with the final losses of ended runs as values."""
         losses = {run.seeds: run.final_loss for run in runs if run.ended}
         return cls(label, losses, keys, runs, differing)
+
+    @property
+    def variant(self) -> str:
+        """Attention variant."""
+        return str(self.keys["attention"])
 
     @property
     def finished(self) -> list[Run]:
@@ -127,6 +146,12 @@ class RunArm(Arm[Seeds]):
     def seeds(self) -> int:
         """Number of measured runs."""
         return self.loss.seeds if self.loss else 0
+
+    @property
+    def seeds_text(self) -> str:
+        """Number of measured runs, such as "2 of 3"."""
+        runs = len(self.runs)
+        return f"{runs}" if self.seeds == runs else f"{self.seeds} of {runs}"
 
     @property
     def diverged(self) -> int:

@@ -1,10 +1,10 @@
 """Compare runs: group runs that differ only in the seed, and measure loss gaps to a baseline."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from diffllm.compare.arms.arm import RunArm, Seeds
+from diffllm.compare.arms.arm import RunArm, Seeds, runs_of
 from diffllm.compare.arms.budget import budget_notes
 from diffllm.compare.arms.comparable import ATTENTION, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
@@ -14,7 +14,7 @@ from diffllm.compare.arms.sentences import plural
 from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
-from diffllm.compare.report.keys import MATCHES, Keys, distinguish, overrides
+from diffllm.compare.report.keys import MATCHES, distinguish, overrides
 from diffllm.compare.report.notes import (
     code_notes,
     document_warnings,
@@ -72,9 +72,25 @@ def read(
         step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
     directories = find_runs(paths)
+    runs, unreadable = load_runs(directories.runs)
+    comparison = compare(runs, baseline, directories.title, step)
+    skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
+    notes = list(skipped)
+    for sweep in directories.sweeps:
+        notes += sweep_notes(sweep)
+    notes += comparison.notes
+    score_notes = skipped + comparison.score_notes
+    return replace(comparison, notes=notes, score_notes=score_notes), directories.home
+
+
+def load_runs(paths: Iterable[Path]) -> tuple[list[Run], dict[Path, str]]:
+    """Return the runs in the directories `paths`, and the error of each unreadable directory.
+
+    Raises ConfigError if no run can be read.
+    """
     runs: list[Run] = []
     unreadable: dict[Path, str] = {}
-    for path in directories.runs:
+    for path in paths:
         try:
             runs.append(load_run(path))
         except CheckpointError as error:
@@ -85,12 +101,7 @@ def read(
         if others:
             text += f"; {plural(len(others), 'more run')} cannot be read"
         raise ConfigError(text)
-    comparison = compare(runs, baseline, directories.title, step)
-    waiting = [note for sweep in directories.sweeps for note in sweep_notes(sweep)]
-    skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
-    notes = skipped + waiting + comparison.notes
-    score_notes = skipped + comparison.score_notes
-    return replace(comparison, notes=notes, score_notes=score_notes), directories.home
+    return runs, unreadable
 
 
 def compare(
@@ -107,26 +118,27 @@ def compare(
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
     arms, skipped = make_arms(runs, keys)
-    groups = group_arms(arms, runs, keys)
-    arms = [arm for group in groups for arm in group.arms]
+    arms, values_of_groups = group_arms(arms, keys)
     chosen = choose_baseline(baseline, arms)
     baselines = {arm: baseline_arm(arm, arms, chosen) for arm in arms}
-    bases = {}
+    pairs = []
     for arm, base in baselines.items():
         if base is not None and base is not arm:
-            bases[arm] = base
+            pairs.append((arm, base))
     score_notes = missing_baseline_notes(baselines, chosen)
-    evaluated, about_scores = evaluations(arms, bases, step)
-    rows = make_rows(arms, bases, evaluated, keys)
-    row_of = dict(zip(arms, rows, strict=True))
+    evaluated, about_scores = evaluations(arms, dict(pairs), step)
+    rows = make_rows(arms, dict(pairs), evaluated, keys.incomparable)
+    groups = []
+    for letter, values in values_of_groups.items():
+        groups.append(Group(letter, [row for row in rows if row.group == letter], values))
     return Comparison(
         title=title,
         rows=rows,
         baseline=chosen,
         differences=keys.incomparable,
-        groups=[Group(g.letter, [row_of[arm] for arm in g.arms], g.values) for g in groups],
-        warnings=budget_notes(runs) + document_warnings([*bases.items()]),
-        notes=skipped + notes_of(arms, bases, score_notes) + about_scores,
+        groups=groups,
+        warnings=budget_notes(runs) + document_warnings(pairs),
+        notes=skipped + notes_of(arms, pairs, score_notes) + about_scores,
         evaluated=evaluated,
         score_notes=score_notes + about_scores,
         row_differences=row_differences(rows),
@@ -150,110 +162,117 @@ def make_rows(
     arms: Sequence[RunArm],
     bases: Mapping[RunArm, RunArm],
     evaluated: Sequence[Evaluated],
-    keys: Keys,
+    incomparable: list[str],
 ) -> list[Row]:
     """Measure the gap of each arm to its baseline in `bases`, and fill the cells of report.csv."""
-    gaps = {}
-    for arm, base in bases.items():
-        gaps[arm] = arm_gap(arm, base)
+    measured = [row_with_gap(arm, bases.get(arm)) for arm in arms]
     # All gaps of a report are one family of tests.
-    p_values = {arm: gap.p for arm, gap in gaps.items() if gap.p is not None}
-    p_holm = dict(zip(p_values, holm([*p_values.values()]), strict=True))
-    baselines = {bases[arm] for arm, gap in gaps.items() if gap.paired is not None}
+    p_values = holm([row.outcome.p if row.outcome else None for row in measured])
+    baselines = {row.baseline for row in measured}
     rows = []
     for i, arm in enumerate(arms):
-        against = bases.get(arm)
-        gap = gaps.get(arm)
-        trend = None
-        equal = {}
-        if against is not None and gap is not None and gap.paired is not None:
-            trend = loss_trend(arm, against)
-            equal = equal_gaps(arm, against, gap.paired.estimate)
-        row = Row(
-            **{field.name: getattr(arm, field.name) for field in fields(arm)},
-            is_baseline=arm in baselines,
-            against=against,
-            outcome=gap,
-            p_holm=p_holm.get(arm),
-            trend=trend,
-            equal=equal,
-        )
-        cells = row_values(row, keys.incomparable) | columns(evaluated, i)
+        row = replace(measured[i], is_baseline=arm in baselines, p_holm=p_values[i])
+        cells = row_values(row, incomparable) | columns(evaluated, i)
         rows.append(replace(row, values=cells))
     return rows
 
 
+def row_with_gap(arm: RunArm, base: RunArm | None) -> Row:
+    """Return the row of an arm with the gap to its baseline, if any."""
+    row = Row(arm.label, arm.seed_values, arm.keys, arm.runs, arm.differing, arm.group)
+    if base is None:
+        return row
+    gap = arm_gap(arm, base)
+    row = replace(row, against=base, outcome=gap)
+    if gap.paired is None:
+        return row
+    equal = equal_gaps(arm, base, gap.paired.estimate)
+    return replace(row, trend=loss_trend(arm, base), equal=equal)
+
+
 def notes_of(
-    arms: Sequence[RunArm], bases: Mapping[RunArm, RunArm], score_notes: Sequence[str]
+    arms: Sequence[RunArm], pairs: list[tuple[RunArm, RunArm]], score_notes: Sequence[str]
 ) -> list[str]:
-    runs = [run for arm in arms for run in arm.runs]
-    pairs = [*bases.items()]
-    notes = [note for run in runs for note in run_notes(run)]
-    notes += [note for pair in pairs for note in seed_notes(*pair)]
+    """Return the notes of a report about its runs.
+
+    Args:
+        pairs: each arm that has a baseline, with this baseline.
+    """
+    runs = runs_of(arms)
+    notes = []
+    for run in runs:
+        notes += run_notes(run)
+    for arm, base in pairs:
+        notes += seed_notes(arm, base)
     notes += [*score_notes, *fact_notes(runs), *parameter_notes(pairs), *length_notes(pairs)]
-    return [*notes, *speed_notes(runs), *code_notes(arms)]
+    return notes + speed_notes(runs) + code_notes(arms)
 
 
-def choose_baseline(requested: str | None, rows: Sequence[RunArm]) -> str | None:
-    variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
+def choose_baseline(requested: str | None, arms: Sequence[RunArm]) -> str | None:
+    variants = list(dict.fromkeys(arm.variant for arm in arms))
     if requested is not None and requested not in variants:
         raise ConfigError(
             f"baseline={requested} is not the attention variant of any run; "
             f"choose from {', '.join(variants)}"
         )
-    if requested or "standard" in variants:
-        return requested or "standard"
-    return variants[0] if len(rows) > 1 else None
+    if requested is not None:
+        return requested
+    if "standard" in variants:
+        return "standard"
+    return variants[0] if len(arms) > 1 else None
 
 
-def baseline_arm(row: RunArm, rows: Sequence[RunArm], baseline: str | None) -> RunArm | None:
-    """Return the row of `rows` that `row` is compared with, or None if there is no such row.
+def baseline_arm(arm: RunArm, arms: Sequence[RunArm], baseline: str | None) -> RunArm | None:
+    """Return the arm of `arms` that `arm` is compared with, or None if there is no such arm.
 
-    The returned row has the attention variant `baseline` and a comparable model size. Its other
-    config keys have the same values as in `row`; keys below `model.attention` may differ. If
-    several rows qualify, return the row without overrides of `model.attention`. The result can be
-    `row` itself. If the config of `row` changed during training, return None, because no single
+    The returned arm has the attention variant `baseline` and a comparable model size. Its other
+    config keys have the same values as in `arm`; keys below `model.attention` may differ. If
+    several arms qualify, return the arm without overrides of `model.attention`. The result can be
+    `arm` itself. If the config of `arm` changed during training, return None, because no single
     config then explains the loss.
     """
-    if baseline is None or row.runs[0].changes:
+    if baseline is None or arm.runs[0].changes:
         return None
     equal_keys = {"attention": baseline}
-    for key, value in row.keys.items():
+    for key, value in arm.keys.items():
         if key not in (*MATCHES, "attention") and not key.startswith(ATTENTION):
             equal_keys[key] = value
-    candidates = [other for other in rows if equal_keys.items() <= other.keys.items()]
-    candidates = comparable_in_size(row, candidates)
+    candidates = [other for other in arms if equal_keys.items() <= other.keys.items()]
+    candidates = comparable_in_size(arm, candidates)
     if len(candidates) > 1:
         candidates = [other for other in candidates if not overrides(other.runs[0])]
     return candidates[0] if candidates else None
 
 
-def comparable_in_size(row: RunArm, others: Sequence[RunArm]) -> list[RunArm]:
-    """Return the arms with the values of `row` in MATCHES, or else the arms of comparable size."""
-    keys = [key for key in MATCHES if key in row.keys]
-    equal = [other for other in others if all(other.keys[key] == row.keys[key] for key in keys)]
-    if equal:
-        return equal
-    return [other for other in others if all(sizes_comparable(row, other, key) for key in keys)]
+def comparable_in_size(arm: RunArm, others: Sequence[RunArm]) -> list[RunArm]:
+    """Return the arms with the values of `arm` in MATCHES, or else the arms of comparable size."""
+    keys = arm.keys.keys() & MATCHES
+    equal = []
+    comparable = []
+    for other in others:
+        if all(other.keys[key] == arm.keys[key] for key in keys):
+            equal.append(other)
+        if all(has_comparable_size(arm, other, key) for key in keys):
+            comparable.append(other)
+    return equal or comparable
 
 
-def sizes_comparable(row: RunArm, other: RunArm, match: str) -> bool:
-    """Return whether two report rows are comparable in model size, judged by config key `match`.
+def has_comparable_size(arm: RunArm, other: RunArm, match: str) -> bool:
+    """Return whether two arms are comparable in model size, judged by config key `match`.
 
     `match` is "model.match_params_to" or "model.match_flops_to". The value of this key is a
-    variant: the model gets as many parameters or FLOPs as that variant. Two rows with equal values
-    are comparable. A row whose value is the row's own variant is comparable with every row, because
-    its model keeps the default size.
+    variant: the model gets as many parameters or FLOPs as that variant. Two arms with equal values
+    are comparable. An arm whose value is the arm's own variant is comparable with every arm,
+    because its model keeps the default size.
     """
-    size, other_size = row.keys[match], other.keys[match]
-    if size == other_size:
-        return True
-    return size == row.keys["attention"] or other_size == other.keys["attention"]
+    size, other_size = arm.keys[match], other.keys[match]
+    return size == other_size or size == arm.variant or other_size == other.variant
 
 
 def seed_notes(arm: RunArm, base: RunArm) -> list[str]:
     """Return a note about measured seeds that only one of two arms has."""
-    seeds, base_seeds = arm.measured.keys(), base.measured.keys()
+    seeds = arm.measured.keys()
+    base_seeds = base.measured.keys()
     if not seeds or not base_seeds or seeds == base_seeds:
         return []
     common = seeds & base_seeds

@@ -86,8 +86,14 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
         if len(places) and places[-1] < len(x) - 1:
             stops.append((x[places[-1]], y[places[-1]]))
     complete = np.where(is_incomplete, np.nan, seeds)
-    mean, low, high = complete.mean(axis=0), complete.min(axis=0), complete.max(axis=0)
-    return Band(x, mean, low, high, singles, stops)
+    return Band(
+        x,
+        mean=complete.mean(axis=0),
+        low=complete.min(axis=0),
+        high=complete.max(axis=0),
+        singles=singles,
+        stops=stops,
+    )
 
 
 def window(points: int) -> int:
@@ -118,20 +124,20 @@ def at_end(row: RunArm, quantity: str) -> Band | None:
     Args:
         quantity: name of the metric without the suffix "/layer_00".
     """
-    logged: list[tuple[list[int], Series]] = []
+    series_by_run = {}
     for run in row.finished or row.runs:
         series = run.by_layer(quantity)
         if series.values.size:
-            logged.append((run.layers(quantity), series))
-    if not logged:
+            series_by_run[run] = series
+    if not series_by_run:
         return None
-    common = reduce(np.intersect1d, [series.tokens for _, series in logged])
+    common = reduce(np.intersect1d, [series.tokens for series in series_by_run.values()])
     if not len(common):
         return None
     curves = []
-    for layers, series in logged:
-        (places,) = np.nonzero(series.tokens == common[-1])
-        curves.append(Series(np.array(layers), series.values[places[-1]]))
+    for run, series in series_by_run.items():
+        values = series.values[series.tokens == common[-1]]
+        curves.append(Series(np.array(run.layers(quantity)), values[-1]))
     return over_seeds(curves)
 
 
@@ -143,7 +149,8 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
     """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
-    low, high = np.fmin.reduceat(band.low, starts), np.fmax.reduceat(band.high, starts)
+    low = np.fmin.reduceat(band.low, starts)
+    high = np.fmax.reduceat(band.high, starts)
     return band.x[starts], low, high
 
 
@@ -159,17 +166,24 @@ def gap_band(row: Row) -> Band | None:
     base_curves = {run.seeds: run.series(EVAL_LOSS) for run in row.baseline.runs}
     gaps = []
     for run in row.runs:
-        candidate, base = run.series(EVAL_LOSS), base_curves.get(run.seeds)
+        candidate = run.series(EVAL_LOSS)
+        base = base_curves.get(run.seeds)
         if base is not None:
             tokens, i, j = np.intersect1d(candidate.tokens, base.tokens, return_indices=True)
             gaps.append(Series(tokens, candidate.values[i] - base.values[j]))
     return over_seeds(gaps)
 
 
-def pairs_of_gap(arm: RunArm, base: RunArm) -> list[tuple[Run, Run]]:
-    """Return the runs from which the gap of two arms is computed, paired by seed."""
-    bases = base.measured
-    return [(run, bases[seeds]) for seeds, run in arm.measured.items() if seeds in bases]
+def runs_of_gap(arm: RunArm, base: RunArm) -> tuple[list[Run], list[Run]]:
+    """Return the runs of both arms from which their gap is computed, with equal seeds."""
+    runs = []
+    base_runs = []
+    for seeds, run in arm.measured.items():
+        base_run = base.measured.get(seeds)
+        if base_run is not None:
+            runs.append(run)
+            base_runs.append(base_run)
+    return runs, base_runs
 
 
 def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
@@ -181,13 +195,13 @@ def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
     """
     if not have_equal_tokens(arm, base):
         return {}
-    pairs = pairs_of_gap(arm, base)
-    arm_losses = losses_by_tokens([run for run, _ in pairs])
-    base_losses = losses_by_tokens([run for _, run in pairs])
+    runs, base_runs = runs_of_gap(arm, base)
+    arm_losses = losses_by_tokens(runs)
+    base_losses = losses_by_tokens(base_runs)
     gaps = {}
     for tokens in sorted(arm_losses.keys() & base_losses.keys()):
         gap = paired(arm_losses[tokens], base_losses[tokens])
-        if gap is not None and gap.seeds == len(pairs):
+        if gap is not None and gap.seeds == len(runs):
             gaps[tokens] = gap.estimate
     return gaps
 
@@ -249,10 +263,8 @@ def equal_gaps(arm: RunArm, base: RunArm, gap: Estimate) -> dict[str, EqualGap]:
     if samples:
         tokens = max(samples)
         gaps["tokens"] = EqualGap(samples[tokens], tokens)
-    pairs = pairs_of_gap(arm, base)
-    arms = [run for run, _ in pairs], [run for _, run in pairs]
     for name in ("flops", "seconds"):
-        cost = BUDGETS[name].equal_cost(arms)
+        cost = BUDGETS[name].equal_cost(runs_of_gap(arm, base))
         if cost is not None:
             gaps[name] = EqualGap(gap, cost)
     return gaps

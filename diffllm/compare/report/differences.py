@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import LENGTH_KEYS, planned_budgets
 from diffllm.compare.arms.comparable import (
     ATTENTION,
@@ -47,7 +48,7 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     Omit the attention variant and the columns of the table of results. A row can have several
     values of a key that does not influence the loss.
     """
-    declared = all_declarations([run for row in rows for run in row.runs])
+    declared = all_declarations(runs_of(rows))
     for name in LENGTH_KEYS:
         declared[name] = replace(declaration_of(name, declared), fact="budget")
     keys_of_rows = rows[0].differing
@@ -64,13 +65,12 @@ def row_differences(rows: list[Row]) -> list[Difference]:
 
 def comparands_of(rows: list[Row]) -> list[Comparand]:
     """Return the compared values of each run; columns of the table of results are omitted."""
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     budgets = dict(zip(runs, planned_budgets(runs), strict=True))
-    columns = {name for row in rows for name in row.values}
     comparands = []
     for row in rows:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
-            for name in columns:
+            for name in row.values:
                 values.pop(name, None)
             values |= {"budget": budgets[run], **row.differing}
             comparands.append(Comparand(row.label, run.cfg.seed, values))
@@ -111,7 +111,7 @@ def settings(rows: list[Row]) -> dict[str, str]:
     These are the keys in HEADLINE, then all keys that decide numbers, order or a measurement and
     are not at their default in every run, then facts.
     """
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     settings_of_runs = [settings_of(run) for run in runs]
     texts = {}
     for name in setting_names(runs, settings_of_runs):

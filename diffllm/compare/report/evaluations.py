@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.compare.arms.arm import RunArm, Seeds
+from diffllm.compare.arms.arm import RunArm, Seeds, runs_of
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import (
@@ -19,6 +19,8 @@ from diffllm.statistics.estimates import Estimate, estimate, wilson
 from diffllm.statistics.gap_tests import paired
 
 ALL = "mean of all levels"
+Bases = Mapping[RunArm, RunArm]
+"""The baseline of each row that has one."""
 
 
 class ScoreCell(NamedTuple):
@@ -55,23 +57,21 @@ class Evaluated(NamedTuple):
 
 
 def evaluations(
-    rows: Sequence[RunArm], bases: Mapping[RunArm, RunArm], step: int
+    rows: Sequence[RunArm], bases: Bases, step: int
 ) -> tuple[list[Evaluated], list[str]]:
     """Return the scores of all evaluations of the runs in a report, and notes about skipped runs.
 
     Args:
-        bases: the baseline of each row that has one.
         step: use the checkpoints at this step; 0 selects the newest checkpoint of each run.
     """
     problems: dict[str, list[str]] = {}
     by_run: dict[Path, dict[int, Lines]] = {}
     names: dict[str, None] = {}
-    for row in rows:
-        for run in row.runs:
-            steps = all_results(run.path, problems, step)
-            by_run[run.path] = steps
-            if steps:
-                names |= dict.fromkeys(steps[max(steps)])
+    for run in runs_of(rows):
+        steps = all_results(run.path, problems, step)
+        by_run[run.path] = steps
+        if steps:
+            names |= dict.fromkeys(steps[max(steps)])
     notes = [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
     evaluated = []
     for name in names:
@@ -86,7 +86,7 @@ def evaluations(
 def evaluation_of_rows(
     name: str,
     rows: Sequence[RunArm],
-    bases: Mapping[RunArm, RunArm],
+    bases: Bases,
     by_run: Mapping[Path, Mapping[int, Lines]],
 ) -> tuple[Evaluated | None, str]:
     """Combine the scores of the evaluation `name` over all runs.
@@ -105,25 +105,25 @@ def evaluation_of_rows(
             f"{name}: skipped {shortlist(skipped, 3)}, evaluated after another number of tokens, "
             "with another tokenizer, at other levels or on other examples."
         )
-    base_places = [rows.index(bases[row]) if row in bases else None for row in rows]
-    newest = []
-    subgroups = []
-    for runs in by_row:
-        scores = {seeds: run[-1].scores for seeds, run in runs.items()}
-        newest.append(scores)
-        subgroups.append({seeds: subgroup_scores(lines) for seeds, lines in scores.items()})
-    lines = score_lines(newest, base_places, unit)
+    newest = {}
+    subgroups = {}
+    checkpoints_of_runs: list[list[Checkpoint]] = []
+    for row, runs in by_row.items():
+        newest[row] = {seeds: points[-1].scores for seeds, points in runs.items()}
+        subgroups[row] = {seeds: subgroup_scores(newest[row][seeds]) for seeds in runs}
+        checkpoints_of_runs += runs.values()
+    lines = score_lines(newest, bases, unit)
     if not lines:
         return None, note
-    parts = score_lines(subgroups, base_places, unit)
-    loss = loss_of_all([run for runs in by_row for run in runs.values()])
-    equal = [] if loss is None else lines_at_loss(loss, by_row, base_places, unit)
+    parts = score_lines(subgroups, bases, unit)
+    loss = loss_of_all(checkpoints_of_runs)
+    equal = [] if loss is None else lines_at_loss(loss, by_row, bases, unit)
     return Evaluated(name, unit, lines, parts, equal, loss), note
 
 
 def comparable_checkpoints(
     name: str, rows: Sequence[RunArm], by_run: Mapping[Path, Mapping[int, Lines]]
-) -> tuple[list[dict[Seeds, list[Checkpoint]]], str, list[str]]:
+) -> tuple[dict[RunArm, dict[Seeds, list[Checkpoint]]], str, list[str]]:
     """Return the checkpoints with the evaluation `name` by row and seed, and the unit.
 
     Also return the directories of skipped runs: those whose number of training tokens or settings
@@ -131,10 +131,9 @@ def comparable_checkpoints(
     """
     first_question: str | None = None
     unit = ""
-    by_row = []
+    by_row: dict[RunArm, dict[Seeds, list[Checkpoint]]] = {row: {} for row in rows}
     skipped = []
     for row in rows:
-        runs: dict[Seeds, list[Checkpoint]] = {}
         for run in row.runs:
             steps = by_run[run.path]
             step = max(steps, default=0)
@@ -145,24 +144,25 @@ def comparable_checkpoints(
             if first_question is None:
                 first_question, unit = question, newest["unit"]
             if question == first_question:
-                runs[run.seeds] = checkpoints(run, name, steps)
+                by_row[row][run.seeds] = checkpoints(run, name, steps)
             else:
                 skipped.append(str(run.path))
-        by_row.append(runs)
     return by_row, unit, skipped
 
 
 def lines_at_loss(
     loss: float,
-    by_row: Sequence[Mapping[Seeds, Sequence[Checkpoint]]],
-    bases: list[int | None],
+    by_row: Mapping[RunArm, Mapping[Seeds, Sequence[Checkpoint]]],
+    bases: Bases,
     unit: str,
 ) -> list[ScoreLine]:
     """Return the scores at a held-out sample loss; [] if fewer than two rows have scores there."""
-    scores = []
-    for runs in by_row:
-        scores.append({seeds: scores_at(loss, run) for seeds, run in runs.items()})
-    if sum(any(scores_of_row.values()) for scores_of_row in scores) < 2:
+    scores = {}
+    rows_with_scores = 0
+    for row, runs in by_row.items():
+        scores[row] = {seeds: scores_at(loss, points) for seeds, points in runs.items()}
+        rows_with_scores += any(scores[row].values())
+    if rows_with_scores < 2:
         return []
     return score_lines(scores, bases, unit)
 
@@ -170,9 +170,9 @@ def lines_at_loss(
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
     """Return the checkpoints with an evaluation that asks the question of the newest, by step."""
     places, losses = run.metrics.columns.get("eval/loss", ((), ()))
-    logged = {
-        int(run.metrics.steps[i]): float(loss) for i, loss in zip(places, losses, strict=True)
-    }
+    logged = {}
+    for place, loss in zip(places, losses, strict=True):
+        logged[int(run.metrics.steps[place])] = float(loss)
     newest = question_of(steps[max(steps)][name])
     result = []
     for step in sorted(steps):
@@ -279,7 +279,7 @@ def interpolated(first: Lines, last: Lines, share: float) -> Lines:
 
 
 def score_lines(
-    results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
+    results: Mapping[RunArm, Mapping[Seeds, Lines]], bases: Bases, unit: str
 ) -> list[ScoreLine]:
     """Return the mean of each score over seeds, and its gap to the baseline, with 95% t intervals.
 
@@ -288,10 +288,9 @@ def score_lines(
 
     Args:
         results: for each report row, the scores by seed, then by name.
-        bases: for each report row, the index of its baseline row; None if it has no baseline.
     """
     names: dict[str, None] = {}
-    for row_results in results:
+    for row_results in results.values():
         for scores in row_results.values():
             names |= dict.fromkeys(scores)
     lines = []
@@ -303,29 +302,31 @@ def score_lines(
 
 
 def score_line(
-    name: str, results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
+    name: str, results: Mapping[RunArm, Mapping[Seeds, Lines]], bases: Bases, unit: str
 ) -> ScoreLine:
     """Return the cells of one score, see `score_lines`."""
-    scores_of_rows = [scores_by_seed(name, row_results) for row_results in results]
-    values_of_rows = [values_by_seed(scores) for scores in scores_of_rows]
-    first_score = next(score for scores in scores_of_rows for score in scores.values())
-    limits = limits_of(unit, first_score)
+    scores: list[Line] = []
+    values = {}
+    examples = {}
+    for row, row_results in results.items():
+        scores_of_row = {
+            seeds: lines[name] for seeds, lines in row_results.items() if name in lines
+        }
+        scores += scores_of_row.values()
+        values[row] = values_by_seed(scores_of_row)
+        examples[row] = min(map(independent_examples, scores_of_row.values()), default=0)
+    low, high = limits_of(unit, scores[0])
     cells: list[ScoreCell | None] = []
-    for scores, values, base in zip(scores_of_rows, values_of_rows, bases, strict=True):
-        if not values:
+    for row, row_values in values.items():
+        if not row_values:
             cells.append(None)
             continue
-        gap = None if base is None else paired(values, values_of_rows[base])
-        mean = estimate(list(values.values()))
-        cell = limited(ScoreCell(mean, gap.estimate if gap else None), limits)
-        if unit == SHARE:
-            cell = over_examples(cell, min(map(independent_examples, scores.values())))
-        cells.append(cell)
-    return ScoreLine(name, finite(first_score.get("chance")), cells)
-
-
-def scores_by_seed(name: str, results: Mapping[Seeds, Lines]) -> dict[Seeds, Line]:
-    return {seeds: scores[name] for seeds, scores in results.items() if name in scores}
+        mean = estimate(list(row_values.values())).within(low, high)
+        gap = paired(row_values, values[bases[row]]) if row in bases else None
+        limited_gap = gap.estimate.within(low - high, high - low) if gap else None
+        interval = over_examples(mean, examples[row]) if unit == SHARE else None
+        cells.append(ScoreCell(mean, limited_gap, interval))
+    return ScoreLine(name, finite(scores[0].get("chance")), cells)
 
 
 def values_by_seed(scores: Mapping[Seeds, Line]) -> dict[Seeds, float]:
@@ -346,23 +347,16 @@ def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
     return low, high
 
 
-def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
-    low, high = limits
-    gap = cell.gap and cell.gap.within(low - high, high - low)
-    return ScoreCell(cell.mean.within(low, high), gap)
+def over_examples(mean: Estimate, examples: float) -> tuple[float, float] | None:
+    """Return Wilson's interval of an accuracy over `examples` independent examples.
 
-
-def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval to an accuracy that was measured on `examples` independent examples.
-
-    If the accuracy varies between seeds, return `cell` unchanged, because it already has an
-    interval over seeds.
+    If the accuracy varies between seeds, return None, because it already has an interval over
+    seeds.
     """
-    mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:
-        return cell
-    return cell._replace(over_examples=wilson(mean.mean, examples))
+        return None
+    return wilson(mean.mean, examples)
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
 """Find the config keys and the facts of run.json that distinguish the rows of a report."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -75,6 +75,8 @@ class Keys:
     """Keys that must have equal values in two runs to compare the runs."""
     values: list[dict[str, Any]]
     """Values of all these keys per run; None if the run's attention variant lacks the key."""
+    of_model: set[str]
+    """Keys of `swept` that `model=<choice>` sets, see `keys_of_model_choice`."""
 
 
 def distinguish(runs: list[Run]) -> Keys:
@@ -91,7 +93,7 @@ def distinguish(runs: list[Run]) -> Keys:
     differing = overridden_keys(runs) | deciding_differences(values, declared)
     values = with_facts_of_seeds(values, runs, differing, declared)
     # Facts of the machine no longer differ if the runs of each seed agree.
-    differing -= {fact for fact in machine_facts() if not differs(fact, values)}
+    differing -= {fact for fact in machine_facts() if not has_differences(fact, values)}
     explained = explained_names(differing, values, declared)
 
     # The attention variant is the first part of every label, even if all runs have the same.
@@ -101,7 +103,32 @@ def distinguish(runs: list[Run]) -> Keys:
     shown_values = []
     for run_values in values:
         shown_values.append({name: run_values.get(name) for name in (*swept, *incomparable)})
-    return Keys(swept, incomparable, shown_values)
+    return Keys(swept, incomparable, shown_values, keys_of_model_choice(runs, swept, values))
+
+
+def keys_of_model_choice(
+    runs: list[Run], swept: list[str], values: Sequence[dict[str, Any]]
+) -> set[str]:
+    """Return the config keys that `model=<choice>` sets, such as model.dim for `model=mini`.
+
+    Return only keys that differ between runs. Labels show `model=<choice>` instead of these keys.
+    Return an empty set if only one key is found, or if two choices have the same values of all
+    found keys.
+
+    Args:
+        values: for each run, the values by name.
+    """
+    values_and_choice = []
+    for run, run_values in zip(runs, values, strict=True):
+        values_and_choice.append(run_values | {"choice": run.cfg.resolved.choices["model"]})
+    determined = set()
+    for key in swept:
+        is_of_model = key.startswith("model.") and not key.startswith(ATTENTION)
+        if is_of_model and can_determine(["choice"], key, values_and_choice):
+            determined.add(key)
+    if len(determined) > 1 and can_determine(determined, "choice", values_and_choice):
+        return determined
+    return set()
 
 
 def overridden_keys(runs: Sequence[Run]) -> set[str]:
@@ -119,8 +146,9 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
     for difference in differences(comparands, REPORT, declared):
         name = difference.key
         declaration = declaration_of(name, declared)
-        is_compared = difference.role != "harmless" or explains_fact(name, declaration.fact, values)
-        if is_compared and is_deciding(name, declaration):
+        if difference.role == "harmless" and not can_explain_fact(name, declaration.fact, values):
+            continue
+        if is_deciding(name, declaration):
             names.add(name)
     return names
 
@@ -149,24 +177,31 @@ def with_facts_of_seeds(
     """
     facts = sorted(set(machine_facts()).intersection(differing))
     others = sorted({*differing}.difference(facts))
-    conditions = conditions_of(others, declared)
-    comparable: dict[str, dict[str, list[int]]] = {}
-    for i, run_values in enumerate(values):
-        arms = comparable.setdefault(text_of_values(conditions, run_values), {})
-        arms.setdefault(text_of_values(others, run_values), []).append(i)
-    groups = [list(arms.values()) for arms in comparable.values()]
+    groups = []
+    for places in places_by_values(conditions_of(others, declared), values, range(len(runs))):
+        groups.append(places_by_values(others, values, places))
     combined = list(values)
     for fact in facts:
         united = arms_equal_by_seed(fact, list(chain.from_iterable(groups)), runs, values)
         # Arms that differ in other conditions are united only if this unites all runs.
         if not united or len(united[0][1]) < len(runs):
             united = []
-            for arms_of_group in groups:
-                united += arms_equal_by_seed(fact, arms_of_group, runs, values)
+            for arms in groups:
+                united += arms_equal_by_seed(fact, arms, runs, values)
         for text, places in united:
             for i in places:
                 combined[i] = combined[i] | {fact: text}
     return combined
+
+
+def places_by_values(
+    names: Sequence[str], values: Sequence[Mapping[str, Any]], places: Iterable[int]
+) -> list[list[int]]:
+    """Divide places of runs into lists of runs with equal values of `names`."""
+    divided: dict[str, list[int]] = {}
+    for i in places:
+        divided.setdefault(text_of_values(names, values[i]), []).append(i)
+    return list(divided.values())
 
 
 def arms_equal_by_seed(
@@ -260,18 +295,15 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> list[dict[str, Any
     Args:
         values: for each run, the config values by key.
     """
-    targets: dict[str, set[str]] = {}
+    counted = list(values)
     for match in MATCHES:
         matched_runs = [run_values for run_values in values if run_values[match] is not None]
-        targets[match] = {run_values[match] for run_values in matched_runs}
-        targets[match] -= {run_values["attention"] for run_values in matched_runs}
-    counted = []
-    for run_values in values:
-        if all(run_values[match] is None for match in MATCHES):
-            variant = run_values["attention"]
-            matched = {match: variant for match in MATCHES if variant in targets[match]}
-            run_values = run_values | matched
-        counted.append(run_values)
+        targets = {run_values[match] for run_values in matched_runs}
+        targets -= {run_values["attention"] for run_values in matched_runs}
+        for i, run_values in enumerate(values):
+            has_match = any(run_values[key] is not None for key in MATCHES)
+            if run_values["attention"] in targets and not has_match:
+                counted[i] = counted[i] | {match: run_values["attention"]}
     return counted
 
 
@@ -280,12 +312,12 @@ def keys_of_fact(fact: str, declared: Declarations) -> set[str]:
     return {name for name, declaration in declared.items() if declaration.fact == fact}
 
 
-def explains_fact(key: str, fact: str | None, values: list[dict[str, Any]]) -> bool:
+def can_explain_fact(key: str, fact: str | None, values: list[dict[str, Any]]) -> bool:
     """Return whether a key explains the different values of the fact that is compared instead."""
     if fact not in FACTS:
         return False
     recorded = [run_values for run_values in values if run_values[fact] is not None]
-    return determine([fact], key, recorded)
+    return can_determine([fact], key, recorded)
 
 
 def causes_of(name: str, declared: Declarations) -> set[str]:
@@ -308,7 +340,7 @@ def explained_names(
     """Return the facts and keys of `differing` whose values other keys of `differing` determine."""
     names = set()
     for name in differing.intersection([*FACTS, *CAUSES]):
-        if determine(differing & causes_of(name, declared), name, values):
+        if can_determine(differing & causes_of(name, declared), name, values):
             names.add(name)
     return names
 
@@ -339,11 +371,11 @@ def variant_keys(variant: str, schema: str) -> dict[str, Any]:
     return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
 
 
-def differs(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
+def has_differences(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
     return len({shown_value(run_values.get(key)) for run_values in values}) > 1
 
 
-def determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any]]) -> bool:
+def can_determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the values of `keys` determine the value of `key` in all runs.
 
     This is true if any two runs with equal values of `keys` also have equal values of `key`. If all
@@ -354,7 +386,8 @@ def determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any
     for run_values in values:
         texts = texts_by_cause.setdefault(text_of_values(sorted(keys), run_values), set())
         texts.add(shown_value(run_values.get(key)))
-    return differs(key, values) and all(len(texts) == 1 for texts in texts_by_cause.values())
+    is_function = all(len(texts) == 1 for texts in texts_by_cause.values())
+    return is_function and has_differences(key, values)
 
 
 def text_of_values(names: Sequence[str], values: Mapping[str, Any]) -> str:

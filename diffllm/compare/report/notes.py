@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from diffllm.compare.arms.arm import RunArm
+from diffllm.compare.arms.arm import RunArm, runs_of
 from diffllm.compare.arms.comparable import HASH, disagrees, shown_value
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.heldout import HELDOUT, heldout_text
@@ -15,7 +15,7 @@ from diffllm.compare.arms.sentences import (
     two_digits,
 )
 from diffllm.compare.report.curves import POINTS
-from diffllm.compare.report.keys import FACTS, all_declarations, differs
+from diffllm.compare.report.keys import FACTS, all_declarations, has_differences
 from diffllm.compare.report.results import NAMED, has_intervals, progress, size_against
 from diffllm.compare.report.rows import Row
 from diffllm.evaluation.heldout import same_documents
@@ -73,14 +73,15 @@ def fact_notes(runs: list[Run]) -> list[str]:
 def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     notes = []
     for row, base in gaps:
-        size, base_size = row.fact("parameters"), base.fact("parameters")
+        size = row.fact("parameters")
+        base_size = base.fact("parameters")
         if not size or not base_size or abs(size / base_size - 1) <= SIZE_TOLERANCE:
             continue
         advice = ""
         models = [arm.runs[0].cfg.model for arm in (row, base)]
         if not any(model.match_params_to or model.match_flops_to for model in models):
             larger = row if size > base_size else base
-            advice = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
+            advice = f"; model.match_params_to={larger.variant} makes runs of equal size"
         notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
     return notes
 
@@ -125,7 +126,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
     texts = []
     for name in names:
         recorded = [run_values for run_values in values if name in run_values]
-        if differs(name, recorded):
+        if has_differences(name, recorded):
             different = sorted({shown_value(run_values[name]) for run_values in recorded})
             texts.append(f"{name} ({', '.join(different)})")
     if not texts:
@@ -156,7 +157,7 @@ def code_notes(rows: Sequence[RunArm]) -> list[str]:
 
 
 def runs_summary(rows: list[Row]) -> str:
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     finished = sum(run.summary is not None for run in runs)
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
     unit = "seed" if seeds == "1" else "seeds"
@@ -198,7 +199,7 @@ def tokens_per_parameter(runs: Iterable[Run]) -> list[float]:
 
 def reading_terms(rows: list[Row]) -> list[tuple[str, str]]:
     """Return pairs of a term and its explanation for the page of these rows."""
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     terms = [
         (
             "Held-out loss",

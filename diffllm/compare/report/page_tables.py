@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
-from diffllm.compare.arms.arm import RunArm
+from diffllm.compare.arms.arm import RunArm, runs_of
 from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Run, run_value
@@ -23,9 +24,11 @@ from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.results import gap_tag, lost_seeds, tested_rows
 from diffllm.compare.report.rows import Group, Row
 from diffllm.compare.report.styles import RowStyle
+from diffllm.compare.report.tables import has_content
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.display import spike_text
 from diffllm.metrics.table import metric_of
+from diffllm.statistics.gap_tests import Gap
 
 HOLM = "p, Holm"
 TESTS = (
@@ -51,16 +54,16 @@ SPIKE_COUNTS = (
 
 def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     """Return the table of tests; None if no gap has a test and no run diverged."""
-    several = len(tested_rows(rows)) > 1
+    tests = len(tested_rows(rows))
     lines = []
     for row, style in zip(rows, styles, strict=True):
         if row.against is not None and row.outcome is not None:
             names = Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch)
-            lines.append([names, *test_cells(row, row.outcome, several)])
-    if not lines or not (tested_rows(rows) or any(row.diverged for row in rows)):
+            lines.append([names, *test_cells(row, row.outcome, tests > 1)])
+    if not lines or not (tests or any(row.diverged for row in rows)):
         return None
     table = Table.of(TESTS, lines)
-    if several:
+    if tests > 1:
         return table
     # Holm's correction does not change a single p.
     return Table([column for column in table.columns if column.title != HOLM])
@@ -72,25 +75,27 @@ def test_cells(row: Row, gap: ArmGap, several: bool) -> list[Cell]:
     Args:
         several: whether the page has several gaps, so that the tag is next to Holm's p.
     """
-    paired, welch = gap.paired, gap.welch
+    paired = gap.paired
+    over_documents = ""
+    if gap.over_documents:
+        over_documents = in_words(gap.over_documents.estimate, signed=True)
+    tag = gap_tag(row)
     return [
         Cell(str(paired.seeds) if paired else "0"),
-        Cell(with_interval(paired.estimate, True, 4) if paired else MISSING),
-        Cell(p_text(paired.p if paired else None), tag="" if several else gap_tag(row)),
-        Cell(p_text(row.p_holm), tag=gap_tag(row)),
-        Cell(with_interval(welch.estimate, True, 4) if welch else MISSING),
-        Cell(p_text(welch.p if welch else None)),
-        documents_cell(gap),
+        Cell(gap_text(paired, 4)),
+        Cell(p_text(paired.p if paired else None), tag="" if several else tag),
+        Cell(p_text(row.p_holm), tag=tag),
+        Cell(gap_text(gap.welch, 4)),
+        Cell(p_text(gap.welch.p if gap.welch else None)),
+        Cell(over_documents or MISSING),
         Cell(fixed(gap.correlation, 2, signed=True)),
-        Cell(with_interval(row.trend.slope.estimate, True) if row.trend else MISSING),
+        Cell(gap_text(row.trend.slope) if row.trend else MISSING),
         diverged_cell(gap),
     ]
 
 
-def documents_cell(gap: ArmGap) -> Cell:
-    if gap.over_documents is None:
-        return Cell(MISSING)
-    return Cell(in_words(gap.over_documents.estimate, signed=True) or MISSING)
+def gap_text(gap: Gap | None, digits: int = 0) -> str:
+    return with_interval(gap.estimate, True, digits) if gap else MISSING
 
 
 def diverged_cell(gap: ArmGap) -> Cell:
@@ -107,12 +112,11 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
     """Return the columns of gaps at equal tokens, FLOPs and seconds."""
     columns = []
     for name, budget in BUDGETS.items():
-        if not any(name in row.equal for row in rows):
-            continue
         loss = "held-out sample loss" if name == "tokens" else "final held-out loss"
         meaning = f"{budget.meaning}; {loss} minus the baseline's after equal {budget.unit}"
         cells = [equal_cell(row, name) for row in rows]
-        columns.append(TableColumn(f"At equal {budget.unit}", cells, "nats per token", meaning))
+        if has_content(cells):
+            columns.append(TableColumn(f"At equal {budget.unit}", cells, "nats per token", meaning))
     return columns
 
 
@@ -151,14 +155,13 @@ def groups_table(groups: list[Group]) -> Table:
 
 def score_table(name: str, lines: list[ScoreLine], rows: Sequence[RunArm]) -> Table:
     """Return a table of scores with one column per evaluated row of the report."""
-    columns = [TableColumn(name, [Cell(line.name or "all") for line in lines], left=True)]
-    if any(line.chance is not None for line in lines):
-        columns.append(TableColumn("Chance", [Cell(fixed(line.chance, 3)) for line in lines]))
+    names = [Cell(line.name or "all") for line in lines]
+    columns = [TableColumn("Chance", [Cell(fixed(line.chance, 3)) for line in lines])]
     for i, row in enumerate(rows):
-        scores = [line.cells[i] for line in lines]
-        if any(score is not None for score in scores):
-            columns.append(TableColumn(row.label, [score_cell(score) for score in scores]))
-    return Table(columns)
+        cells = [score_cell(line.cells[i]) for line in lines]
+        columns.append(TableColumn(row.label, cells))
+    measured = [column for column in columns if has_content(column.cells)]
+    return Table([TableColumn(name, names, left=True), *measured])
 
 
 def score_cell(score: ScoreCell | None) -> Cell:
@@ -177,27 +180,31 @@ def score_cell(score: ScoreCell | None) -> Cell:
 
 
 def runs_table(rows: list[Row]) -> Table:
-    runs = [(row.label, run) for row in rows for run in row.runs]
-    root = os.path.commonpath([run.path.absolute().parent for _, run in runs])
-    lines = [run_cells(label, run, root) for label, run in runs]
+    root = os.path.commonpath([run.path.absolute().parent for run in runs_of(rows)])
+    lines = []
+    for row in rows:
+        lines += [run_cells(row.label, run, root) for run in row.runs]
     heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "Spikes", "State"]
     return Table.of(heads, lines, (0, 2, 6, 7))
 
 
 def run_cells(label: str, run: Run, root: str) -> list[str | Cell]:
     """Return the cells of a run in the table of runs, with its path relative to `root`."""
+    directory = Cell(os.path.relpath(run.path.absolute(), root))
     command = run.facts.get("command")
+    if isinstance(command, str):
+        directory = replace(directory, small=(command,))
+    loss = Cell(fixed(run.final_loss))
+    sample_loss = run.last_value("eval/loss")
+    if not run.ended and sample_loss is not None:
+        loss = Cell(fixed(sample_loss), small=("held-out sample",))
     tokens = run.metrics.tokens
-    loss = run.final_loss if run.ended else run.last_value("eval/loss")
     return [
         label,
         str(run.cfg.seed),
-        Cell(
-            os.path.relpath(run.path.absolute(), root),
-            small=(command,) if isinstance(command, str) else (),
-        ),
-        compact(int(tokens[-1]) if len(tokens) else None),
-        Cell(fixed(loss), small=() if run.ended or loss is None else ("held-out sample",)),
+        directory,
+        compact(int(tokens[-1])) if len(tokens) else MISSING,
+        loss,
         clock((run.summary or {}).get("seconds")),
         spikes_cell(run),
         run.state,

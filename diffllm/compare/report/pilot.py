@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.arm import Seeds
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.sentences import exact_note
 from diffllm.compare.report.comparison import read
@@ -47,9 +46,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     comparison, _ = read(paths)
     group, *ignored = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
     rows = [row for row in group.rows if row.ended]
+    spread = loss_spread(comparison.title, rows)
     losses = [row.finite_values for row in rows]
-    spread = loss_spread(comparison.title, rows, losses)
-    common = pairs([losses_of_arm for losses_of_arm in losses if len(losses_of_arm) > 1])
+    common = pairs([arm_losses for arm_losses in losses if len(arm_losses) > 1])
     notes = pilot_notes(ignored, rows)
     if common and common.differences.sd:
         gap_spread = common.differences
@@ -81,12 +80,12 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     }
 
 
-def loss_spread(title: str, rows: list[Row], losses: list[dict[Seeds, float]]) -> SeedSpread:
-    """Return the standard deviation of the finite `losses` of each row between seeds.
+def loss_spread(title: str, rows: list[Row]) -> SeedSpread:
+    """Return the standard deviation of the finite losses of each row between seeds.
 
     Raises ConfigError if this standard deviation is unknown or 0.
     """
-    spread = pooled(losses)
+    spread = pooled([row.finite_values for row in rows])
     if spread is None:
         finished = sum(len(row.finished) for row in rows)
         diverged = sum(row.diverged for row in rows)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.comparable import Difference
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.pages import (
@@ -37,6 +38,7 @@ from diffllm.compare.report.page_tables import (
 from diffllm.compare.report.results import (
     few_seeds_note,
     finding,
+    has_gaps,
     has_intervals,
     holm_sentence,
     loss_interval,
@@ -89,14 +91,13 @@ def page(comparison: Comparison) -> str:
     """Return the HTML page of a comparison; equal comparisons give identical pages."""
     import matplotlib
 
-    rows, first_group = comparison.rows, comparison.groups[0]
-    hidden = set()
-    if any(row.gap for row in first_group.rows):  # Figures then omit the other groups.
-        hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
+    rows = comparison.rows
+    hides_groups = len(comparison.groups) > 1 and has_gaps(comparison.groups[0].rows)
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first_figures, figure_sections, cost_figures = page_sections(comparison, styles, hidden)
-    blocks = header(comparison, styles, bool(hidden))
+        figures = page_sections(comparison, styles, hides_groups)
+    first_figures, figure_sections, cost_figures = figures
+    blocks = header(comparison, styles, hides_groups)
     if first_figures:
         blocks.append(FigureGrid(first_figures))
     sections = [results_section(comparison, styles)]
@@ -148,7 +149,7 @@ def header(comparison: Comparison, styles: list[RowStyle], hides_groups: bool) -
         blocks.append(Details(title, [Items(more_items, "findings")], level=0))
     texts = [holm_sentence(rows)]
     texts += [f"Warning: {text}" for text in comparison.warnings]
-    for warning in (few_seeds_note(rows), thin_note(run for row in rows for run in row.runs)):
+    for warning in (few_seeds_note(rows), thin_note(runs_of(rows))):
         if warning:
             texts.append(f"Warning: {warning}.")
     blocks += [Paragraph(text, style="holm") for text in texts if text]

@@ -37,14 +37,14 @@ def tested_rows(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.p_holm is not None]
 
 
-def survives(row: Row) -> bool:
+def is_significant(row: Row) -> bool:
     return row.p_holm is not None and row.p_holm < ALPHA
 
 
 def holm_sentence(rows: list[Row]) -> str:
     """State which gaps are significant; with several gaps, after Holm's correction."""
     tested = tested_rows(rows)
-    significant = [row for row in tested if survives(row)]
+    significant = [row for row in tested if is_significant(row)]
     if not tested:
         return ""
     if len(tested) == 1:
@@ -66,7 +66,7 @@ def holm_sentence(rows: list[Row]) -> str:
 def single_gap_sentence(row: Row) -> str:
     p = p_text(row.p_holm)
     sign = " " if p.startswith("<") else " = "
-    verdict = "significant" if survives(row) else "not significant"
+    verdict = "significant" if is_significant(row) else "not significant"
     seeds = plural(row.gap.seeds if row.gap else 0, "seed")
     return f"The gap is {verdict} (p{sign}{p}, {seeds})."
 
@@ -75,6 +75,10 @@ def few_seeds_note(rows: list[Row]) -> str:
     """Return a warning if an interval of a loss or gap is from two seeds, otherwise ""."""
     estimates = [estimate for row in rows for estimate in (row.loss, row.gap) if estimate]
     return FEW_SEEDS if any(estimate.seeds == 2 for estimate in estimates) else ""
+
+
+def has_gaps(rows: list[Row]) -> bool:
+    return any(row.gap for row in rows)
 
 
 def has_intervals(rows: list[Row]) -> bool:
@@ -95,7 +99,7 @@ def gap_tag(row: Row) -> str:
         return "favours the row with more diverged runs: p counts as 1"
     if gap.holds_zero:
         return "no difference shown"
-    return "" if survives(row) else "not significant after Holm"
+    return "" if is_significant(row) else "not significant after Holm"
 
 
 def divergence(row: RunArm, owner: str = "", share: bool = True) -> str:
@@ -118,7 +122,8 @@ def lost_seeds(row: Row) -> list[str]:
 
 
 def size_against(row: RunArm, base: RunArm) -> str:
-    size, other = finite(row.fact("parameters")), finite(base.fact("parameters"))
+    size = finite(row.fact("parameters"))
+    other = finite(base.fact("parameters"))
     if not size or not other:
         return ""
     share = size / other - 1
@@ -175,21 +180,23 @@ def trend_sentences(rows: Sequence[Row]) -> list[str]:
     This trend is chosen from the trends that are significant after Holm's correction, or from all
     trends if none is significant.
     """
-    trends = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
+    trends = []
+    sentences = []
+    for row in rows:
+        if row.trend and row.baseline:
+            trends.append(row.trend)
+            sentences.append(trend_sentence(row.label, row.baseline.label, row.trend))
     if len(trends) <= NAMED:
-        return [trend_sentence(row.label, base.label, trend) for row, base, trend in trends]
-    adjusted = holm([trend.slope.p for _, _, trend in trends])
+        return sentences
+    adjusted = holm([trend.slope.p for trend in trends])
     tests = sum(p is not None for p in adjusted)
-    significant = []
-    for gap_and_trend, p in zip(trends, adjusted, strict=True):
-        if p is not None and p < ALPHA:
-            significant.append(gap_and_trend)
-    # The third item is the trend.
-    row, base, trend = max(significant or trends, key=lambda item: abs(item[2].slope.mean))
+    significant = [i for i, p in enumerate(adjusted) if p is not None and p < ALPHA]
+    candidates = significant or range(len(trends))
+    largest = max(candidates, key=lambda i: abs(trends[i].slope.mean))
     return [
         f"{len(significant)} of {tests} trends over tokens are significant after Holm's correction "
         f"at {ALPHA:g}. "
-        f"Largest: {trend_sentence(row.label, base.label, trend)}"
+        f"Largest: {sentences[largest]}"
     ]
 
 
@@ -206,12 +213,14 @@ def pairing_note(
     for row in rows:
         if row.gap is None or row.baseline is None or not has_width(row.gap):
             continue
-        candidate, base = range_of(row), range_of(row.baseline)
+        candidate = range_of(row)
+        base = range_of(row.baseline)
         if candidate is None or base is None:
             continue
-        overlap = candidate[0] <= base[1] and base[0] <= candidate[1]
-        overlapping = overlapping or (overlap and not row.gap.holds_zero)
-        apart = apart or (row.gap.holds_zero and not overlap)
+        if candidate[0] > base[1] or base[0] > candidate[1]:
+            apart = apart or row.gap.holds_zero
+        elif not row.gap.holds_zero:
+            overlapping = True
     notes = []
     if overlapping:
         notes.append(
@@ -249,11 +258,12 @@ def noise_floor_note(rows: list[Row], floor: Series) -> str:
         band = gap_band(row)
         if row.gap is None or band is None or not has_width(row.gap):
             continue
-        if not np.isfinite(band.mean[-1]):
-            continue
-        within = abs(band.mean[-1]) <= np.interp(band.x[-1], *floor)
-        inside = inside or bool(within and not row.gap.holds_zero)
-        outside = outside or bool(row.gap.holds_zero and not within)
+        last_gap = abs(band.mean[-1])
+        half_width = np.interp(band.x[-1], *floor)
+        if not row.gap.holds_zero and last_gap <= half_width:
+            inside = True
+        if row.gap.holds_zero and half_width < last_gap < np.inf:
+            outside = True
     notes = []
     if inside:
         notes.append(

@@ -12,7 +12,7 @@ from diffllm.compare.arms.comparable import ATTENTION, CHANGED, shown_value, val
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
-from diffllm.compare.report.keys import HEADLINE, Keys, determine, distinguish, overrides
+from diffllm.compare.report.keys import HEADLINE, Keys, distinguish, has_differences, overrides
 from diffllm.config import TrainConfig
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.trend import Trend
@@ -81,11 +81,11 @@ def make_arms(runs: list[Run], keys: Keys) -> tuple[list[RunArm], list[str]]:
         notes += skipped
         swept = {key: values[key] for key in keys.swept}
         arms.append(RunArm.of("", swept, newest, values))
+    return sorted(arms, key=arm_order), notes
 
-    def order(arm: RunArm) -> list[tuple[int, Any]]:
-        return [variant_order(arm.keys["attention"]), *map(value_order, arm.keys.values())]
 
-    return sorted(arms, key=order), notes
+def arm_order(arm: RunArm) -> list[tuple[int, Any]]:
+    return [variant_order(arm.variant), *map(value_order, arm.keys.values())]
 
 
 def arm_identity(values: dict[str, Any]) -> str:
@@ -107,13 +107,7 @@ def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
     """Return the newest finished run of each seed, and a note about each other run."""
     by_seed: dict[tuple[int, int], Run] = {}
     notes = []
-
-    def age(run: Run) -> tuple[bool, float, str]:
-        files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
-        written = next((file.stat().st_mtime for file in files if file.exists()), 0.0)
-        return run.summary is not None, written, str(run.path)
-
-    for run in sorted(runs, key=age):
+    for run in sorted(runs, key=age_order):
         older = by_seed.get(run.seeds)
         if older is not None:
             reason = "newer" if (run.summary is None) == (older.summary is None) else "finished"
@@ -124,6 +118,17 @@ def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
     return [by_seed[seeds] for seeds in sorted(by_seed)], notes
 
 
+def age_order(run: Run) -> tuple[bool, float, str]:
+    """Return the sort key of runs of one seed: unfinished runs first, then by last change."""
+    last_change = 0.0
+    # A run writes these files in this order.
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        file = run.path / name
+        if file.exists():
+            last_change = file.stat().st_mtime
+    return run.summary is not None, last_change, str(run.path)
+
+
 LONGEST_LABEL = 48
 """Number of characters above which labels get the letter of a group."""
 
@@ -132,90 +137,84 @@ class Group(NamedTuple):
     """Rows of a report that can be compared with each other."""
 
     letter: str
-    rows: Sequence[Row]
+    rows: list[Row]
     values: dict[str, str]
     """This group's values, as text, of the keys that differ between groups."""
 
 
-class ArmGroup(NamedTuple):
-    """Arms of a `Group`, before their gaps are measured."""
-
-    letter: str
-    arms: list[RunArm]
-    values: dict[str, str]
-
-
-def group_arms(arms: list[RunArm], runs: list[Run], keys: Keys) -> list[ArmGroup]:
+def group_arms(arms: list[RunArm], keys: Keys) -> tuple[list[RunArm], dict[str, dict[str, str]]]:
     """Divide arms into groups of comparable arms, and give each arm its label and group.
 
     Sort the groups by their number of arms with a loss, largest first. If these arms have only one
     attention variant, or if the config changed during the runs of the group, use 0 instead of this
     number.
+
+    Returns the arms in the order of the groups, and `Group.values` by letter of the group.
     """
-    together: dict[str, list[RunArm]] = {}
+    members: dict[str, list[RunArm]] = {}
     for arm in arms:
         conditions = shown_value([arm.differing[key] for key in keys.incomparable])
-        together.setdefault(conditions, []).append(arm)
-    members = sorted(together.values(), key=arms_to_compare, reverse=True)
-    has_groups = len(members) > 1
-    shown_together = keys_of_model_choice(runs, keys)
-    labels = {arm: label(arm, arms, shown_together) for arm in arms}
-    longest = max(len(text) for text in labels.values())
+        members.setdefault(conditions, []).append(arm)
+    groups = sorted(members.values(), key=arms_to_compare, reverse=True)
+    labels = {arm: label(arm, arms, keys.of_model) for arm in arms}
+    if len(groups) == 1:
+        return [replace(arm, label=labels[arm]) for arm in arms], {"": {}}
+    longest = max(map(len, labels.values()))
     is_unclear = longest > LONGEST_LABEL or len(set(labels.values())) < len(labels)
-    groups = []
-    for i, arms_of_group in enumerate(members):
-        letter = ""
-        values = {}
-        if has_groups:
-            letter = ascii_uppercase[i % 26] * (i // 26 + 1)
-            values = distinguishing(arms_of_group[0], members, keys, shown_together)
-        labelled = []
-        for arm in arms_of_group:
+    labelled = []
+    values = {}
+    for i, group in enumerate(groups):
+        letter = ascii_uppercase[i % 26] * (i // 26 + 1)
+        values[letter] = distinguishing(group[0], groups, keys)
+        for arm in group:
             text = labels[arm]
-            if has_groups and is_unclear:
-                text = f"{letter}: {label(arm, arms_of_group, set(), inside=True)}"
+            if is_unclear:
+                text = f"{letter}: {label(arm, group, set(), inside=True)}"
             labelled.append(replace(arm, label=text, group=letter))
-        groups.append(ArmGroup(letter, labelled, values))
-    return groups
+    return labelled, values
 
 
 def arms_to_compare(arms: list[RunArm]) -> int:
     """Return the number of arms with a loss, or 0 if there is nothing to compare."""
-    variants = [arm.keys["attention"] for arm in arms if arm.loss is not None]
+    variants = [arm.variant for arm in arms if arm.loss is not None]
     if arms[0].differing.get(CHANGED) or len(set(variants)) < 2:
         return 0
     return len(variants)
 
 
-def label(row: RunArm, rows: list[RunArm], shown_together: set[str], inside: bool = False) -> str:
-    """Return a label that distinguishes `row` from the other `rows`, such as "diff_v2 lr=0.001".
+def label(arm: RunArm, arms: list[RunArm], of_model: set[str], inside: bool = False) -> str:
+    """Return a label that distinguishes `arm` from the other `arms`, such as "diff_v2 lr=0.001".
 
     Args:
-        shown_together: keys that the label omits. If there are such keys, the label contains
+        of_model: keys that the label omits. If there are such keys, the label contains
             `model=<choice>` instead of them.
-        inside: whether to omit keys whose values are equal in all of `rows`.
+        inside: whether to omit keys whose values are equal in all of `arms`.
     """
-    variant = row.keys["attention"]
-    rows_of_variant = [other for other in rows if other.keys["attention"] == variant]
-    overridden = overrides(row.runs[0])
-    names = [last_name(key) for key in row.keys]
-    parts = [variant]
-    if shown_together:
-        parts.append(f"model={row.runs[0].cfg.resolved.choices['model']}")
-    for key, value in row.keys.items():
-        if key == "attention" or key in shown_together:
+    overridden = overrides(arm.runs[0])
+    names = [last_name(key) for key in arm.keys]
+    parts = [arm.variant]
+    if of_model:
+        parts.append(f"model={arm.runs[0].cfg.resolved.choices['model']}")
+    for key, value in arm.keys.items():
+        if key == "attention" or key in of_model:
             continue
         is_of_attention = key.startswith(ATTENTION)
-        others = rows_of_variant if is_of_attention else rows
-        is_equal = all(shown_value(other.keys[key]) == shown_value(value) for other in others)
-        if is_equal and (inside or (is_of_attention and key not in overridden)):
-            continue  # The variant's YAML sets this value, or the variant lacks the key.
+        values = []
+        for other in arms:
+            if other.variant == arm.variant or not is_of_attention:
+                values.append(other.keys)
+        # The variant's YAML sets the value, or the variant lacks the key.
+        is_implied = is_of_attention and key not in overridden
+        if (inside or is_implied) and not has_differences(key, values):
+            continue
         if key == CHANGED:
             if value:
                 parts.append("changed")
             continue
-        is_ambiguous = names.count(last_name(key)) > 1
-        parts.append(f"{key if is_ambiguous else last_name(key)}={value_text(key, value)}")
+        name = last_name(key)
+        if names.count(name) > 1:
+            name = key
+        parts.append(f"{name}={value_text(key, value)}")
     return " ".join(parts)
 
 
@@ -234,50 +233,27 @@ def row_labels(configs: Sequence[TrainConfig]) -> list[str]:
     runs = [Run(Path(), cfg, {}, None, Metrics([])) for cfg in configs]
     keys = distinguish(runs)
     arms, _ = make_arms(runs, keys)
-    shown_together = keys_of_model_choice(runs, keys)
-    labels = {arm_identity(arm.differing): label(arm, arms, shown_together) for arm in arms}
+    labels = {arm_identity(arm.differing): label(arm, arms, keys.of_model) for arm in arms}
     return [labels[arm_identity(values)] for values in keys.values]
 
 
-def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
-    """Return the config keys that `model=<choice>` sets, such as model.dim for `model=mini`.
+def distinguishing(arm: RunArm, groups: list[list[RunArm]], keys: Keys) -> dict[str, str]:
+    """Return the values in `arm` of the keys that differ between groups, but not within a group.
 
-    Return only keys that differ between runs. Labels show `model=<choice>` instead of these keys.
-    Return an empty set if only one key is found, or if two choices have the same values of all
-    found keys.
-    """
-    values = []
-    for values_of_run, run in zip(keys.values, runs, strict=True):
-        values.append({**values_of_run, "choice": run.cfg.resolved.choices["model"]})
-    determined = set()
-    for key in keys.swept:
-        is_of_model = key.startswith("model.") and not key.startswith(ATTENTION)
-        if is_of_model and determine(["choice"], key, values):
-            determined.add(key)
-    if len(determined) > 1 and determine(determined, "choice", values):
-        return determined
-    return set()
-
-
-def distinguishing(
-    row: RunArm, groups: list[list[RunArm]], keys: Keys, shown_together: set[str]
-) -> dict[str, str]:
-    """Return the values in `row` of the keys that differ between groups, but not within a group.
-
-    Args:
-        shown_together: keys that `model=<choice>` sets. If there are such keys, the result also
-            contains the key "model", with the choice of `row` as value.
+    If there are keys that `model=<choice>` sets, the result also contains the key "model", with the
+    choice of `arm` as value.
     """
     texts = {}
-    if shown_together:
-        texts["model"] = row.runs[0].cfg.resolved.choices["model"]
+    if keys.of_model:
+        texts["model"] = arm.runs[0].cfg.resolved.choices["model"]
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=key_order):
-        values_of_groups = []
+        differs_inside = False
         for group in groups:
-            values_of_groups.append({shown_value(other.differing.get(key)) for other in group})
-        is_equal_inside = all(len(values) == 1 for values in values_of_groups)
-        if is_equal_inside and len(set.union(*values_of_groups)) > 1:
-            texts[key] = value_text(key, row.differing.get(key))
+            values = [other.differing for other in group]
+            differs_inside = differs_inside or has_differences(key, values)
+        values = [group[0].differing for group in groups]
+        if not differs_inside and has_differences(key, values):
+            texts[key] = value_text(key, arm.differing.get(key))
     return texts
 
 

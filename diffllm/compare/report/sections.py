@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.heldout import heldout_text
 from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Section
@@ -19,13 +20,15 @@ from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.curves import Band, Spike
 from diffllm.compare.report.figures import FEW, Bands, draw_curves, draw_gaps, to_image
 from diffllm.compare.report.results import (
+    has_gaps,
     has_intervals,
+    is_significant,
     noise_floor_note,
     pairing_note,
     sample_range,
-    survives,
     tested_rows,
     trend_sentences,
 )
@@ -35,10 +38,9 @@ from diffllm.compare.report.step_curves import (
     NAMES,
     RunCurves,
     band_of_values,
-    line_without,
+    line_without_spikes,
     over_stages,
     run_curves,
-    spikes_over_stages,
     stages_of,
 )
 from diffllm.compare.report.styles import RowStyle
@@ -52,18 +54,19 @@ Curves of few points have no first steps."""
 
 
 def page_sections(
-    comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
+    comparison: Comparison, styles: list[RowStyle], hides_groups: bool = False
 ) -> tuple[list[Figure], list[Section], list[Figure]]:
     """Return the figures at the top of the page, the other sections, and the figures over costs.
 
-    Report rows whose index is in `hidden` are not drawn.
+    Args:
+        hides_groups: whether to draw only the first group of rows.
     """
-    draw = Figures(comparison, styles, hidden)
-    if any(row.gap for row in draw.rows):
-        first = draw.intervals() + draw.cards([metric_of("eval/loss")])
+    draw = Figures(comparison, styles, hides_groups)
+    first = draw.stages()
+    if has_gaps(draw.rows):
+        first += draw.intervals() + draw.cards([metric_of("eval/loss")])
     else:
-        first = draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
-    first = draw.stages() + first
+        first += draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
     titles = {card.title for card in first}
     sections = []
     for title, group in sections_by_title().items():
@@ -88,17 +91,18 @@ def page_sections(
 class Figures:
     """Draws the figures of a comparison; methods return [] for figures without values."""
 
-    def __init__(
-        self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
-    ):
-        drawn = [i for i in range(len(comparison.rows)) if i not in hidden]
-        self.rows = [comparison.rows[i] for i in drawn]
-        self.styles = [styles[i] for i in drawn]
+    def __init__(self, comparison: Comparison, styles: list[RowStyle], hides_groups: bool):
+        self.rows = comparison.rows
+        keys = keys_apart(comparison.groups, comparison.differences, 3)
+        if hides_groups:
+            self.rows = comparison.groups[0].rows
+            keys = ""
+        self.styles = styles[: len(self.rows)]
         self.baseline = comparison.baseline
         self.tested = len(tested_rows(comparison.rows))
-        self.runs = [run for row in self.rows for run in row.runs]
-        points = max(len(run.series("train/loss").values) for run in self.runs)
-        self.smoothed_over = curves.window(points)
+        self.runs = runs_of(self.rows)
+        logged = [len(run.series("train/loss").values) for run in self.runs]
+        self.smoothed_over = curves.window(max(logged))
         """Logged steps of a running mean."""
         steps = max(run.last_step for run in self.runs)
         self.interval = max(1, math.ceil(steps / INTERVALS))
@@ -108,7 +112,6 @@ class Figures:
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = min(lengths) if len(lengths) == 1 else None
         """Tokens per sequence; None if runs differ."""
-        keys = "" if hidden else keys_apart(comparison.groups, comparison.differences, 3)
         self.fields = self.text_fields(keys)
 
     def text_fields(self, keys: str) -> dict[str, str]:
@@ -198,18 +201,15 @@ class Figures:
     def step_band(self, plot: Curve, name: str, runs: list[RunCurves]) -> curves.Band | None:
         """Return the band of a metric of steps.npy over the runs of a row."""
         lines = []
-        for run in runs:
-            curve = run.curves[name]
+        curves_of_runs = [run.curves[name] for run in runs]
+        for run, curve in zip(runs, curves_of_runs, strict=True):
+            line = Series(curve.tokens, curve.mean)
             if plot.smooth:
-                # A running mean would show a spike as a plateau as wide as its window.
-                line = line_without(run.spikes[name], curve)
                 points = self.smoothed_intervals if run.every_step else self.smoothed_over
-                lines.append(curves.smoothed(line, points))
-            else:
-                lines.append(Series(curve.tokens, curve.mean))
-        return band_of_values(
-            lines, [run.curves[name] for run in runs], [run.spikes[name] for run in runs]
-        )
+                # A running mean would show a spike as a plateau as wide as its window.
+                line = curves.smoothed(line_without_spikes(curve), points)
+            lines.append(line)
+        return band_of_values(lines, curves_of_runs)
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
         """Return pairs of a name and a function that reads the curve of a run.
@@ -237,21 +237,19 @@ class Figures:
         plot = Curve("Loss over all stages", smooth=True, clip=True)
         bands = []
         for row in self.rows:
-            joined = [
-                self.curves_over_stages(stages_by_run[run.path], "train/loss") for run in row.runs
-            ]
+            joined = [self.loss_over_stages(stages_by_run[run.path]) for run in row.runs]
             bands.append(self.step_band(plot, "train/loss", joined))
         caption = (
             "Training loss of each run after its earlier stages, over the tokens of all stages."
         )
         return self.card(plot, caption, "nats per token", bands, starts=sorted(starts))
 
-    def curves_over_stages(self, stages: list[tuple[Run, int]], name: str) -> RunCurves:
+    def loss_over_stages(self, stages: list[tuple[Run, int]]) -> RunCurves:
         curves_of_stages = [self.curves_of(run) for run, _ in stages]
         starts = [start for _, start in stages]
-        joined = over_stages([stage.curves[name] for stage in curves_of_stages], starts)
-        spikes = spikes_over_stages([stage.spikes[name] for stage in curves_of_stages], starts)
-        return RunCurves({name: joined}, {name: spikes}, curves_of_stages[-1].every_step)
+        losses = [stage.curves["train/loss"] for stage in curves_of_stages]
+        joined = over_stages(losses, starts)
+        return RunCurves({"train/loss": joined}, curves_of_stages[-1].every_step)
 
     def intervals(self) -> list[Figure]:
         gaps = []
@@ -261,7 +259,7 @@ class Figures:
             if row.gap:
                 gaps.append(row.gap)
                 styles.append(style)
-                hollow.append(not survives(row))
+                hollow.append(not is_significant(row))
         title = f"Gap to {self.baseline} at the end"
         caption = "Held-out loss minus the baseline's. Left of 0 is better."
         if has_intervals(self.rows):
@@ -292,7 +290,7 @@ class Figures:
 
     def costs(self) -> list[Figure]:
         """Draw the held-out sample loss over tokens, FLOPs and seconds, if rows have gaps."""
-        if not any(row.gap for row in self.rows):
+        if not has_gaps(self.rows):
             return []
         cards = []
         for budget in BUDGETS.values():
@@ -322,14 +320,15 @@ class Figures:
         Args:
             options: additional keyword arguments for `draw_curves`.
         """
-        values = finite_values(bands)
-        if not values.any():
+        drawn = [band for band in bands if band is not None]
+        if not any(band.drawn.any() for band in drawn):
             return []
-        low, high, top = float(values.min()), float(values.max()), top_of(bands)
-        caption += spikes_text(plot, bands)
+        low, high = limits_of(drawn)
+        top = top_of(drawn)
+        caption += spikes_text(plot, drawn)
         if isinstance(plot, Curve) and plot.clip and high > top > low:
             options["top"] = top
-            caption += f" The scale ends at {short(top)}; {largest_text(bands)}."
+            caption += f" The scale ends at {short(top)}; {largest_text(drawn)}."
         log = plot.log and high > 0
         if log:
             omitted = ", which omits values of 0 or below" if low <= 0 else ""
@@ -346,8 +345,10 @@ def highest_layer(quantity: str, run: Run) -> Series:
     return Series(tokens, values.max(axis=1, initial=-np.inf))
 
 
-def spikes_text(plot: Curve | Layers, bands: Bands) -> str:
-    spikes = [spike for band in bands if band is not None for spike in band.spikes]
+def spikes_text(plot: Curve | Layers, bands: list[Band]) -> str:
+    spikes: list[Spike] = []
+    for band in bands:
+        spikes += band.spikes
     if not spikes:
         return ""
     highest = max(spikes, key=lambda spike: spike.value)
@@ -358,28 +359,29 @@ def spikes_text(plot: Curve | Layers, bands: Bands) -> str:
     return text
 
 
-def finite_values(bands: Bands) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *(band.drawn for band in bands if band is not None)])
+def limits_of(bands: list[Band]) -> tuple[float, float]:
+    """Return the least and the largest finite value of bands."""
+    values = np.concatenate([band.drawn for band in bands])
+    return float(values.min()), float(values.max())
 
 
-def largest_text(bands: Bands) -> str:
+def largest_text(bands: list[Band]) -> str:
     """Describe the largest value of a figure, and its step if the figure shows every step."""
-    peaks = [band.peak for band in bands if band is not None and band.peak]
+    peaks = [band.peak for band in bands if band.peak]
     if not peaks:
-        return f"the largest value is {short(float(finite_values(bands).max()))}"
+        return f"the largest value is {short(limits_of(bands)[1])}"
     value, step = max(peaks)
     return f"the largest unmarked value is {short(value)}, at step {step:,}"
 
 
-def top_of(bands: Bands) -> float:
+def top_of(bands: list[Band]) -> float:
     """Return the upper end of a linear loss axis, or infinity if there is no finite loss.
 
     The axis ignores the first 20% of training and marked spikes, and includes all other losses.
     """
-    drawn = [band for band in bands if band is not None]
-    end = max((band.x[-1] for band in drawn), default=0)
+    end = max(band.x[-1] for band in bands)
     tops = []
-    for band in drawn:
+    for band in bands:
         values = np.fmax.reduce([band.high, *band.singles])
         start = FIRST_STEPS * end if len(band.x) > FEW else 0
         is_included = np.isfinite(values) & (band.x >= start)
@@ -390,5 +392,5 @@ def top_of(bands: Bands) -> float:
             tops.append(float(values[is_included].max()))
     if not tops:
         return np.inf
-    top, low = max(tops), float(finite_values(bands).min())
-    return top + 0.08 * (top - low)
+    low, _ = limits_of(bands)
+    return max(tops) + 0.08 * (max(tops) - low)

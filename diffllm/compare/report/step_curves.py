@@ -4,10 +4,9 @@ The values are in steps.npy, the spikes in events.jsonl. Runs of older versions 
 values of metrics.jsonl.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,16 +46,17 @@ class StepCurve(NamedTuple):
     high: Array
     peak_steps: Array
     """Step of the highest value."""
+    spikes: tuple[Spike, ...] = ()
+    """Marked spikes."""
 
 
 class RunCurves(NamedTuple):
-    """Curves and spikes of a run by metric.
+    """Curves of a run by metric.
 
     `every_step` is False if the run has only logged values.
     """
 
     curves: dict[str, StepCurve]
-    spikes: dict[str, list[Spike]]
     every_step: bool
 
 
@@ -73,13 +73,16 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
     if not len(rows):
         size = 1
     curves = {name: step_curve(run, rows, name, size) for name in NAMES}
-    return RunCurves(curves, run_spikes(run, curves), len(rows) > 0)
+    for name, spikes in run_spikes(run, curves).items():
+        curves[name] = curves[name]._replace(spikes=tuple(spikes))
+    return RunCurves(curves, len(rows) > 0)
 
 
 def step_curve(run: Run, rows: Array, name: str, size: int) -> StepCurve:
     """Return the curve of one metric from the rows of steps.npy, (n,) of dtype STEP."""
     places, values = run.metrics.columns.get(name, (np.zeros(0, np.int64), np.zeros(0)))
-    steps, tokens = run.metrics.steps[places], run.metrics.tokens[places]
+    steps = run.metrics.steps[places]
+    tokens = run.metrics.tokens[places]
     if len(rows):
         # If an older version began the run, steps.npy begins at the first step after a resume.
         before = steps < rows["step"][0]
@@ -143,30 +146,28 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
     return spikes
 
 
-def unmarked(curve: StepCurve, spikes: list[Spike]) -> Array:
+def unmarked(curve: StepCurve) -> Array:
     """Return which intervals of a curve have no marked spike, as booleans (n,)."""
-    places = np.searchsorted(curve.tokens, [spike.x for spike in spikes])
+    places = np.searchsorted(curve.tokens, [spike.x for spike in curve.spikes])
     return ~np.isin(np.arange(len(curve.tokens)), places)
 
 
-def line_without(spikes: list[Spike], curve: StepCurve) -> Series:
+def line_without_spikes(curve: StepCurve) -> Series:
     """Return the means of a curve, interpolated at intervals with a marked spike."""
-    calm = unmarked(curve, spikes)
-    values = curve.mean.copy()
+    calm = unmarked(curve)
+    values = curve.mean
     if calm.any():
-        values[~calm] = np.interp(curve.tokens[~calm], curve.tokens[calm], curve.mean[calm])
+        interpolated = np.interp(curve.tokens, curve.tokens[calm], values[calm])
+        values = np.where(calm, values, interpolated)
     return Series(curve.tokens, values)
 
 
-def band_of_values(
-    lines: Sequence[Series], curves: Sequence[StepCurve], spikes: Sequence[list[Spike]]
-) -> Band | None:
+def band_of_values(lines: Sequence[Series], curves: Sequence[StepCurve]) -> Band | None:
     """Return the mean of `lines` over seeds, and the lowest and highest value of any step and seed.
 
     Args:
         lines: line of each seed, such as a running mean.
         curves: values of each seed.
-        spikes: marked spikes of each seed.
     """
     band = over_seeds(lines)
     lows = over_seeds(Series(curve.tokens, curve.low) for curve in curves)
@@ -174,8 +175,10 @@ def band_of_values(
     if band is None or lows is None or highs is None:
         return None
     peaks = []
-    for curve, spikes_of_seed in zip(curves, spikes, strict=True):
-        high = np.where(unmarked(curve, spikes_of_seed), curve.high, np.nan)
+    spikes: list[Spike] = []
+    for curve in curves:
+        spikes += curve.spikes
+        high = np.where(unmarked(curve), curve.high, np.nan)
         if np.isfinite(high).any():
             place = np.nanargmax(high)
             peaks.append((float(high[place]), int(curve.peak_steps[place])))
@@ -183,7 +186,7 @@ def band_of_values(
         band,
         low=np.fmin.reduce([lows.low, *lows.singles]),
         high=np.fmax.reduce([highs.high, *highs.singles]),
-        spikes=tuple(chain(*spikes)),
+        spikes=tuple(spikes),
         peak=max(peaks, default=None),
     )
 
@@ -226,30 +229,21 @@ def previous_run(run: Run) -> Run | None:
 def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
     """Return one curve over the tokens of all stages, from the curve of each stage.
 
-    `starts` has the number of tokens before each stage, see `stages_of`.
-    """
-    columns = []
-    for curve, (start, end) in zip(curves, spans(starts), strict=True):
-        shifted = curve._replace(tokens=curve.tokens + start)
-        is_included = shifted.tokens <= end
-        columns.append([column[is_included] for column in shifted])
-    return StepCurve(*map(np.concatenate, zip(*columns, strict=True)))
-
-
-def spikes_over_stages(spikes_of_stages: list[list[Spike]], starts: list[int]) -> list[Spike]:
-    """Return the spikes of all stages at the tokens of all stages; see `over_stages`."""
-    shifted = []
-    for spikes, (start, end) in zip(spikes_of_stages, spans(starts), strict=True):
-        for spike in spikes:
-            if spike.x + start <= end:
-                shifted.append(spike._replace(x=spike.x + start, end=spike.end + start))
-    return shifted
-
-
-def spans(starts: list[int]) -> Iterator[tuple[int, float]]:
-    """Return the tokens at the start and the end of each stage.
-
     The next stage may start from a checkpoint before the end of a stage. Later steps of the stage
     are then not part of the training.
+
+    Args:
+        starts: number of tokens before each stage, see `stages_of`.
     """
-    return zip(starts, [*starts[1:], np.inf], strict=True)
+    columns = []
+    spikes = []
+    ends = [*starts[1:], np.inf]
+    for curve, start, end in zip(curves, starts, ends, strict=True):
+        tokens = curve.tokens + start
+        arrays = (tokens, curve.mean, curve.low, curve.high, curve.peak_steps)
+        columns.append([array[tokens <= end] for array in arrays])
+        for spike in curve.spikes:
+            if spike.x + start <= end:
+                spikes.append(spike._replace(x=spike.x + start, end=spike.end + start))
+    tokens, mean, low, high, peak_steps = map(np.concatenate, zip(*columns, strict=True))
+    return StepCurve(tokens, mean, low, high, peak_steps, tuple(spikes))

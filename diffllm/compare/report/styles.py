@@ -60,12 +60,12 @@ def row_styles(rows: Sequence[RunArm]) -> list[RowStyle]:
     identities = []
     for row in rows:
         changes = overrides(row.runs[0]) if row.runs else row.keys
-        identities.append(style_identity(row.keys["attention"], changes))
+        identities.append(style_identity(row.variant, changes))
     return styles_of([row.label for row in rows], identities)
 
 
 def style_identity(variant: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what determines the style of an arm: its variant and its attention overrides.
+    """Return the variant and the attention overrides of an arm, which determine its style.
 
     Args:
         changes: overrides of the arm, of which only those of `model.attention` count.

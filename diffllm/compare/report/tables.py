@@ -1,6 +1,6 @@
 """The columns of report.csv, and of the table of results on the page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         incomparable: keys that must be equal in two rows to compare the rows.
     """
     loss = row.loss
-    values = {"variant": row.keys["attention"], **row.keys}
+    values = {"variant": row.variant, **row.keys}
     del values["attention"]
     for fact in ("parameters", "active_parameters", "flops_per_token"):
         values[fact] = row.fact(fact)
@@ -151,9 +151,8 @@ def gap_cell(row: Row) -> Cell:
 
 
 def seeds_cell(row: Row) -> Cell:
-    seeds, runs = row.values["seeds"], len(row.runs)
     tag = f"{row.diverged} diverged: {share_words(row.diverged_share)}" if row.diverged else ""
-    return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds, tag=tag)
+    return Cell(row.seeds_text, row.seeds, tag=tag)
 
 
 def events_cell(series: str, row: Row) -> Cell:
@@ -244,9 +243,13 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
         cells = [cell_of(row) for row in rows]
         if name in WITH_INTERVAL and has_intervals(rows):
             unit += ", 95% interval"
-        if any(cell.text != MISSING or cell.tag for cell in cells):
+        if has_content(cells):
             columns.append(TableColumn(title.format(baseline), cells, unit, f"{name}: {meaning}"))
     return columns
+
+
+def has_content(cells: Iterable[Cell]) -> bool:
+    return any(cell.text != MISSING or cell.tag for cell in cells)
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:

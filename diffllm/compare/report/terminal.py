@@ -3,6 +3,7 @@
 import os
 from textwrap import wrap
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.sentences import (
     MISSING,
@@ -15,6 +16,7 @@ from diffllm.compare.report.notes import is_early, training_length
 from diffllm.compare.report.results import (
     divergence,
     few_seeds_note,
+    has_gaps,
     has_intervals,
     holm_sentence,
     loss_interval,
@@ -46,7 +48,7 @@ def loss_table(comparison: Comparison) -> Table:
     """Return the table of mean losses and gaps, with 95% intervals."""
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     table = Table.of(heads, [row_cells(row) for row in comparison.rows], left=range(len(heads)))
-    if any(row.gap for row in comparison.rows):
+    if has_gaps(comparison.rows):
         return table
     return Table([column for column in table.columns if column.title != heads[2]])
 
@@ -54,7 +56,7 @@ def loss_table(comparison: Comparison) -> Table:
 def table_text(comparison: Comparison) -> str:
     """Return an ASCII table of mean losses and gaps, at most `LINE_WIDTH` characters wide."""
     rows = comparison.rows
-    runs = [run for row in rows for run in row.runs]
+    runs = runs_of(rows)
     lines = loss_table(comparison).text(LINE_WIDTH)
     lines += interval_lines(rows)
     warnings = [*comparison.warnings, few_seeds_note(rows), thin_note(runs)]
@@ -91,15 +93,14 @@ def diverged_lines(rows: list[Row]) -> list[str]:
 
 def group_line(group: Group) -> str:
     """Return the letter, the directory and the settings of a group of comparable rows."""
-    paths = [run.path for row in group.rows for run in row.runs]
+    paths = [run.path for run in runs_of(group.rows)]
     place = paths[0] if len(paths) == 1 else os.path.commonpath([path.parent for path in paths])
     name = f"  {group.letter}  {place}: "
     return name + in_short(group, max(LINE_WIDTH - len(name), 20))
 
 
 def row_cells(row: Row) -> list[str]:
-    runs = len(row.runs)
-    seeds = f"{row.seeds}" if row.seeds == runs else f"{row.seeds} of {runs}"
+    seeds = row.seeds_text
     if row.diverged:
         seeds += f", {row.diverged} diverged"
     return [

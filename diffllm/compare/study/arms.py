@@ -228,10 +228,6 @@ class StudyArm(Arm[int]):
         }
 
 
-def runs_of(arms: Sequence[StudyArm]) -> list[StudyRun]:
-    return [run for arm in arms for run in arm.runs]
-
-
 def value_of(runs: Sequence[StudyRun], study: Study) -> float | None:
     """Return the metric of one arm and seed; None if every run in `runs` diverged.
 

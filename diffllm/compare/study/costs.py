@@ -7,10 +7,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import TOLERANCE, mean_cost
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
-from diffllm.compare.study.arms import StudyArm, StudyRun, runs_of
+from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,

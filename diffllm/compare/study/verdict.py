@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.comparable import (
     TOLERANCES,
     Comparand,
@@ -12,7 +13,7 @@ from diffllm.compare.arms.comparable import (
     differences,
 )
 from diffllm.compare.arms.sentences import plural
-from diffllm.compare.study.arms import StudyArm, runs_of
+from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence

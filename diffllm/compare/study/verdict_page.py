@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.comparable import ATTENTION
 from diffllm.compare.arms.gap import loss_trend
 from diffllm.compare.arms.pages import (
@@ -30,7 +31,7 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.compare.report.figures import RC, WIDTH, draw_gaps, to_image
 from diffllm.compare.report.styles import RowStyle, style_identity, styles_of
-from diffllm.compare.study.arms import StudyArm, runs_of
+from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.costs import budget_sentences, spending_table
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, REFUTED, SHOWN, Tested
 from diffllm.compare.study.file import Study

@@ -16,10 +16,10 @@ from diffllm.compare.report.curves import Spike, over_seeds, smoothed
 from diffllm.compare.report.figures import draw_curves
 from diffllm.compare.report.step_curves import (
     band_of_values,
-    line_without,
+    line_without_spikes,
+    over_stages,
     reduced,
     run_curves,
-    spikes_over_stages,
 )
 from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.events import EVENTS, Event, EventsFile, events_of_step
@@ -114,7 +114,7 @@ def test_marks_are_events_of_the_detrended_definition(tmp_path):
     run, rows = write(tmp_path / "run", 0), every_step(0)
     rows["train/loss"][99] = np.nan
     write_events(run, rows)
-    spikes = run_curves(load_run(run)).spikes
+    curves = run_curves(load_run(run)).curves
     tokens = rows["tokens"].tolist()
     expected = {
         "train/loss": [(SPIKE, rows["train/loss"][SPIKE - 1]), (100, np.inf)],
@@ -122,8 +122,8 @@ def test_marks_are_events_of_the_detrended_definition(tmp_path):
         "train/lr": [],
     }
     for name, marks in expected.items():
-        assert [(mark.step, mark.value) for mark in spikes[name]] == marks
-        for mark in spikes[name]:
+        assert [(mark.step, mark.value) for mark in curves[name].spikes] == marks
+        for mark in curves[name].spikes:
             assert (mark.x, mark.end) == (tokens[mark.step - 1], tokens[mark.step + 7])
 
 
@@ -139,10 +139,11 @@ def test_unmarked_excursion_extends_scale_or_is_named_in_caption(tmp_path, spike
 
 
 def test_area_shows_unmarked_excursion_of_single_seed_after_end_of_other_seed(tmp_path):
-    curve = run_curves(load_run(write(tmp_path / "run", 0, spike=121))).curves["train/loss"]
+    marked = run_curves(load_run(write(tmp_path / "run", 0, spike=121))).curves["train/loss"]
+    curve = marked._replace(spikes=())
     short = type(curve)(*(column[:100] for column in curve))
     lines = [smoothed(Series(seed.tokens, seed.mean), 11) for seed in (curve, short)]
-    band = band_of_values(lines, [curve, short], [[], []])
+    band = band_of_values(lines, [curve, short])
     assert band.peak == (curve.high[120], 121)
     style = RowStyle("row", "standard", "#000000", (), "o")
     (area,) = draw_curves([band], [style], "nats").axes[0].collections
@@ -151,8 +152,8 @@ def test_area_shows_unmarked_excursion_of_single_seed_after_end_of_other_seed(tm
 
 
 def test_running_mean_of_loss_is_calm_at_spike(tmp_path):
-    curves = run_curves(load_run(write(tmp_path / "run", 0)))
-    line = line_without(curves.spikes["train/loss"], curves.curves["train/loss"])
+    curve = run_curves(load_run(write(tmp_path / "run", 0))).curves["train/loss"]
+    line = line_without_spikes(curve)
     assert line.values == pytest.approx(every_step(0, spike=None)["train/loss"], abs=0.5)
     others = np.arange(1, STEPS + 1) != SPIKE
     assert (line.values[others] == every_step(0)["train/loss"][others]).all()
@@ -160,8 +161,11 @@ def test_running_mean_of_loss_is_calm_at_spike(tmp_path):
 
 def test_spikes_over_stages_are_at_tokens_of_all_stages():
     """The second stage starts before the end of the first stage."""
-    stages = [[Spike(3, 30, 40, 9.0), Spike(7, 70, 80, 9.0)], [Spike(1, 5, 9, np.inf)]]
-    assert spikes_over_stages(stages, [0, 50]) == [Spike(3, 30, 40, 9.0), Spike(1, 55, 59, np.inf)]
+    values = reduced(np.arange(1, 11), 10 * np.arange(1, 11), np.ones(10), 1)
+    first = values._replace(spikes=(Spike(3, 30, 40, 9.0), Spike(7, 70, 80, 9.0)))
+    second = values._replace(spikes=(Spike(1, 5, 9, np.inf),))
+    joined = over_stages([first, second], [0, 50])
+    assert joined.spikes == (Spike(3, 30, 40, 9.0), Spike(1, 55, 59, np.inf))
 
 
 def test_report_marks_spike_between_logged_steps_in_loss_and_gradient_norm(tmp_path):
