@@ -63,6 +63,9 @@ def test_diverged_seed_is_reported_in_every_output_format(tmp_path, gave_up):
     comparison = diverging(tmp_path, gave_up=gave_up)
     gated = comparison.rows[1]
     assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
+    assert gated.loss.mean == pytest.approx(3.95)
+    notes = [note for note in comparison.notes if "is not finite" in note]
+    assert len(notes) == (0 if gave_up else 1)
     share = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
 
     text = table_text(comparison)
