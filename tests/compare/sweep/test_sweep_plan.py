@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from runs.command import clean_environment, snapshot, tool
-from runs.written import LOWER, edit_json, study_file, write_run
+from runs.written import LOWER, edit_json, edit_text, study_file, write_run
 
 from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
@@ -25,7 +25,6 @@ from diffllm.compare.sweep.plan import plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_json
 
 RECORD = Path("outputs/mine/sweep.json")
 
@@ -249,16 +248,13 @@ def test_groups_of_sweep_contain_values_of_all_swept_keys_except_seed():
 
 def test_groups_of_sweep_over_seeds_or_models():
     assert {*groups("attention=gated", "seed=0,1").values()} == {"gated"}
-    assert groups("run.sweep=sizes", "model=tiny,mini") == {
-        "tiny": "diff_v2 model=tiny", "mini": "diff_v2 model=mini",
-    }  # fmt: skip
+    sizes = {"tiny": "diff_v2 model=tiny", "mini": "diff_v2 model=mini"}
+    assert groups("run.sweep=sizes", "model=tiny,mini") == sizes
 
 
 def test_recorded_run_with_invalid_config_does_not_stop_other_runs():
     groups("model.n_layers=1,2")
-    record = read_json(RECORD)
-    record["runs"]["n_layers2"] = ["model.n_layers=-2"]
-    RECORD.write_text(json.dumps(record), encoding="utf-8")
+    edit_text(RECORD, "model.n_layers=2", "model.n_layers=-2")
     assert groups("model.n_layers=1") == {"n_layers1": "diff_v2"}
     run = RECORD.parent / "n_layers2"
     run.mkdir()
