@@ -105,7 +105,7 @@ def test_power_command_reports_excluded_pilot_runs(power, tmp_path):
     ],
 )
 def test_power_command_prints_single_error_line_for_invalid_arguments(
-    power, tmp_path, words, message
+    power, tmp_path, words, error
 ):
     name = next((word.partition("@")[2] for word in words if "@" in word), "")
     losses = {

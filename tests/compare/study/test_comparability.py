@@ -58,9 +58,7 @@ SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
 
 def pair(*values):
     """Return the runs of two arms with these values of keys and facts."""
-    return [
-        Comparand(arm, 0, values_of_arm) for arm, values_of_arm in zip("ab", values, strict=True)
-    ]
+    return [Comparand(arm, 0, settings) for arm, settings in zip("ab", values, strict=True)]
 
 
 def pair_of_configs(*configs):

@@ -67,20 +67,18 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(written):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "difference"),
+    ("old", "new", "message"),
     [
         ("sequences: 64", "sequences: 8", "eval.sequences is 8, not 64"),
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, difference):
+def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, message):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
-    reason = (
-        f"v2-seed1 is not the run of the study: {difference}; runs that differ from the study: 2"
-    )
+    reason = f"v2-seed1 is not the run of the study: {message}; runs that differ from the study: 2"
     assert reason in verdict.reasons
 
 
