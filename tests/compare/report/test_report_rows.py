@@ -415,15 +415,14 @@ def test_comparison_uses_newest_finished_run_of_each_seed(tmp_path, newest):
         written = 2e9 if name == newest else 1e9
         write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
     write_run(tmp_path / "c", "attention=standard", loss=None, written=3e9)
-    for order in permutations("abc"):
-        comparison = compare(loaded([tmp_path / name for name in order]))
-        assert [run.path.name for run in comparison.rows[0].runs] == [newest]
-        assert comparison.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
-        other = {"a": "b", "b": "a"}[newest]
-        reason = f"{tmp_path / newest} is newer"
-        assert notes_with(comparison, f"{tmp_path / other} is skipped", reason)
-        assert notes_with(comparison, f"{tmp_path / 'c'} is skipped", "finished")
-        assert len(comparison.notes) == 2
+    comparison = compare(runs_in(tmp_path))
+    assert [run.path.name for run in comparison.rows[0].runs] == [newest]
+    assert comparison.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
+    other = {"a": "b", "b": "a"}[newest]
+    reason = f"{tmp_path / newest} is newer"
+    assert notes_with(comparison, f"{tmp_path / other} is skipped", reason)
+    assert notes_with(comparison, f"{tmp_path / 'c'} is skipped", "finished")
+    assert len(comparison.notes) == 2
 
 
 def test_note_about_different_parameter_counts_suggests_match_params_to(tmp_path):
