@@ -42,8 +42,8 @@ def test_read_metrics_line_returns_none_for_invalid_line(line: str):
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
 def test_out_of_range_number_in_run_file_is_read_as_none(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
-    known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
-    assert read_metrics_line(line) == known
+    expected = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
+    assert read_metrics_line(line) == expected
     run = tmp_path / "rates" / "a"
     run.mkdir(parents=True)
     (run / "config.yaml").touch()

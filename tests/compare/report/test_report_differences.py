@@ -113,8 +113,8 @@ def conditions_of_study(runs):
     for run in runs:
         values = settings_of(run.cfg, False) | vars(facts_of(run.facts))
         comparands.append(Comparand(run.variant, run.cfg.seed, values))
-    found = differences(comparands, Terms("study", reads_curve=False))
-    names = {difference.key for difference in found if difference.role == "condition"}
+    compared = differences(comparands, Terms("study", reads_curve=False))
+    names = {difference.key for difference in compared if difference.role == "condition"}
     if "tokens" not in names:
         return names
     # A study compares tokens in place of steps.

@@ -434,9 +434,9 @@ def test_sweep_refuses_additional_key_if_runs_are_in_slurm_queue(squeue):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
+    ("kind", "message"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, said, monkeypatch, capfd):
+def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, message, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
@@ -448,4 +448,4 @@ def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, said, monkeyp
         [job(Path("s/seed0"))], SweepDirectory(Path("s"))
     )
     assert stopped == signal.SIGINT
-    assert capfd.readouterr().err.startswith(said)
+    assert capfd.readouterr().err.startswith(message)
