@@ -48,14 +48,14 @@ def losses_of_documents(seeds, gap, seed=0):
 def test_p_value_is_1_if_better_arm_diverges_more_often():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
-    found = gap_of(better, base)
-    assert found.paired.seeds == 3
-    assert found.welch.base_seeds == 4
-    assert (found.candidate, found.base) == (Share(1, 4), Share(0, 4))
-    assert found.paired.p < 0.01
-    assert found.p == 1
-    assert found.favours_diverging
-    assert gap_of({**better, 3: math.nan}, base) == found
+    gap = gap_of(better, base)
+    assert gap.paired.seeds == 3
+    assert gap.welch.base_seeds == 4
+    assert (gap.candidate, gap.base) == (Share(1, 4), Share(0, 4))
+    assert gap.paired.p < 0.01
+    assert gap.p == 1
+    assert gap.favours_diverging
+    assert gap_of({**better, 3: math.nan}, base) == gap
     other_way = gap_of(base, better)
     assert other_way.favours_diverging
     assert other_way.p == 1
@@ -67,9 +67,9 @@ def test_p_value_is_1_if_better_arm_diverges_more_often():
 
 
 def test_only_divergence_is_tested_if_all_runs_of_one_arm_diverge():
-    found = gap_of({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
-    assert found.paired is found.welch is found.correlation is found.p is None
-    assert found.p_diverged == pytest.approx(0.1)
+    gap = gap_of({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
+    assert gap.paired is gap.welch is gap.correlation is gap.p is None
+    assert gap.p_diverged == pytest.approx(0.1)
     assert gap_of(by_seed([4.0] * 3), by_seed([4.1] * 5)).p_diverged == 1
 
 
@@ -80,16 +80,16 @@ def test_gap_over_documents_adds_variances_of_seeds_and_documents(is_log):
     )  # fmt: skip
     if is_log:
         candidate, base = ({s: math.log(x) for s, x in side.items()} for side in (candidate, base))
-    found = gap_of(candidate, base, candidate_documents, base_documents, is_log)
+    gap = gap_of(candidate, base, candidate_documents, base_documents, is_log)
     candidate_nats, base_nats = (
         np.stack([side[s].nats for s in range(5)]) for side in (candidate_documents, base_documents)
     )
     of_documents = document_error(candidate_nats, base_nats, TOKENS, is_log)
-    assert found.over_documents.document_error == of_documents
-    assert found.over_documents.error == math.hypot(found.paired.error, of_documents)
-    assert found.over_documents.mean == found.paired.mean
-    assert found.full is found.over_documents
-    assert found.differences == tuple(candidate[s] - base[s] for s in range(5))
+    assert gap.over_documents.document_error == of_documents
+    assert gap.over_documents.error == math.hypot(gap.paired.error, of_documents)
+    assert gap.over_documents.mean == gap.paired.mean
+    assert gap.full is gap.over_documents
+    assert gap.differences == tuple(candidate[s] - base[s] for s in range(5))
 
 
 def test_gap_does_not_depend_on_type_or_order_of_seeds():
@@ -119,7 +119,7 @@ def test_gap_states_why_documents_are_not_included():
         (losses.nats * math.inf, losses.tokens, "a document's loss is not finite"),
     ):
         other = DocumentLosses(nats, tokens, losses.bytes, losses.texts, losses.sources)
-        found = gap_of(candidate, base, candidate_documents, {**base_documents, 0: other})
-        assert (found.over_documents, found.no_documents) == (None, reason)
+        gap = gap_of(candidate, base, candidate_documents, {**base_documents, 0: other})
+        assert (gap.over_documents, gap.no_documents) == (None, reason)
     one = ({0: side[0]} for side in (candidate, base, candidate_documents, base_documents))
     assert gap_of(*one).no_documents == "there is a single seed"

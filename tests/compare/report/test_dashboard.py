@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sample_comparison as sample
-from runs.written import edit_json, study_file, sweep, write_arms
+from runs.written import LOWER, edit_json, study_file, sweep, write_arms
 from wandb_server import WandbServer
 
 from diffllm.cli import main
@@ -47,7 +47,7 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for run in sweep(tmp_path / "swept", LOSSES):
-        change_facts(run, wandb_id=run.name)
+        edit_json(run / "run.json", wandb_id=run.name)
     return tmp_path / "swept"
 
 
@@ -62,8 +62,24 @@ def server(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer
     stand_in.close()
 
 
-def change_facts(run: Path, **facts: Any) -> None:
-    edit_json(run / "run.json", **facts)
+def dashboard_of(directory: Path) -> dict[str, Any]:
+    """Return the content of dashboard.json."""
+    return json.loads((directory / "dashboard.json").read_text(encoding="utf-8"))
+
+
+def error_line(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Return the only line that a failing `diffllm dashboard` prints to stderr."""
+    assert main(["dashboard", *map(str, words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def shown_ids(content: dict[str, Any]) -> list[str]:
+    """Return the ids of the runs in a dashboard's workspace."""
+    (runs,) = content["workspace"]["spec"]["section"]["runSets"]
+    (selection,) = runs["filters"]["filters"]
+    assert selection["key"]["name"] == "name"
+    return selection["value"]
 
 
 def requests_of(comparison: Comparison, directory: Path) -> dict[str, Any]:
@@ -145,9 +161,8 @@ def test_runs_are_grouped_by_row_with_colours_of_figures_and_pinned_baseline(com
     section = requests["workspace"]["spec"]["section"]
     (runs,) = section["runSets"]
     assert runs["grouping"] == [{"section": "run", "name": "group"}]
-    (selection,) = runs["filters"]["filters"]
     ids = [run.path.name for row in comparison.rows for run in row.runs]
-    assert (selection["key"]["name"], selection["value"]) == ("name", [*ids, "0a0b0c0d"])
+    assert shown_ids(requests) == [*ids, "0a0b0c0d"]
     baseline = [base64.b64decode(run_id).decode() for run_id in runs["pinnedRunIds"]]
     assert baseline == [f"Run:v1:standard-{seed}:diffllm:team" for seed in range(3)]
     assert runs["baselineRunId"] == runs["pinnedRunIds"][0]
@@ -189,10 +204,10 @@ def test_dashboard_shows_all_runs_of_large_sweep(comparison, tmp_path):
     many = sample.compared(("standard", "diff_v2"), 8, 20)
     for run in [run for row in many.rows for run in row.runs]:
         run.facts["wandb_id"] = run.path.name
-    spec = requests_of(many, tmp_path)["workspace"]["spec"]["section"]
-    assert spec["settings"]["maxRuns"] == 17, "16 runs and the comparison"
-    (selection,) = spec["runSets"][0]["filters"]["filters"]
-    assert len(selection["value"]) == 17
+    requests = requests_of(many, tmp_path)
+    settings = requests["workspace"]["spec"]["section"]["settings"]
+    assert settings["maxRuns"] == 17, "16 runs and the comparison"
+    assert len(shown_ids(requests)) == 17
 
 
 def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys):
@@ -202,7 +217,7 @@ def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys
     assert titles == ["Loss", "Stability", "Outliers", "Attention", "Gaps", "Speed"]
     file = swept / "dashboard.json"
     assert lines[-1] == f"{file}; send it with: diffllm dashboard {swept} mode=online"
-    written = json.loads(file.read_text(encoding="utf-8"))
+    written = dashboard_of(swept)
     assert written["report"]["type"] == "runs"
     (table,) = sections_of(written["workspace"]["spec"])["Gaps"]
     assert "| diff_v2 |" in table["config"]["value"]
@@ -212,26 +227,20 @@ def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys
     assert [section["title"] for section in content["sections"]] == titles
 
 
-def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch, capsys):
+def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
-    study = study_file(tmp_path / "claim.yaml", rule)
+    study = study_file(tmp_path / "claim.yaml", LOWER)
     write_arms(study, tmp_path / "out", {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]})
     runs = sorted(path.parent for path in (tmp_path / "out").glob("*/run.json"))
     for run in runs:
-        change_facts(run, wandb_id=run.name[-20:], wandb_group="arm")
+        edit_json(run / "run.json", wandb_id=run.name[-20:], wandb_group="arm")
     first_id = runs[0].name[-20:]
     store_uploaded_id(runs[0], first_id, WandbConfig(project="diffllm"), "newest")
-    words = [f"study={study.path}", f"out={tmp_path / 'out'}", "--json"]
+    words = [f"study={study.path}", f"out={tmp_path / 'out'}"]
     assert main(["dashboard", *words]) == 0
-    written = json.loads((tmp_path / "out" / "dashboard.json").read_text(encoding="utf-8"))
+    written = dashboard_of(tmp_path / "out")
     assert written["workspace"]["displayName"] == "diffllm claim"
-    (runs_shown,) = written["workspace"]["spec"]["section"]["runSets"]
-    shown_ids = runs_shown["filters"]["filters"][0]["value"]
-    assert len(shown_ids) == len(runs)
-    assert "newest" in shown_ids
-    assert first_id not in shown_ids
-    capsys.readouterr()
+    assert sorted(shown_ids(written)) == sorted(["newest", *(run.name[-20:] for run in runs[1:])])
 
 
 def test_real_client_saves_file_and_repeated_command_replaces_both_views(server, swept, capsys):
@@ -239,7 +248,7 @@ def test_real_client_saves_file_and_repeated_command_replaces_both_views(server,
     for _ in range(2):
         assert main(["dashboard", f"sweep={swept}", "mode=online"]) == 0
         addresses.append(capsys.readouterr().out.splitlines()[-2:])
-        written = json.loads((swept / "dashboard.json").read_text(encoding="utf-8"))
+        written = dashboard_of(swept)
         assert len(server.views) == 2
         for content in written.values():
             sent = server.views[content["id"]]
@@ -257,8 +266,7 @@ def test_real_client_saves_file_and_repeated_command_replaces_both_views(server,
 def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkeypatch, capsys):
     monkeypatch.setattr(wandb_views, "RETRIES", 1)
     server.close()
-    assert main(["dashboard", f"sweep={swept}", "mode=online"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_line(capsys, f"sweep={swept}", "mode=online")
     assert line.startswith("error: wandb did not save the dashboard: ")
     assert f"{swept / 'dashboard.json'} contains it. Repeat the command" in line
     assert (swept / "dashboard.json").is_file()
@@ -280,25 +288,23 @@ def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkey
 )
 def test_wrong_argument_causes_one_line_with_fix(swept, words, message, capsys):
     (swept / "empty").mkdir()
-    assert main(["dashboard", *(word.format(swept) for word in words)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_line(capsys, *(word.format(swept) for word in words))
     assert line.startswith(f"error: {message.format(swept)}")
 
 
 def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatch, capsys):
-    variables = {"environment": {"variables": {"WANDB_PROJECT": "other"}}}
-    change_facts(swept / "standard-seed0", **variables)
-    assert main(["dashboard", str(swept)]) == 2
-    assert "in several wandb projects (diffllm, other); name runs" in capsys.readouterr().err
-    variables = {"environment": {"variables": {"WANDB_ENTITY": "team"}}}
-    change_facts(swept / "standard-seed0", **variables)
-    assert main(["dashboard", str(swept)]) == 2
-    assert "in several wandb projects (diffllm, team/diffllm); name" in capsys.readouterr().err
+    facts = swept / "standard-seed0" / "run.json"
+    for name, value, projects in (
+        ("WANDB_PROJECT", "other", "diffllm, other"),
+        ("WANDB_ENTITY", "team", "diffllm, team/diffllm"),
+    ):
+        edit_json(facts, environment={"variables": {name: value}})
+        assert f"in several wandb projects ({projects}); name runs" in error_line(capsys, swept)
     assert main(["dashboard", str(swept), "entity=team"]) == 0
-    change_facts(swept / "standard-seed0", environment={})
+    edit_json(facts, environment={})
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert main(["dashboard", str(swept)]) == 2
-    assert "no run of swept was logged to wandb (wandb.mode=disabled)" in capsys.readouterr().err
+    message = "no run of swept was logged to wandb (wandb.mode=disabled)"
+    assert message in error_line(capsys, swept)
     assert main(["dashboard", str(swept), "mode=offline"]) == 0
 
 
@@ -307,12 +313,10 @@ def test_dashboard_and_wandb_command_use_same_ids_of_runs_without_run_json(swept
     assert main(["wandb", f"run={swept / 'standard-seed0'}", "mode=offline", "--json"]) == 0
     (written,) = json.loads(capsys.readouterr().out)["runs"]
     assert main(["dashboard", str(swept), "mode=offline"]) == 0
-    content = json.loads((swept / "dashboard.json").read_text(encoding="utf-8"))
-    (runs,) = content["workspace"]["spec"]["section"]["runSets"]
-    assert written["id"] in runs["filters"]["filters"][0]["value"]
+    assert written["id"] in shown_ids(dashboard_of(swept))
 
 
 def test_missing_package_causes_one_line_with_command(swept, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["dashboard", str(swept)]) == 2
-    assert "pip install -c constraints.txt -e '.[dashboard]'" in capsys.readouterr().err
+    command = "pip install -c constraints.txt -e '.[dashboard]'"
+    assert command in error_line(capsys, swept)

@@ -1,6 +1,5 @@
 """Reports, verdicts and power read forged runs without a traceback or a warning of numpy."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,19 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs.written import edit_text, study_file, write_ended
+from runs.written import LOWER, TWO_ARMS, edit_json, edit_text, study_file, write_arms
 
 from diffllm import cli as tools
-from diffllm.compare.arms.run import (
-    Metrics,
-    Series,
-    load_run,
-)
+from diffllm.compare.arms.run import Metrics, Series, load_run
 from diffllm.compare.report.curves import over_seeds
 from diffllm.compare.report.figures import draw_curves
 from diffllm.compare.report.styles import RowStyle
 from diffllm.compare.study.arms import RateRun
-from diffllm.compare.study.planned_runs import deciding_runs, rate_runs
+from diffllm.compare.study.planned_runs import rate_runs
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
@@ -47,8 +42,8 @@ def test_read_metrics_line_returns_none_for_invalid_line(line: str):
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
 def test_out_of_range_number_in_run_file_is_read_as_none(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
-    known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
-    assert read_metrics_line(line) == known
+    expected = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
+    assert read_metrics_line(line) == expected
     run = tmp_path / "rates" / "a"
     run.mkdir(parents=True)
     (run / "config.yaml").touch()
@@ -65,9 +60,7 @@ def test_read_record_raises_error_for_impossible_value_in_run_json(tmp_path: Pat
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_metrics_reader_skips_line_if_step_does_not_increase(
-    places: list[tuple[int, int] | None],
-):
+def test_metrics_reader_skips_line_if_step_does_not_increase(places: list[tuple[int, int] | None]):
     lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
     metrics = Metrics(lines)
     assert len(metrics.steps) + metrics.skipped == len(lines)
@@ -110,12 +103,8 @@ def test_axis_limits_of_figure_are_finite_for_extreme_values(values: list[float]
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a study of two arms and two seeds, with runs in s/."""
     root = tmp_path_factory.mktemp("kept")
-    arms = "{standard: [attention=standard], v2: [attention=diff_v2]}"
-    rule = "{kind: difference, arm: v2, against: standard, below: 0.0}"
-    study = study_file(root / "s.yaml", rule, arms=arms, seeds="[0, 1]", scale="log")
-    for arm, seed in itertools.product(study.arms, study.seeds):
-        (planned,) = deciding_runs(study, arm, seed, None)
-        write_ended(study, planned, root / "s", 5 + 0.1 * seed)
+    study = study_file(root / "s.yaml", LOWER, **TWO_ARMS, seeds="[0, 1]", scale="log")
+    write_arms(study, root / "s", {"half": [5.0, 5.1], "v2": [5.0, 5.1]})
     return root
 
 
@@ -123,9 +112,8 @@ def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
     """Return a change that replaces fields of a JSON file; a callable gets the run's number."""
 
     def change(run: Path, number: int) -> None:
-        content = json.loads((run / name).read_text(encoding="utf-8"))
         new = {key: v(number) if callable(v) else v for key, v in values.items()}
-        (run / name).write_text(json.dumps({**content, **new}), encoding="utf-8")
+        edit_json(run / name, **new)
 
     return change
 
@@ -135,12 +123,8 @@ def lines(change: Callable[[list[str], int], list[str]]) -> Callable[[Path, int]
 
     def changed(run: Path, number: int) -> None:
         file = run / "metrics.jsonl"
-        file.write_text(
-            "".join(
-                f"{x}\n" for x in change(file.read_text(encoding="utf-8").splitlines(), number)
-            ),
-            encoding="utf-8",
-        )
+        texts = change(file.read_text(encoding="utf-8").splitlines(), number)
+        file.write_text("\n".join([*texts, ""]), encoding="utf-8")
 
     return changed
 
@@ -188,8 +172,8 @@ def test_load_run_prints_one_warning_for_all_invalid_metrics_lines(kept, tmp_pat
     run = shutil.copytree(next((kept / "s").iterdir()), tmp_path / "a")
     lines(lambda texts, n: [*texts, *NOT_RECORDS, texts[0]])(run, 0)
     assert load_run(run).metrics.skipped == len(NOT_RECORDS) + 1
-    said = capsys.readouterr().err
-    assert said == f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
+    warning = f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
+    assert capsys.readouterr().err == warning
 
 
 def test_study_verdict_escapes_special_characters_in_claim(kept, tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,11 +201,10 @@ def test_unfinished_run_of_a_study_does_not_prevent_comparison_at_equal_seconds(
 
 
 def test_runs_that_differ_in_steps_without_a_plan_are_not_compared(tmp_path):
+    """The runs have equal FLOPs."""
     for variant, steps in (("standard", 30), ("gated", 20)):
-        write_run(
-            tmp_path / variant, f"attention={variant}", f"steps={steps}",
-            facts={"flops_per_token": FLOPS[variant]},
-        )  # fmt: skip
+        words = (f"attention={variant}", f"steps={steps}")
+        write_run(tmp_path / variant, *words, facts={"flops_per_token": FLOPS[variant]})
     assert len(compare(runs_in(tmp_path)).groups) == 2
 
 
@@ -216,11 +216,9 @@ PER_KEY = {"standard": 1e4, "gated": 3e4}
 def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        for record in records:
-            record["data/visible_keys"] = KEYS[record["step"]]
-        write_lines(path, records)
+        file = path / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        write_lines(path, [{**line, "data/visible_keys": KEYS[line["step"]]} for line in lines])
     _, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:
         per_token, per_key = FLOPS[run.variant], PER_KEY[run.variant]
@@ -290,18 +288,14 @@ def test_seed_noise_floor_is_computed_from_pooled_variance(tmp_path):
 def test_95_percent_of_random_loss_gaps_are_below_seed_noise_floor():
     rng = np.random.default_rng(0)
 
-    class Drawn:
-        def __init__(self, values):
-            self.values = values
-
-        def series(self, name):
-            return Series(np.arange(1, 4001), self.values)
-
-    class Rows:
-        def __init__(self):
-            self.runs = [Drawn(each) for each in rng.normal(size=(3, 4000))]
-
-    rows = [Rows(), Rows()]
-    floor = seed_noise(rows)
-    means = [np.mean([run.values for run in row.runs], axis=0) for row in rows]
-    assert np.mean(np.abs(means[1] - means[0]) <= floor.values) == pytest.approx(0.95, abs=0.012)
+    losses = rng.normal(size=(2, 3, 4000))
+    rows = []
+    for losses_of_row in losses:
+        runs = []
+        for values in losses_of_row:
+            curve = Series(np.arange(1, 4001), values)
+            runs.append(SimpleNamespace(series=lambda name, curve=curve: curve))
+        rows.append(SimpleNamespace(runs=runs))
+    gap = np.subtract(*losses.mean(axis=1))
+    covered = np.abs(gap) <= seed_noise(rows).values
+    assert covered.mean() == pytest.approx(0.95, abs=0.012)

@@ -1,6 +1,5 @@
 """Counts with exact intervals: spike events of a row's seeds, and runs that diverged."""
 
-import json
 import math
 
 import pytest
@@ -13,9 +12,6 @@ from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page_tables import cost_columns
 from diffllm.compare.report.tables import fold_constant, table_columns
 from diffllm.compare.report.terminal import table_text
-from diffllm.compare.sweep.command import print_outcomes
-from diffllm.compare.sweep.directory import SweepDirectory
-from diffllm.compare.sweep.job import Ending, Job
 from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.statistics.estimates import Rate
 
@@ -63,6 +59,9 @@ def test_diverged_seed_is_reported_in_every_output_format(tmp_path, gave_up):
     comparison = diverging(tmp_path, gave_up=gave_up)
     gated = comparison.rows[1]
     assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
+    assert gated.loss.mean == pytest.approx(3.95)
+    notes = [note for note in comparison.notes if "is not finite" in note]
+    assert len(notes) == (0 if gave_up else 1)
     share = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
 
     text = table_text(comparison)
@@ -156,20 +155,3 @@ def test_spike_rate_is_computed_over_all_seeds(tmp_path):
     assert float(line["loss_events_high"]) == rate.high
     assert line["grad_events_per_1000"] == ""
     assert gated.values["loss_events"] == 0
-
-
-def test_sweep_prints_outcome_of_each_run(tmp_path, capsys):
-    jobs = []
-    for number, loss in enumerate((4.0, math.nan, None)):
-        path = tmp_path / f"run{number}"
-        path.mkdir()
-        jobs.append(Job(number + 1, 3, path.name, str(path), 20, 1e9, [], False))
-        if loss is not None:
-            (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}), encoding="utf-8")
-    stopped = {"steps": 10, "stopped": "9 updates in a row were skipped"}
-    (tmp_path / "run2" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")
-    assert print_outcomes(jobs, {"run2": Ending("finished")}, SweepDirectory(tmp_path)) == 0
-    output = capsys.readouterr().out
-    assert f"{tmp_path}/run0  held-out loss 4.0000" in output
-    assert f"{tmp_path}/run1  diverged: no finite held-out loss" in output
-    assert f"{tmp_path}/run2  diverged, stopped after step 10: 9 updates in a row" in output

@@ -6,7 +6,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 import pytest
-from runs.written import loaded, runs_in, sweep, write_run
+from runs.written import edit_json, loaded, runs_in, sweep, write_run
 
 from diffllm.cli.report import report_command
 from diffllm.compare.arms.comparable import REPORT, Comparand, Terms, differences, role
@@ -25,7 +25,6 @@ OMITTED = ("run", "resolved", "seed", "resume", "plugins")
 """Keys and sections that differ between any two runs, or whose computed values are compared."""
 SIZES = {"parameters", "flops_per_token"}
 """Facts in which the variants of a report may differ."""
-CODE = [{"diffllm": {"hash": letter * 64}} for letter in "ab"]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +42,15 @@ def with_value(run, key, value="other", declared=None):
     if declared:
         changed.declarations = {**run.declarations, key: declared}
     return changed
+
+
+def runs_with_fact(root, fact, values):
+    """Write and load runs; `values` are the values of a fact by variant and seed."""
+    for variant, by_seed in values.items():
+        for seed, value in enumerate(by_seed):
+            words = (f"attention={variant}", f"seed={seed}")
+            write_run(root / f"{variant}{seed}", *words, facts={fact: value})
+    return runs_in(root)
 
 
 def roles(comparison):
@@ -105,8 +113,8 @@ def conditions_of_study(runs):
     for run in runs:
         values = settings_of(run.cfg, False) | vars(facts_of(run.facts))
         comparands.append(Comparand(run.variant, run.cfg.seed, values))
-    found = differences(comparands, Terms("study", reads_curve=False))
-    names = {difference.key for difference in found if difference.role == "condition"}
+    compared = differences(comparands, Terms("study", reads_curve=False))
+    names = {difference.key for difference in compared if difference.role == "condition"}
     if "tokens" not in names:
         return names
     # A study compares tokens in place of steps.
@@ -198,13 +206,11 @@ def test_paths_of_mixture_sources_are_compared_by_corpus_hash(tmp_path, corpus, 
     assert compare(loaded(paths)).differences == apart
 
 
-@pytest.mark.parametrize(("versions", "noted"), [((0, 1, 0, 1), False), ((0, 0, 0, 1), True)])
-def test_note_names_rows_of_different_code_versions(tmp_path, versions, noted):
-    paths = []
-    for i, version in enumerate(versions):
-        words = (f"attention={('standard', 'gated')[i // 2]}", f"seed={i % 2}")
-        paths.append(write_run(tmp_path / f"{i}", *words, facts=CODE[version]))
-    comparison = compare(loaded(paths))
+@pytest.mark.parametrize(("standard", "noted"), [("ab", False), ("aa", True)])
+def test_note_names_rows_of_different_code_versions(tmp_path, standard, noted):
+    code = {"a": {"hash": "a" * 64}, "b": {"hash": "b" * 64}}
+    versions = {"standard": [code[name] for name in standard], "gated": [code["a"], code["b"]]}
+    comparison = compare(runs_with_fact(tmp_path, "diffllm", versions))
     note = (
         "Rows were trained by different versions of diffllm's code: aaaaaaaa (standard, gated), "
         "bbbbbbbb (gated)."
@@ -214,31 +220,23 @@ def test_note_names_rows_of_different_code_versions(tmp_path, versions, noted):
     assert comparison.differences == []
 
 
-@pytest.mark.parametrize(
-    ("versions", "comparable"),
-    [(("2.12", "2.13", "2.12", "2.13"), True), (["2.13"] * 3 + ["2.14"], False)],
-)
-def test_torch_may_differ_between_seeds_but_not_between_arms(tmp_path, versions, comparable):
-    paths = []
-    for i, version in enumerate(versions):
-        words = (f"attention={('standard', 'gated')[i // 2]}", f"seed={i % 2}")
-        paths.append(write_run(tmp_path / f"{i}", *words, facts={"torch": version}))
-    comparison = compare(loaded(paths))
+@pytest.mark.parametrize(("standard", "comparable"), [("ab", True), ("aa", False)])
+def test_torch_may_differ_between_seeds_but_not_between_arms(tmp_path, standard, comparable):
+    runs = runs_with_fact(tmp_path, "torch", {"gated": "ab", "standard": standard})
+    comparison = compare(runs)
     expected = set() if comparable else {"torch"}
-    assert {*comparison.differences} == conditions_of_study(loaded(paths)) - SIZES == expected
+    assert {*comparison.differences} == conditions_of_study(runs) - SIZES == expected
     assert len(comparison.rows) == (2 if comparable else 3)
 
 
 @pytest.mark.parametrize("words", [("attention=standard", "steps=10"), ("attention=diff_v2",)])
 def test_torch_of_another_run_does_not_change_a_gap(tmp_path, words):
     """The other run has other steps or another variant."""
-    for variant, losses in {"standard": (4.0, 4.1, 4.3), "gated": (3.9, 3.95, 4.2)}.items():
-        for seed, loss in enumerate(losses):
-            facts = {"torch": "2.14" if seed == 2 else "2.13"}
-            run = (f"attention={variant}", f"seed={seed}")
-            write_run(tmp_path / f"{variant}{seed}", *run, loss=loss, facts=facts)
+    sweep(tmp_path, {"standard": [4.0, 4.1, 4.3], "gated": [3.9, 3.95, 4.2]}, torch="2.13")
+    for variant in ("standard", "gated"):
+        edit_json(tmp_path / f"{variant}-seed2" / "run.json", torch="2.14")
     _, gated = compare(runs_in(tmp_path)).rows
-    write_run(tmp_path / "other", *words, facts={"torch": "2.12"})
+    write_run(tmp_path / "z", *words, facts={"torch": "2.12"})
     comparison = compare(runs_in(tmp_path))
     assert [len(group.rows) for group in comparison.groups] == [2, 1]
     assert comparison.rows[1].gap == gated.gap
@@ -248,23 +246,17 @@ def test_torch_of_another_run_does_not_change_a_gap(tmp_path, words):
 
 def test_arms_with_equal_versions_of_torch_in_other_seeds_are_not_compared(tmp_path):
     versions = {"standard": "ab", "gated": "ab", "diff_v1": "ba"}
-    for variant, by_seed in versions.items():
-        for seed, version in enumerate(by_seed):
-            words = (f"attention={variant}", f"seed={seed}")
-            write_run(tmp_path / f"{variant}{seed}", *words, facts={"torch": version})
-    comparison = compare(runs_in(tmp_path))
+    comparison = compare(runs_with_fact(tmp_path, "torch", versions))
     gap_rows = [row for row in comparison.rows if row.gap]
     assert [(row.label, row.gap.seeds) for row in gap_rows] == [("gated torch=a or b", 2)]
 
 
 @pytest.mark.parametrize("pinned", [(), ("gated",), ("standard", "gated")])
 def test_pinned_initial_seed_of_one_row_is_a_condition(tmp_path, pinned):
-    paths = sweep(tmp_path, {"standard": [4.0, 4.1], "gated": [3.9, 4.0]})
-    runs = []
-    for run in loaded(paths):
+    runs = loaded(sweep(tmp_path, {"standard": [4.0, 4.1], "gated": [3.9, 4.0]}))
+    for run in runs:
         if run.variant in pinned:
-            run = replace(run, cfg=replace(run.cfg, model=replace(run.cfg.model, init_seed=1)))
-        runs.append(run)
+            run.cfg = replace(run.cfg, model=replace(run.cfg.model, init_seed=1))
     comparison = compare(runs)
     assert ("model.init_seed" in roles(comparison)) is (len(pinned) == 1)
     gap_seeds = 1 if len(pinned) == 1 else 2

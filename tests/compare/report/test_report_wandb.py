@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from report_pages import without_drawing
 from runs.written import edit_json
 from test_report_budgets import TOKENS, loss, write_budgeted, written
 from wandb_file import OfflineRun
@@ -31,11 +32,19 @@ def curve(variant, tokens, seed):
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
+    """Write a sweep of two variants and two seeds; reports draw no figures."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     for variant in ("standard", "gated"):
         for seed in (0, 1):
             written(tmp_path / "swept" / f"{variant}{seed}", variant, seed, curve)
-    return tmp_path / "swept"
+    with without_drawing():
+        yield tmp_path / "swept"
+
+
+def recorded(swept):
+    """Record the gaps of a sweep, and return their wandb run."""
+    assert record_gaps(read([swept])[0], swept)
+    return OfflineRun(swept)
 
 
 def gap_of(values):
@@ -44,8 +53,7 @@ def gap_of(values):
 
 def test_record_gaps_logs_gaps_with_interval_of_report_to_wandb(swept):
     comparison, _ = read([swept])
-    assert record_gaps(comparison, swept)
-    run = OfflineRun(swept)
+    run = recorded(swept)
     assert (run.header.run_group, run.header.display_name) == ("comparison", "swept")
     assert run.metrics["gap/*"].step_metric == "tokens"
     assert [line["tokens"] for line in run.history] == [step * TOKENS for step in (5, 10, 15, 20)]
@@ -66,9 +74,7 @@ def test_record_gaps_at_equal_flops_stores_final_gap_without_steps(tmp_path, mon
         for seed in (0, 1):
             final_loss = 4.0 + 0.1 * seed - (0.1 + 0.02 * seed) * (variant == "diff_v2")
             write_budgeted(swept / f"{variant}{seed}", variant, seed, final_loss)
-    comparison, _ = read([swept])
-    assert record_gaps(comparison, swept)
-    run = OfflineRun(swept)
+    run = recorded(swept)
     assert run.history == []
     assert run.summary["gap/diff_v2"] == pytest.approx(-0.11)
     (swept / COMPARISON_ID).unlink()
@@ -82,16 +88,14 @@ def test_record_gaps_uses_wandb_variables_that_runs_recorded(swept, monkeypatch)
     variables = {"WANDB_PROJECT": "of-the-runs", "WANDB_RUN_GROUP": "their-group"}
     for file in swept.glob("*/run.json"):
         edit_json(file, environment={"variables": variables})
-    assert record_gaps(read([swept])[0], swept)
-    header = OfflineRun(swept).header
+    header = recorded(swept).header
     assert (header.project, header.run_group) == ("of-the-runs", "their-group")
 
 
 def test_record_gaps_ignores_wandb_variables_that_runs_did_not_record(swept, monkeypatch):
     for name in ("WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_TAGS"):
         monkeypatch.setenv(name, "of-this-shell")
-    assert record_gaps(read([swept])[0], swept)
-    header = OfflineRun(swept).header
+    header = recorded(swept).header
     assert (header.entity, header.run_group, [*header.tags]) == ("", "comparison", ["swept"])
 
 
@@ -120,12 +124,10 @@ def test_printed_upload_command_selects_only_runs_of_sweep_in_shared_wandb_dir(
 
 
 def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
-    assert record_gaps(read([swept])[0], swept)
-    first = OfflineRun(swept)
+    first = recorded(swept)
     for variant in ("standard", "gated"):
         written(swept / f"{variant}2", variant, 2, curve)
-    assert record_gaps(read([swept])[0], swept)
-    second = OfflineRun(swept)
+    second = recorded(swept)
     assert second.header.run_id == first.header.run_id
     assert not second.header.resumed
     assert gap_of(second.summary) != gap_of(first.summary)
@@ -134,8 +136,7 @@ def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
 def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
     for file in swept.glob("*/run.json"):
         edit_json(file, wandb_id=file.parent.name)
-    assert record_gaps(read([swept])[0], swept)
-    first = OfflineRun(swept)
+    first = recorded(swept)
     assert main(["wandb", f"sweep={swept}", "project=moved", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert [written["id"] for written in content["runs"]] == [
@@ -155,8 +156,7 @@ def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
 @pytest.mark.parametrize("command", ["report", "wandb"])
 def test_gaps_after_wandb_sync_are_in_new_wandb_run(swept, command):
     words = {"report": [str(swept), "wandb=true"], "wandb": [f"sweep={swept}"]}
-    assert record_gaps(read([swept])[0], swept)
-    first = OfflineRun(swept)
+    first = recorded(swept)
     first.path.with_name(f"{first.path.name}.synced").touch()  # as `wandb sync` does
     for _ in range(2):
         assert main([command, *words[command]]) == 0
@@ -167,8 +167,7 @@ def test_gaps_after_wandb_sync_are_in_new_wandb_run(swept, command):
 
 
 def test_failed_online_command_keeps_offline_gaps(swept, monkeypatch):
-    assert record_gaps(read([swept])[0], swept)
-    first = OfflineRun(swept)
+    first = recorded(swept)
     monkeypatch.setenv("HOME", str(swept))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"wandb cannot store the run swept: .*API key"):
@@ -178,10 +177,14 @@ def test_failed_online_command_keeps_offline_gaps(swept, monkeypatch):
 
 def test_gaps_are_written_with_warning_if_sweep_cannot_store_their_id(swept, capsys):
     (swept / COMPARISON_ID).mkdir()  # root may write to directories without write permission
+    assert main(["report", str(swept)]) == 0
+    assert not (swept / "wandb").exists()
     assert main(["report", str(swept), "wandb=true"]) == 0
     assert main(["wandb", f"sweep={swept}"]) == 0
     assert len(list(swept.glob("wandb/offline-run-*"))) == 2
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: later" in line]
+    output, errors = capsys.readouterr()
+    assert f"gaps over tokens: {swept / 'wandb'}" in output
+    warnings = [line for line in errors.splitlines() if "warning: later" in line]
     message = f"will write another wandb run with the gaps: cannot write {swept / COMPARISON_ID}: "
     assert [message in line for line in warnings] == [True, True]
 
@@ -198,20 +201,10 @@ def test_wandb_command_writes_gaps_of_each_sweep_of_glob_once(swept, capsys):
 def test_record_gaps_of_single_seed_has_no_interval(swept):
     for variant in ("standard", "gated"):
         shutil.rmtree(swept / f"{variant}1")
-    assert record_gaps(read([swept])[0], swept)
-    run = OfflineRun(swept)
+    run = recorded(swept)
     for values in (*run.history, run.summary):
         assert values["gap/gated"] == pytest.approx(-0.1)
         assert not {"gap/gated/low", "gap/gated/high"} & {*values}
-
-
-@pytest.mark.slow
-def test_report_command_logs_loss_gaps_to_wandb_only_if_requested(swept, capsys):
-    assert main(["report", str(swept)]) == 0
-    assert not (swept / "wandb").exists()
-    assert main(["report", str(swept), "wandb=true"]) == 0
-    assert f"gaps over tokens: {swept / 'wandb'}" in capsys.readouterr().out
-    assert OfflineRun(swept).history
 
 
 def test_record_gaps_returns_false_if_wandb_is_disabled_or_no_gap_exists(swept, monkeypatch):

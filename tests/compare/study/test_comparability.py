@@ -56,6 +56,15 @@ WITHOUT_VALUE = {
 SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
 
 
+def pair(*values):
+    """Return the runs of two arms with these values of keys and facts."""
+    return [Comparand(arm, 0, settings) for arm, settings in zip("ab", values, strict=True)]
+
+
+def pair_of_configs(*configs):
+    return pair(*(settings_of(cfg, chosen_rates=False) for cfg in configs))
+
+
 def undeclared_in(runs, allowed, **terms):
     return undeclared(differences(runs, Terms("study", allowed, **terms)))
 
@@ -77,14 +86,12 @@ def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path
     override, difference_text = IN_CONFIG[word]
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
     study = study_file(tmp_path / "study.yaml", LOWER, **arms)
-    command = ["study", "run", str(study.path), f"out={tmp_path / 'out'}"]
-    for words in (command, [*command, "--dry-run"]):
-        assert main(words) == 2
-        error = capsys.readouterr().err
-        assert "the verdict would be not comparable: arms differ in " in error
-        assert difference_text in error
-        assert f"add {word} to unequal" in error
-        assert error.count("add ") == error.count("\n") == 1
+    assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert "the verdict would be not comparable: arms differ in " in error
+    assert difference_text in error
+    assert f"add {word} to unequal" in error
+    assert error.count("add ") == error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     declared = {**arms, "unequal": arms["unequal"].replace("]", f", {word}]")}
     check_study_runs(study_file(tmp_path / "declared.yaml", LOWER, **declared), tmp_path / "out", 1)
@@ -111,10 +118,7 @@ def assert_condition(tmp_path, entry, text, **runs):
     return declared
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize(
-    "entry", [name for name in IN_CONFIG if name not in ("parameters", "flops")]
-)
+@pytest.mark.parametrize("entry", ["tokens", "lr"])
 def test_undeclared_config_difference_makes_verdict_not_comparable(tmp_path, entry):
     override, text = IN_CONFIG[entry]
     verdict = assert_condition(tmp_path, entry, text, override=override)
@@ -150,9 +154,7 @@ def test_starting_point_is_a_condition():
     new = load_config(["attention=diff_v2", "run.dir=outputs/a"])
     own = ("auto", "never", "outputs/a", "outputs/a/checkpoints/step-00000010")
     for resume in (*own, "outputs/b", "outputs/b@10", "weights:outputs/a", "stage:b"):
-        cfg = replace(new, resume=resume)
-        settings = [settings_of(arm, chosen_rates=False) for arm in (new, cfg)]
-        runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
+        runs = pair_of_configs(new, replace(new, resume=resume))
         problems = undeclared_in(runs, [])
         assert bool(problems) == (resume not in own)
         assert all("add resume to unequal" in problem for problem in problems)
@@ -170,7 +172,7 @@ def test_code_may_differ_between_seeds_but_not_between_arms(tmp_path):
 
 @pytest.mark.parametrize(("fact", "value"), [("device", "NVIDIA H100"), ("ranks", 8)])
 def test_machine_is_a_condition_of_metrics_of_time(fact, value):
-    runs = [Comparand("a", 0, {fact: "other"}), Comparand("b", 0, {fact: value})]
+    runs = pair({fact: "other"}, {fact: value})
     assert undeclared_in(runs, []) == []
     assert f"add {fact} to unequal" in undeclared_in(runs, [], measures_time=True)[0]
     assert undeclared_in(runs, [fact], measures_time=True) == []
@@ -179,18 +181,17 @@ def test_machine_is_a_condition_of_metrics_of_time(fact, value):
 def test_key_that_only_one_arm_sets_is_a_condition():
     words = ["attention=diff_v2", "eval.suites=[mqar]"]
     configs = [load_config(words), load_config([*words, "eval.levels={mqar: {filler: 64}}"])]
-    settings = [settings_of(cfg, chosen_rates=False) for cfg in configs]
-    runs = [Comparand(arm, 0, values) for arm, values in zip("ab", settings, strict=True)]
+    runs = pair_of_configs(*configs)
     assert "eval.levels.mqar.filler: not set in a; 64 in b" in undeclared_in(runs, [])[0]
 
 
 def test_hashes_with_equal_start_differ():
-    runs = [Comparand(arm, 0, {"corpus": "c0" * 30 + end}) for arm, end in (("a", "1"), ("b", "2"))]
+    runs = pair({"corpus": "c0" * 30 + "1"}, {"corpus": "c0" * 30 + "2"})
     assert [difference.key for difference in differences(runs, Terms("study"))] == ["corpus"]
 
 
 def test_unknown_number_of_parameters_is_a_condition():
-    runs = [Comparand("a", 0, {"parameters": 10_000}), Comparand("b", 0, {"parameters": None})]
+    runs = pair({"parameters": 10_000}, {"parameters": None})
     (problem,) = undeclared_in(runs, [])
     assert problem.startswith("arms differ in parameters: 10k in a; unknown in b (if the study")
 
@@ -208,7 +209,7 @@ def test_difference_in_key_is_refused_if_and_only_if_its_declaration_is_a_condit
     for name, declaration in declarations(cfg).items():
         value = settings.get(name)
         if value is not None and name != "resume":
-            runs = [Comparand("a", 0, {name: value}), Comparand("b", 0, {name: f"{value}0"})]
+            runs = pair({name: value}, {name: f"{value}0"})
             refused |= {name} if undeclared_in(runs, []) else set()
             assert undeclared_in(runs, [name]) == []
             is_condition = role(name, declaration, Terms("study")) == "condition"

@@ -2,10 +2,11 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
-from runs.written import config_of, study_file, write_ended, write_train_seconds
+from runs.written import config_of, edit_text, study_file, write_ended, write_train_seconds
 
 from diffllm.cli import main
 from diffllm.compare.study.costs import costs
@@ -75,8 +76,19 @@ def write_runs(study, out, loss_of, flops_factor=1.0, seconds_factor=1.0, **fact
             write_train_seconds(path, [STEP_SECONDS[arm] * arm_seconds_factor] * cfg.steps)
 
 
+def flops_study(tmp_path):
+    return study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+
+
 def better_v2(flops, arm, seed):
     return (4.3 if arm == "v2" else 4.4) + 0.001 * seed**2 + 0.0005 * (arm == "v2") * seed
+
+
+def judged(study, loss_of=better_v2, **costs):
+    """Write the runs of a study in a directory with the name of the study, and judge them."""
+    out = study.path.with_suffix("")
+    write_runs(study, out, loss_of, **costs)
+    return judge(study, out)
 
 
 def one_curve(flops, arm, seed):
@@ -86,7 +98,7 @@ def one_curve(flops, arm, seed):
 
 
 def test_steps_at_equal_flops_follow_from_equations_of_the_model(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+    study = flops_study(tmp_path)
     # Per token and layer: matrices (q, k, v, o, and lambda in V2), attention over 16.5 keys on
     # average, and the feed-forward network. The output matrix has 2,048 x 128 entries.
     ffn, output = 3 * 128 * 384, 2048 * 128
@@ -122,11 +134,9 @@ def test_arms_must_agree_in_warmup_that_does_not_follow_steps(tmp_path):
 def test_arms_with_one_loss_curve_over_flops_are_different_only_at_equal_tokens(tmp_path):
     verdicts = {}
     for budget in ("flops", "tokens"):
-        out = tmp_path / budget
         more = {**ARMS, "unequal": "[parameters, flops]", "budget": budget}
         study = study_file(tmp_path / f"{budget}.yaml", LOWER, **more)
-        write_runs(study, out, one_curve)
-        verdicts[budget] = judge(study, out)
+        verdicts[budget] = judged(study, one_curve)
     assert verdicts["tokens"].verdict == "shown", verdicts["tokens"].reasons
     assert verdicts["flops"].verdict == "underpowered", verdicts["flops"].reasons
     (gap,) = [tested.gap.mean for tested in verdicts["flops"].tested]
@@ -135,9 +145,7 @@ def test_arms_with_one_loss_curve_over_flops_are_different_only_at_equal_tokens(
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.02, "shown"), (1.05, "not comparable")])
 def test_measured_flops_of_arms_must_agree(tmp_path, factor, expected):
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
-    write_runs(study, tmp_path / "out", better_v2, flops_factor=factor)
-    verdict = judge(study, tmp_path / "out")
+    verdict = judged(flops_study(tmp_path), flops_factor=factor)
     assert verdict.verdict == expected, verdict.reasons
     if expected == "not comparable":
         assert verdict.reasons == [
@@ -147,13 +155,11 @@ def test_measured_flops_of_arms_must_agree(tmp_path, factor, expected):
 
 
 def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
-    out = tmp_path / "out"
-    write_runs(study, out, better_v2)
-    verdict = judge(study, out)
+    study = flops_study(tmp_path)
+    verdict = judged(study)
     assert verdict.verdict == "shown", verdict.reasons
-    write_verdict(verdict, out)
-    recomputed = judge_evidence(study, read_values(study, out / "values.json"))
+    write_verdict(verdict, tmp_path)
+    recomputed = judge_evidence(study, read_values(study, tmp_path / "values.json"))
     assert recomputed.numbers() == verdict.numbers()
     v2 = verdict.numbers()["budget"]["arms"][1]
     assert (v2["arm"], v2["steps"], v2["tokens"]) == ("v2", 94, 94 * 256)
@@ -163,9 +169,7 @@ def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, "shown"), (1.06, "not comparable")])
 def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, expected):
-    study = seconds_study(tmp_path)
-    write_runs(study, tmp_path / "out", better_v2, seconds_factor=factor, **MACHINE)
-    verdict = judge(study, tmp_path / "out")
+    verdict = judged(seconds_study(tmp_path), seconds_factor=factor, **MACHINE)
     assert verdict.verdict == expected, verdict.reasons
     text = verdict_page(verdict).markdown()
     machine = "GPU, 1 rank, 2 CPU threads per rank, float32, eager, torch 2.13.0"
@@ -177,10 +181,8 @@ def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, expec
 
 
 def test_profile_decides_if_runs_used_another_machine(tmp_path):
-    study = seconds_study(tmp_path)
     facts = {**MACHINE, "device": "CPU"}
-    write_runs(study, tmp_path / "out", better_v2, seconds_factor=2, **facts)
-    verdict = judge(study, tmp_path / "out")
+    verdict = judged(seconds_study(tmp_path), seconds_factor=2, **facts)
     assert verdict.verdict == "shown", verdict.reasons
     text = verdict_page(verdict).markdown()
     assert "used another machine (device CPU, not GPU). The machine of the profile decides" in text
@@ -188,12 +190,10 @@ def test_profile_decides_if_runs_used_another_machine(tmp_path):
 
 def test_seed_on_another_machine_does_not_end_the_check_of_other_seeds(tmp_path):
     study = seconds_study(tmp_path)
-    write_runs(study, tmp_path / "out", better_v2, seconds_factor=1.2, **MACHINE)
-    for file in (tmp_path / "out").glob("*-seed0/run.json"):
-        record = file.read_text(encoding="utf-8")
-        assert "2.13.0" in record
-        file.write_text(record.replace("2.13.0", "2.13.1"), encoding="utf-8")
-    verdict = judge(study, tmp_path / "out")
+    judged(study, seconds_factor=1.2, **MACHINE)
+    for file in tmp_path.glob("study/*-seed0/run.json"):
+        edit_text(file, "2.13.0", "2.13.1")
+    verdict = judge(study, tmp_path / "study")
     assert verdict.verdict == "not comparable", verdict.reasons
     assert "measured seconds of training steps per run differ by 20%" in verdict.reasons[0]
     text = verdict_page(verdict).markdown()
@@ -202,10 +202,9 @@ def test_seed_on_another_machine_does_not_end_the_check_of_other_seeds(tmp_path)
 
 def test_study_is_exploratory_if_its_profile_changed_after_the_runs(tmp_path):
     study = seconds_study(tmp_path)
-    write_runs(study, tmp_path / "out", better_v2, **MACHINE)
-    assert judge(study, tmp_path / "out").verdict == "shown"
+    assert judged(study, **MACHINE).verdict == "shown"
     write_profile(tmp_path / "timing.json", {"standard": 0.1, "v2": 0.12})
-    verdict = judge(load_study(study.path), tmp_path / "out")
+    verdict = judge(load_study(study.path), tmp_path / "study")
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
     assert "6 of 6 runs began under another version of study.yaml" in verdict.reasons[0]
     assert any("steps is 46, not 50" in reason for reason in verdict.reasons)
@@ -216,15 +215,6 @@ def test_study_does_not_start_if_profile_was_measured_with_other_settings(tmp_pa
     write_profile(tmp_path / "timing.json", seq_len="64")
     with pytest.raises(ConfigError, match=r"arm standard: seq_len is 32, but budget\.profile="):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
-
-
-def test_profile_with_arms_of_several_machines_raises_error(tmp_path):
-    path = seconds_study(tmp_path).path
-    content = json.loads((tmp_path / "timing.json").read_text(encoding="utf-8"))
-    content["arms"]["v2"]["facts"]["device"] = "faster GPU"
-    (tmp_path / "timing.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"the arms differ in device \(GPU, faster GPU\)"):
-        load_study(path)
 
 
 def test_study_loads_without_its_profile_to_measure_the_profile(tmp_path):
@@ -265,14 +255,13 @@ def test_invalid_budget_raises_one_error(tmp_path, budget, more, message):
     keys = {**SECONDS, "rule": rule % ("v3" if "v3" in str(more) else "v2"), **more}
     if "log_rank" in keys["rule"]:
         keys["metric"] = "tasks/mqar"
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         study_file(tmp_path / "study.yaml", **{**keys, "budget": budget})
-    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_budget_in_flops_needs_visible_keys_with_document_masks(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, budget="flops")
+    study = flops_study(tmp_path)
     masked = replace(study, base=[*study.base, "data.mask_documents=true"])
     with pytest.raises(ConfigError, match=r"arm v2: budget=flops with data\.mask_documents"):
         steps_of_arm(masked, "v2")

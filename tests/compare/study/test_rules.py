@@ -115,10 +115,12 @@ def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     assert (tested.verdict, tested.refuting.p) == ("refuted", pytest.approx(1 / 70))
 
 
-def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path):
-    arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
+@pytest.mark.parametrize(("tokens", "count", "p"), [(300, 8, 1), (None, 0, None)])
+def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path, tokens, count, p):
+    arms = [timed("v2", [tokens] * 8), timed("half", [tokens] * 8)]
     (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
-    assert (tested.verdict, tested.showing.p) == ("underpowered", 1)
+    assert (tested.verdict, tested.showing.p) == ("underpowered", p)
+    assert f"{count} of 8 runs of v2 reach it" in tested.reason
 
 
 def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):

@@ -65,7 +65,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("claim:", "clam:", "unknown key clam; did you mean claim?"),
         ("claim: V2's advantage is more than damping\n", "", "claim is missing"),
@@ -136,11 +136,11 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim: V2's", "claim: [V2's", "is not YAML: "),
     ],
 )
-def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, new, said):
+def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, new, message):
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
         load_study(written(tmp_path, GOOD.replace(old, new, 1)))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -151,7 +151,7 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "use diffllm study run or diffllm study verdict"),
         (["ran"], "unknown command 'diffllm study ran'; use diffllm study run"),
@@ -168,13 +168,13 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
     ],
 )
 def test_study_command_prints_one_error_line_for_wrong_arguments(
-    tmp_path, capsys, monkeypatch, words, said
+    tmp_path, capsys, monkeypatch, words, message
 ):
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, GOOD)
     assert main(["study", *(word.format(path=path) for word in words)]) == 2
     printed = capsys.readouterr()
-    assert said.format(path=path) in printed.err
+    assert message.format(path=path) in printed.err
     assert printed.err.count("\n") == 1
 
 

@@ -1,5 +1,7 @@
 """The hash of a study in its runs, and the edits that it detects."""
 
+import re
+
 import pytest
 from runs.written import LOWER, TWO_ARMS, edit_json, edit_text, study_file, write_arms, write_lines
 
@@ -65,18 +67,18 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(written):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("sequences: 64", "sequences: 8", "eval.sequences is 8, not 64"),
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, said):
+def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, message):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
-    reason = f"v2-seed1 is not the run of the study: {said}; runs that differ from the study: 2"
+    reason = f"v2-seed1 is not the run of the study: {message}; runs that differ from the study: 2"
     assert reason in verdict.reasons
 
 
@@ -85,16 +87,13 @@ def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old
     [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
 )
 def test_error_about_missing_metric_mentions_the_run_and_the_file(tmp_path, metric, file):
-    study, out = (
-        study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS, metric=metric),
-        tmp_path / "out",
-    )
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS, metric=metric)
+    out = tmp_path / "out"
     write_arms(study, out, LOSSES)
     for path in out.iterdir():
         if path.name != "v2-seed1":
             write_lines(path, [{"step": 30, "tokens": 7680, "tasks/mqar": 0.5}])
             edit_json(path / "summary.json", **{metric: 1.0})
     message = f"arm v2, seed 1: {out}/v2-seed1/{file} has no {metric}; choose another metric"
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         judge(study, out)
-    assert str(raised.value) == message

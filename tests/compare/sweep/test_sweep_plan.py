@@ -1,6 +1,7 @@
 """Plans of sweeps into directories with existing runs, without training."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from runs.command import clean_environment, snapshot, tool
-from runs.written import study_file, write_run
+from runs.written import LOWER, edit_json, edit_text, study_file, write_run
 
 from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
@@ -24,10 +25,6 @@ from diffllm.compare.sweep.plan import plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_json
-
-RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
-
 
 RECORD = Path("outputs/mine/sweep.json")
 
@@ -51,7 +48,7 @@ def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
             write_summary(path, heldout_loss=1.5, steps=run["steps"])
 
 
-def write_summary(path: Path, **values: float) -> None:
+def write_summary(path: Path, **values: Any) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "summary.json").write_text(json.dumps(values), encoding="utf-8")
 
@@ -186,7 +183,7 @@ OTHER_KINDS = [
 def test_command_prints_error_if_another_command_created_output_directory(
     workplace: Path, existing: str, words: list[str], expected: str
 ) -> None:
-    study = study_file(workplace / "s.yaml", RULE)
+    study = study_file(workplace / "s.yaml", LOWER)
     if existing == "run":
         write_run(Path("outputs/mine"))
     elif existing == "sweep":
@@ -251,16 +248,13 @@ def test_groups_of_sweep_contain_values_of_all_swept_keys_except_seed():
 
 def test_groups_of_sweep_over_seeds_or_models():
     assert {*groups("attention=gated", "seed=0,1").values()} == {"gated"}
-    assert groups("run.sweep=sizes", "model=tiny,mini") == {
-        "tiny": "diff_v2 model=tiny", "mini": "diff_v2 model=mini",
-    }  # fmt: skip
+    sizes = {"tiny": "diff_v2 model=tiny", "mini": "diff_v2 model=mini"}
+    assert groups("run.sweep=sizes", "model=tiny,mini") == sizes
 
 
 def test_recorded_run_with_invalid_config_does_not_stop_other_runs():
     groups("model.n_layers=1,2")
-    record = read_json(RECORD)
-    record["runs"]["n_layers2"] = ["model.n_layers=-2"]
-    RECORD.write_text(json.dumps(record), encoding="utf-8")
+    edit_text(RECORD, "model.n_layers=2", "model.n_layers=-2")
     assert groups("model.n_layers=1") == {"n_layers1": "diff_v2"}
     run = RECORD.parent / "n_layers2"
     run.mkdir()
@@ -279,21 +273,30 @@ def job(path: Path, number: int = 1) -> Job:
 def test_sweep_output_contains_loss_or_error_of_each_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done, failed = Path("s/done"), Path("s/failed")
-    write_summary(done, heldout_loss=1.5)
-    ending = Ending("failed", "exit status 1: OSError: no", 0.0)
-    jobs = [job(done), job(failed, 2)]
-    assert print_outcomes(jobs, {"failed": ending}, SweepDirectory(Path("s"))) == 1
+    write_summary(Path("s/done"), heldout_loss=1.5)
+    write_summary(Path("s/diverged"), heldout_loss=math.nan)
+    write_summary(Path("s/stopped"), steps=10, stopped="9 updates in a row were skipped")
+    endings = {
+        "stopped": Ending("finished"),
+        "failed": Ending("failed", "exit status 1: OSError: no", 0.0),
+    }
+    names = ("done", "diverged", "stopped", "failed")
+    jobs = [job(Path("s", name), number) for number, name in enumerate(names, 1)]
+    assert print_outcomes(jobs[:3], endings, SweepDirectory(Path("s"))) == 0
+    capsys.readouterr()
+    assert print_outcomes(jobs, endings, SweepDirectory(Path("s"))) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "s/done    held-out loss 1.5000",
-        "s/failed  FAILED, exit status 1: OSError: no",
-        "          log s/failed.log",
-        "1 of 2 runs did not finish, 1 failed; the same command with run.sweep=s resumes them",
+        "s/done      held-out loss 1.5000",
+        "s/diverged  diverged: no finite held-out loss",
+        "s/stopped   diverged, stopped after step 10: 9 updates in a row were skipped",
+        "s/failed    FAILED, exit status 1: OSError: no",
+        "            log s/failed.log",
+        "1 of 4 runs did not finish, 1 failed; the same command with run.sweep=s resumes them",
     ]
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [
         ("", ""),
         ("error: no such corpus\nsome cleaning up\n", "no such corpus"),
@@ -302,8 +305,8 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
         ("only words\n", "only words"),
     ],
 )
-def test_last_error_returns_error_line_of_job_output(said: str, expected: str) -> None:
-    assert last_error(said) == expected
+def test_last_error_returns_error_line_of_job_output(output: str, expected: str) -> None:
+    assert last_error(output) == expected
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "stopped"), (130, "stopped"), (1, "failed")])
@@ -421,7 +424,7 @@ def test_in_queue_returns_answer_of_squeue_or_raises_error_if_squeue_fails(squeu
 
 def test_sweep_refuses_additional_key_if_runs_are_in_slurm_queue(squeue):
     planned("seed=0,1")
-    RECORD.write_text(json.dumps(read_json(RECORD) | {"jobs": {"seed0": "7_0"}}), encoding="utf-8")
+    edit_json(RECORD, jobs={"seed0": "7_0"})
     squeue("7_0\n", "", 0)
     with pytest.raises(ConfigError, match=r"the run seed0 is in SLURM's queue.*; .* scancel 7_0"):
         planned("seed=0,1", VARIANTS)
@@ -431,9 +434,9 @@ def test_sweep_refuses_additional_key_if_runs_are_in_slurm_queue(squeue):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
+    ("kind", "message"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, said, monkeypatch, capfd):
+def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, message, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
@@ -445,4 +448,4 @@ def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, said, monkeyp
         [job(Path("s/seed0"))], SweepDirectory(Path("s"))
     )
     assert stopped == signal.SIGINT
-    assert capfd.readouterr().err.startswith(said)
+    assert capfd.readouterr().err.startswith(message)
