@@ -19,7 +19,7 @@ from diffllm.compare.study.file import load_study
 from diffllm.compare.study.raw_values import read_values, values_text
 from diffllm.compare.study.verdict import Verdict, judge, judge_evidence
 from diffllm.compare.study.verdict_page import (
-    BOUNDS,
+    BOUNDS_LABEL,
     gaps_drawing,
     gaps_of_pairs,
     verdict_page,
@@ -34,7 +34,7 @@ def picture(verdict: Verdict) -> str:
     if not gaps_of_pairs(verdict):  # log-rank rules have no gap
         return ""
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        title = f"{verdict.study.quantity}: gaps, {BOUNDS}"
+        title = f"{verdict.study.quantity}: gaps, {BOUNDS_LABEL}"
         return to_svg(gaps_drawing(verdict, WIDTH), title).decode()
 
 

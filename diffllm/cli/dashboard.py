@@ -56,13 +56,13 @@ def dashboard_command(argv: list[str]) -> None:
     if sum(map(bool, (args.sweep, args.study, args.project))) != 1:
         raise ConfigError("name exactly one of sweep=DIR, study=STUDY.yaml or project=NAME")
     check_wandb_mode(args.mode)
-    from diffllm.compare.wandb_views import FILE, check_installed, make_views, send, write
+    from diffllm.compare.wandb_views import FILE, check_installed, make_views, send, write_views
 
     check_installed()
     dashboard, directory, mode = read_dashboard(args)
     file = directory / FILE
     views = make_views(dashboard, file)
-    write(views, file)
+    write_views(views, file)
     workspace, report = send(views, file) if mode == "online" else (None, None)
     if args.json:
         sections = [asdict(section) for section in dashboard.sections]

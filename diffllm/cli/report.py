@@ -37,11 +37,11 @@ class ReportArguments(CommandArguments):
 def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.report_page import write
+    from diffllm.compare.report.report_page import write_page
     from diffllm.compare.report.terminal import whole_text
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
-    written = write(comparison, Path(args.out) if args.out else home)
+    written = write_page(comparison, Path(args.out) if args.out else home)
     place = written[0].parent
     gaps = log_gaps(comparison, place) if args.wandb else None
     if args.json:

@@ -34,7 +34,7 @@ from diffllm.compare.sweep.plan import (
     split_overrides,
 )
 from diffllm.compare.timing_profile import (
-    FORMAT,
+    PROFILE_FORMAT,
     ArmTiming,
     Blocks,
     TimingProfile,
@@ -298,7 +298,7 @@ def profile_of(
             block_seconds=[measurement.blocks for measurement in measurements[name]],
         )
     return TimingProfile(
-        format=FORMAT,
+        format=PROFILE_FORMAT,
         date=time.strftime("%Y-%m-%d"),
         threads=max(results[-1].threads for results in measurements.values()),
         warmup_steps=turns.warmup_steps,

@@ -21,7 +21,7 @@ from diffllm.core.keys import declaration_of, declarations
 from diffllm.core.typed import made
 from diffllm.metrics.facts import RunFacts, machine_facts
 
-FORMAT = 1
+PROFILE_FORMAT = 1
 NOISY = 0.1
 """Spread between rounds above which the step time of an arm is uncertain."""
 LEAST_SECONDS = 1e-6
@@ -190,8 +190,8 @@ def read_profile(path: Path) -> TimingProfile:
     with readable(path):
         content = read_json(path, follow=True)
         try:
-            if content.get("format") != FORMAT:
-                raise ValueError(f"format={content.get('format')!r:.20} must be {FORMAT}")
+            if content.get("format") != PROFILE_FORMAT:
+                raise ValueError(f"format={content.get('format')!r:.20} must be {PROFILE_FORMAT}")
             profile = made(TimingProfile, content)
             check_profile(profile)
         except (ValueError, ConfigError) as error:

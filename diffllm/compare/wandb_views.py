@@ -86,7 +86,7 @@ def make_views(dashboard: Dashboard, file: Path) -> Views:
     return views
 
 
-def write(views: Views, file: Path) -> None:
+def write_views(views: Views, file: Path) -> None:
     """Write the requests of `views` as JSON. Raises ConfigError if `file` cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +119,9 @@ def send(views: Views, file: Path) -> tuple[str, str]:
         if not views.workspace.entity:
             views.workspace.entity = views.report.entity = wandb.Api().default_entity or ""
         views.workspace.save()
-        write(views, file)
+        write_views(views, file)
         views.report.save()
-        write(views, file)
+        write_views(views, file)
         return views.workspace.url, views.report.url
     except ConfigError:
         raise

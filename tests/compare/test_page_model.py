@@ -11,6 +11,7 @@ from diffllm.compare.arms.pages import (
     Details,
     Figure,
     FigureGrid,
+    Glossary,
     Item,
     Items,
     Notice,
@@ -18,7 +19,6 @@ from diffllm.compare.arms.pages import (
     Paragraph,
     Section,
     TableBlock,
-    Terms,
 )
 from diffllm.core.printing import Cell, Table, markdown_text
 
@@ -65,7 +65,7 @@ def page_of(text: str) -> Page:
                 [
                     TableBlock(table, text),
                     FigureGrid([Figure(text, text, ICON), Figure(text, text=text)]),
-                    Details(text, [Terms([(text, text)]), Notice(text, [Paragraph(text)])]),
+                    Details(text, [Glossary([(text, text)]), Notice(text, [Paragraph(text)])]),
                 ],
             )
         ],

@@ -15,7 +15,7 @@ from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.plan import RunPlan
 from diffllm.compare.timing import Turns, arms_of_sweep, measure, plan_turns, turn_words
 from diffllm.compare.timing_profile import (
-    FORMAT,
+    PROFILE_FORMAT,
     ArmTiming,
     TimingProfile,
     read_profile,
@@ -48,7 +48,9 @@ def arm_timing(name: str, block_seconds: list[list[float]]) -> ArmTiming:
 @pytest.fixture(scope="module")
 def profile() -> TimingProfile:
     arms = {name: arm_timing(name, seconds) for name, seconds in BLOCK_SECONDS.items()}
-    return TimingProfile(FORMAT, "2026-11-28", 2, TURNS.warmup_steps, TURNS.timed_steps, arms)
+    return TimingProfile(
+        PROFILE_FORMAT, "2026-11-28", 2, TURNS.warmup_steps, TURNS.timed_steps, arms
+    )
 
 
 def read_written(content: dict[str, Any], path: Path) -> TimingProfile:

@@ -11,7 +11,7 @@ from diffllm.compare.arms.run import Run, flops_facts, keys_seen
 from diffllm.compare.arms.sentences import compact, percent
 from diffllm.metrics.facts import machine_facts
 
-TOLERANCE = 0.03
+COST_TOLERANCE = 0.03
 """Largest relative difference between the FLOPs or seconds of runs with equal budgets."""
 LENGTH_KEYS = ("steps", "optim.warmup_steps")
 """Config keys that follow from a budget."""
@@ -83,7 +83,7 @@ class Budget(NamedTuple):
     spent: Callable[[Run, Array], Array | None]
     total: Callable[[Run], float | None]
     facts: tuple[str, ...] = ()
-    tolerance: float = TOLERANCE
+    tolerance: float = COST_TOLERANCE
 
     def equal_cost(self, arms: Iterable[Sequence[Run]]) -> float | None:
         """Return the mean cost per run of arms with equal costs.

@@ -91,7 +91,7 @@ class FigureGrid(Block):
 
 
 @dataclass(frozen=True)
-class Terms(Block):
+class Glossary(Block):
     """Pairs of a term and its explanation."""
 
     terms: Sequence[tuple[str, str]]

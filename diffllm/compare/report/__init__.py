@@ -17,10 +17,10 @@ def write_report(
         out: directory for both files; default: the closest directory that contains all runs.
     """
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.report_page import write
+    from diffllm.compare.report.report_page import write_page
 
     comparison, home = read(paths, baseline)
-    return write(comparison, out or home)
+    return write_page(comparison, out or home)
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:

@@ -112,7 +112,7 @@ def settings(rows: list[Row]) -> dict[str, str]:
     are not at their default in every run, then facts.
     """
     runs = runs_of(rows)
-    settings_of_runs = [settings_of(run) for run in runs]
+    settings_of_runs = [changed_settings(run) for run in runs]
     texts = {}
     for name in setting_names(runs, settings_of_runs):
         texts_of_runs = []
@@ -134,7 +134,7 @@ def setting_names(runs: list[Run], settings_of_runs: list[dict[str, Any]]) -> li
     return ordered + sorted(names.difference(ordered))
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def changed_settings(run: Run) -> dict[str, Any]:
     """Return the settings of one run that are not at their default, by key or fact.
 
     The training corpus of a run that `diffllm import` created is not known: its fact is "unknown",

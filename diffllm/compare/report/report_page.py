@@ -11,6 +11,7 @@ from diffllm.compare.arms.pages import (
     Details,
     Figure,
     FigureGrid,
+    Glossary,
     Item,
     Items,
     Notice,
@@ -18,7 +19,6 @@ from diffllm.compare.arms.pages import (
     Paragraph,
     Section,
     TableBlock,
-    Terms,
 )
 from diffllm.compare.arms.run import Run
 from diffllm.compare.arms.sentences import fixed
@@ -60,7 +60,7 @@ OPEN_EVALUATIONS = 8
 OPEN_NOTES = 4
 
 
-def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
+def write_page(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
     """Write report.html and report.csv into `directory`, and return the paths of both files.
 
     Raises ConfigError if `directory` is None or cannot be written.
@@ -108,14 +108,14 @@ def page(comparison: Comparison) -> str:
     samples = sample_texts(rows, styles)
     if samples:
         sections.append(Section("Text", [Paragraph(SAMPLES), FigureGrid(samples)]))
-    sections.append(Section("Settings", [Terms([*settings(rows).items()], "terms short")]))
+    sections.append(Section("Settings", [Glossary([*settings(rows).items()], "terms short")]))
     is_single = len(rows) == 1 and len(rows[0].runs) == 1
     runs = Details("Runs", [TableBlock(runs_table(rows), "Runs")], level=2, is_open=is_single)
     sections.append(Section("", [runs]))
     columns = [*table_columns(rows, comparison.baseline), *cost_columns(rows)]
-    meanings = Terms([(column.head, column.meaning) for column in columns])
+    meanings = Glossary([(column.head, column.meaning) for column in columns])
     sections.append(Section("", [Details("Columns of the tables", [meanings], level=2)]))
-    footer = Section("How to read this", [Terms(reading_terms(rows))])
+    footer = Section("How to read this", [Glossary(reading_terms(rows))])
     return Page(comparison.title, blocks, sections, footer).html()
 
 

@@ -25,7 +25,7 @@ from diffllm.statistics.estimates import Times
 
 FINITE = {"least": -LARGEST, "most": LARGEST}
 """Bounds of measured numbers."""
-LOSSES = {"least": 0, "most": LARGEST}
+LOSS_BOUNDS = {"least": 0, "most": LARGEST}
 """Bounds of mean losses in nats per token."""
 
 
@@ -64,7 +64,7 @@ class RateRun:
     """An ended run in the grid of learning rates."""
 
     name: str
-    loss: float | None = field(metadata=LOSSES)
+    loss: float | None = field(metadata=LOSS_BOUNDS)
     """Final held-out loss; None if the run diverged."""
     strayed: str = ""
     """Differences from the planned config; empty without differences."""
@@ -81,7 +81,7 @@ class StudyRun:
     arm: str
     seed: int
     lr: float = field(metadata={"above": 0})
-    loss: float | None = field(metadata=LOSSES)
+    loss: float | None = field(metadata=LOSS_BOUNDS)
     """Final held-out loss in nats per token; None if the run diverged."""
     value: float | None = field(metadata=FINITE)
     """Final value of the study's metric (for lr_sensitivity, the loss); None if diverged."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.arm import runs_of
-from diffllm.compare.arms.budget import TOLERANCE, mean_cost
+from diffllm.compare.arms.budget import COST_TOLERANCE, mean_cost
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
 from diffllm.compare.study.arms import StudyArm, StudyRun
@@ -197,15 +197,16 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
 
 
 def unequal_costs(quantity: str, cost_by_arm: Mapping[str, float], advice: str = "") -> list[str]:
-    """Return a message if the costs of arms differ by more than TOLERANCE."""
+    """Return a message if the costs of arms differ by more than COST_TOLERANCE."""
     if len(cost_by_arm) < 2:
         return []
     excess = max(cost_by_arm.values()) / min(cost_by_arm.values()) - 1
-    if excess <= TOLERANCE:
+    if excess <= COST_TOLERANCE:
         return []
     texts = [f"{compact(cost)} in {arm}" for arm, cost in cost_by_arm.items()]
+    limit = percent(COST_TOLERANCE)
     return [
-        f"budget: {quantity} per run differ by {percent(excess)}, more than {percent(TOLERANCE)}: "
+        f"budget: {quantity} per run differ by {percent(excess)}, more than {limit}: "
         f"{listed(texts)}{advice}"
     ]
 

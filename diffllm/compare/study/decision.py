@@ -102,7 +102,7 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
     )
     if side and getattr(test, side).diverged:
         return shares
-    text = times_words(rule, *test.times) if test.times else gap_words(study, test, side)
+    text = times_words(rule, *test.times) if test.times else rule_gap_text(study, test, side)
     if candidate.diverged + base.diverged:
         text += f"; {shares}"
     if test.undocumented:
@@ -116,7 +116,7 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
     return text
 
 
-def gap_words(study: Study, test: RuleTest, side: str) -> str:
+def rule_gap_text(study: Study, test: RuleTest, side: str) -> str:
     rule, gap, bounds = test.rule, test.gap, test.bounds
     if gap is None or bounds is None:
         return "fewer than two seeds have a number in both arms"

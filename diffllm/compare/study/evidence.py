@@ -31,7 +31,7 @@ from diffllm.metrics.facts import facts_of
 from diffllm.metrics.records import finite, read_record
 from diffllm.metrics.table import metric_of
 
-LOSSES = (LR_SENSITIVITY, "heldout_loss")
+LOSS_METRICS = (LR_SENSITIVITY, "heldout_loss")
 """Metrics whose value for a run is the held-out loss."""
 
 
@@ -125,7 +125,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     `planned` is the run's entry in the study's plan. Raises ConfigError if the run did not log the
     study's metric.
     """
-    logged = EVAL_LOSS if study.metric in LOSSES else study.metric
+    logged = EVAL_LOSS if study.metric in LOSS_METRICS else study.metric
     curve = run.series(logged)
     place = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
@@ -180,7 +180,7 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
         measured |= losses._asdict()
         measured["value"] = losses.position_losses[losses.positions.index(study.octave)]
         return measured
-    if study.metric in LOSSES:
+    if study.metric in LOSS_METRICS:
         if run.documents is not None:
             measured["texts"] = Texts.of(run.documents)
             measured["nats"] = [finite(x) for x in run.documents.nats]

@@ -20,7 +20,7 @@ from diffllm.metrics.table import METRICS, metric_of
 from diffllm.statistics.trend import FEWEST_POINTS
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
-BOUNDS = {
+RULE_KEYS = {
     "difference": ({"below"}, {"above"}, {"below", "margin"}, {"above", "margin"}),
     "equivalence": ({"margin"},),
     "log_rank": ({"reaches"},),
@@ -50,7 +50,7 @@ MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 @dataclass(frozen=True)
 class Rule:
-    kind: str = field(metadata={"choices": tuple(BOUNDS)})
+    kind: str = field(metadata={"choices": tuple(RULE_KEYS)})
     """See docs/studies.md."""
     arm: str
     against: str
@@ -264,8 +264,8 @@ def check_study(study: Study) -> None:
 def check_rule(study: Study, key: str, rule: Rule) -> None:
     names = ("over", "below", "above", "margin", "reaches")
     present = [name for name in names if getattr(rule, name) is not None]
-    if set(present) not in BOUNDS[rule.kind]:
-        choices = ", or ".join(" with ".join(sorted(keys)) for keys in BOUNDS[rule.kind])
+    if set(present) not in RULE_KEYS[rule.kind]:
+        choices = ", or ".join(" with ".join(sorted(keys)) for keys in RULE_KEYS[rule.kind])
         listing = ", ".join(present) or "none of these keys"
         raise ConfigError(f"{key}: kind={rule.kind} must set {choices}, but sets {listing}")
     for arm, against in rule.pairs:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.study.arms import RateRun, StudyRun, Texts
-from diffllm.compare.study.evidence import LOSSES, Evidence
+from diffllm.compare.study.evidence import LOSS_METRICS, Evidence
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import planned_by_name
 from diffllm.compare.study.study_hash import study_hash
@@ -21,10 +21,10 @@ from diffllm.core.files import read_json, readable
 from diffllm.core.typed import made
 from diffllm.metrics.facts import RunFacts
 
-FORMAT = 1
+VALUES_FORMAT = 1
 SHARED = ("facts", "settings", "texts")
 """Values that many runs have in common."""
-TOLERANCE = 1e-4
+MEAN_TOLERANCE = 1e-4
 """Largest relative difference of a loss from the mean over its documents, which are rounded."""
 
 
@@ -66,7 +66,7 @@ def values_text(study: Study, evidence: Evidence) -> str:
                 entry[name] = distinct.index(value)
         entries.append(entry)
     values = Values(
-        format=FORMAT,
+        format=VALUES_FORMAT,
         study=study.path.name,
         sha256=study.hash,
         study_hash=evidence.hash_of(study),
@@ -101,8 +101,8 @@ def read_values(study: Study, file: Path) -> Evidence:
     with readable(file):
         content = read_json(file)
         try:
-            if content.get("format") != FORMAT:
-                raise ValueError(f"format={content.get('format')!r:.20} must be {FORMAT}")
+            if content.get("format") != VALUES_FORMAT:
+                raise ValueError(f"format={content.get('format')!r:.20} must be {VALUES_FORMAT}")
             values = made(Values, content, strict=True)
             check_bounds("", values)
             values = replace(values, facts=[*map(whole_numbers, values.facts)])
@@ -160,7 +160,7 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
             raise ValueError(f"the study has no run {run.name} of arm {run.arm}, seed {run.seed}")
         if run.loss is None and run.value is not None:
             raise ValueError(f"{run.name}.value={run.value} of a diverged run must be null")
-        if study.metric in LOSSES and run.value != run.loss:
+        if study.metric in LOSS_METRICS and run.value != run.loss:
             raise ValueError(f"{run.name}.value={run.value} must be its loss={run.loss}")
         if len(run.tokens) != len(run.values):
             raise ValueError(f"{run.name}: tokens and values do not form a curve")
@@ -200,7 +200,7 @@ def check_nats(run: StudyRun) -> None:
     if None in run.nats:
         raise ValueError(f"{run.name}.nats of a run with a loss must not contain null")
     mean = math.fsum(nats for nats in run.nats if nats is not None) / tokens
-    if not math.isclose(mean, run.loss, rel_tol=TOLERANCE):
+    if not math.isclose(mean, run.loss, rel_tol=MEAN_TOLERANCE):
         raise ValueError(
             f"{run.name}.loss={run.loss:g} must be {mean:g}, the sum of its nats over {tokens:,} "
             "tokens"

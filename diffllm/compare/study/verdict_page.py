@@ -47,7 +47,7 @@ from diffllm.statistics.power_analysis import paired_power
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-BOUNDS = "one-sided bounds"
+BOUNDS_LABEL = "one-sided bounds"
 RATES_OF_CONFIGS = (
     "The study chose no learning rates: they come from its overrides, or else from the defaults."
 )
@@ -257,7 +257,7 @@ def gaps_drawing(verdict: Verdict, width: float = WIDTH) -> "Drawing":
     labelled = [replace(styles[arm], label=f"{arm} − {against}") for arm, against in gaps]
     return draw_gaps(
         [*gaps.values()], labelled, width, verdict.study.quantity, sides=("lower", "higher"),
-        ends=BOUNDS,
+        ends=BOUNDS_LABEL,
     )  # fmt: skip
 
 

@@ -303,13 +303,13 @@ def write_comparison(directory: Path) -> list[str]:
     files = []
     try:
         from diffllm.compare.report.comparison import read
-        from diffllm.compare.report.report_page import write
+        from diffllm.compare.report.report_page import write_page
         from diffllm.compare.report.terminal import whole_text
         from diffllm.compare.wandb_runs import record_gaps
 
         comparison, _ = read([directory])
         echo(f"\n{whole_text(comparison)}\n")
-        page, table = write(comparison, directory)
+        page, table = write_page(comparison, directory)
         echo(f"comparison {page}, {table}")
         files = [str(page), str(table)]
         content = "gaps in wandb"

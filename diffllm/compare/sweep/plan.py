@@ -165,11 +165,11 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
     Different values give different names. The values 0.1 and 1e-1 give the same name.
     """
     labels = short_labels(keys)
-    parts = [label_value(labels[key], value_of(cfg, key)) for key in keys]
+    parts = [label_value(labels[key], config_value(cfg, key)) for key in keys]
     return shortened("-".join(parts) or "run", LONGEST_NAME)
 
 
-def value_of(cfg: TrainConfig, key: str) -> Any:
+def config_value(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
     path = ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split(".")
     value: Any = cfg
@@ -382,7 +382,7 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
     """Return overrides that set `keys` to their values in `cfg`; omit keys with value None."""
     words = []
     for key in keys:
-        value = value_of(cfg, key)
+        value = config_value(cfg, key)
         if value is not None:
             words.append(f"{key}={value if key in GROUPS else as_text(value)}")
     return words

@@ -21,7 +21,7 @@ from diffllm.compare.study.raw_values import read_values
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.verdict import judge, judge_evidence
 from diffllm.compare.study.verdict_page import verdict_page, write_verdict
-from diffllm.compare.timing_profile import FORMAT, ArmTiming, TimingProfile, time_settings
+from diffllm.compare.timing_profile import PROFILE_FORMAT, ArmTiming, TimingProfile, time_settings
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import RunFacts
@@ -49,7 +49,7 @@ def write_profile(path, step_seconds=STEP_SECONDS, **settings):
         timed = {**time_settings(config_of(words)), **settings}
         facts = RunFacts(**MACHINE, torch="2.13.0")
         arms[arm] = ArmTiming(variant, [*words], timed, facts, 256, [[seconds], [1.02 * seconds]])
-    profile = TimingProfile(FORMAT, "2026-11-28", 2, 5, 25, arms)
+    profile = TimingProfile(PROFILE_FORMAT, "2026-11-28", 2, 5, 25, arms)
     path.write_text(json.dumps(asdict(profile)), encoding="utf-8")
 
 
