@@ -99,11 +99,11 @@ def study_command(argv: list[str]) -> int:
         echo(STUDY)
         return 0
     if argv[:1] == ["verdict"]:
-        words = parse(VerdictArguments, argv[1:], STUDY)
-        if words.values and words.out:
+        arguments = parse(VerdictArguments, argv[1:], STUDY)
+        if arguments.values and arguments.out:
             raise ConfigError("out=DIR cannot be combined with values=FILE; remove one of them")
-        study, place = study_and_directory(words.study, words.values or words.out)
-        judge_study(study, place, bool(words.values), words.json)
+        study, place = study_and_directory(arguments.study, arguments.values or arguments.out)
+        judge_study(study, place, bool(arguments.values), arguments.json)
         return 0
     if argv[:1] != ["run"]:
         raise ConfigError(
@@ -292,7 +292,7 @@ def print_needs(numbers: dict[str, Any]) -> None:
     heads = ["sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
     heads += [f"power with {POWER_SEEDS[0]}", *map(str, POWER_SEEDS[1:])]
     echo(
-        f"\na gap of {numbers['gap']:g} nats per token between two arms, numbers with power "
+        f"\na gap of {numbers['gap']:g} nats per token between two arms, found with power "
         f"{numbers['power']:g} at alpha {numbers['alpha']:g}, {sides}{family}\n"
         f"{Table.of(heads, [row])}\n\n"
         "sd: standard deviation between seeds of the differences between two arms\n"

@@ -103,8 +103,9 @@ def profile_text(profile: "TimingProfile") -> str:
     from diffllm.compare.timing_profile import NOISY
 
     baseline = profile.arms[profile.baseline]
+    rounds = plural(len(baseline.block_seconds), "round")
     lines = [
-        f"{profile.machine}, {profile.date}; {plural(len(baseline.block_seconds), 'round')} of "
+        f"{profile.machine(profile.arms)}, {profile.date}; {rounds} of "
         f"{plural(profile.timed_steps, 'step')} per arm"
     ]
     heads = [

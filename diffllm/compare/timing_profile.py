@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -127,12 +127,15 @@ class TimingProfile:
     def baseline(self) -> str:
         return next(iter(self.arms))
 
-    @property
-    def machine(self) -> str:
-        """Device, number of ranks and threads, precisions of the arms, and version of torch."""
+    def machine(self, names: Iterable[str]) -> str:
+        """Describe the device, the ranks and threads, the precisions of arms, and torch.
+
+        Args:
+            names: names of the arms.
+        """
         facts = self.arms[self.baseline].facts
         ranks = plural(int(facts.ranks), "rank") if facts.ranks else "unknown world size"
-        precisions = dict.fromkeys(arm.precision for arm in self.arms.values())
+        precisions = dict.fromkeys(self.arm(name).precision for name in names)
         return (
             f"{facts.device or 'unknown device'}, {ranks}, "
             f"{plural(self.threads, 'CPU thread')} per rank, {' or '.join(precisions)}, "

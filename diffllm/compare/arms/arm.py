@@ -27,6 +27,7 @@ class Arm(Generic[Seed]):
     """Runs that differ only in the seed, with the compared value of each seed."""
 
     label: str
+    """Name, such as "diff_v2 lr=0.001", or in reports with long labels "B: diff_v2"."""
     seed_values: Mapping[Seed, float | None]
     """Value of each ended seed, such as the final loss; None, NaN or infinity if it diverged."""
 
@@ -44,6 +45,11 @@ class Arm(Generic[Seed]):
         """Mean of the finite values; None without a finite value."""
         numbers = [*self.finite_values.values()]
         return estimate(numbers) if numbers else None
+
+    @property
+    def diverged_share(self) -> Share:
+        """Share of ended seeds that diverged."""
+        return Share(len(self.seed_values) - len(self.finite_values), len(self.seed_values))
 
     @property
     def documents(self) -> Mapping[Seed, DocumentLosses]:
@@ -156,10 +162,6 @@ class RunArm(Arm[Seeds]):
     @property
     def diverged(self) -> int:
         return sum(run.diverged for run in self.runs)
-
-    @property
-    def diverged_share(self) -> Share:
-        return Share(self.diverged, len(self.ended))
 
     def fact(self, name: str) -> Any:
         """Return an entry of run.json of the first run that has the entry; None without one."""

@@ -83,7 +83,6 @@ class Budget(NamedTuple):
     spent: Callable[[Run, Array], Array | None]
     total: Callable[[Run], float | None]
     facts: tuple[str, ...] = ()
-    tolerance: float = COST_TOLERANCE
 
     def equal_cost(self, arms: Iterable[Sequence[Run]]) -> float | None:
         """Return the mean cost per run of arms with equal costs.
@@ -103,7 +102,7 @@ class Budget(NamedTuple):
         """Return the reason why arms with runs do not have equal costs; "" if they are equal.
 
         The mean costs of the arms are compared, because the times of single runs vary. Costs are
-        not equal if they differ by more than `tolerance`, or if the cost of a run is unknown.
+        not equal if they differ by more than COST_TOLERANCE, or if the cost of a run is unknown.
         """
         means = []
         for runs in arms:
@@ -118,10 +117,10 @@ class Budget(NamedTuple):
             machines.add(str([run.facts.get(fact) for fact in self.facts]))
         if len(machines) > 1:
             return f"the {self.unit} were measured on different machines ({', '.join(self.facts)})"
-        if max(means) > min(means) * (1 + self.tolerance):
+        if max(means) > min(means) * (1 + COST_TOLERANCE):
             excess = percent(max(means) / min(means) - 1)
             costs = f"{compact(min(means))} to {compact(max(means))}"
-            limit = percent(self.tolerance)
+            limit = percent(COST_TOLERANCE)
             return f"the {self.unit} per run ({costs}) differ by {excess}; the limit is {limit}"
         return ""
 
@@ -137,7 +136,7 @@ def mean_cost(costs: Iterable[float | None]) -> float | None:
 
 
 BUDGETS = {
-    "tokens": Budget("tokens", "Tokens trained on", tokens_spent, total_tokens, tolerance=0.0),
+    "tokens": Budget("tokens", "Tokens trained on", tokens_spent, total_tokens),
     "flops": Budget(
         "FLOPs", "Training FLOPs, forward and backward; attention counts visible keys only",
         flops_spent, total_flops,

@@ -11,7 +11,7 @@ from diffllm.core.names import directory_name
 from diffllm.metrics.records import read_record
 
 DEPTH = 4
-NAMES, WAITING = 4, 8
+MOST_NAMES, MOST_WAITING = 4, 8
 
 
 class Directories(NamedTuple):
@@ -33,8 +33,9 @@ def find_runs(named: list[Path]) -> Directories:
         )
     directories: list[Path] = []
     searched: list[Path] = []
-    for path in named:
-        named_directories = expand_glob(user_path(path, "DIR"))
+    for name in named:
+        path = user_path(name, "DIR")
+        named_directories = expand_glob(path)
         places: list[Path] = []
         for directory in named_directories:
             places += search(directory)
@@ -49,7 +50,7 @@ def find_runs(named: list[Path]) -> Directories:
     runs = [path for path in distinct if is_run(path)]
     sweeps = [path for path in distinct if os.path.isfile(path / "sweep.json")]
     titles = [directory_name(path) if path.is_dir() else str(path) for path in named]
-    title = shortlist(list(dict.fromkeys(titles)), NAMES)
+    title = shortlist(list(dict.fromkeys(titles)), MOST_NAMES)
     return Directories(runs, sweeps, title, home_of(directories))
 
 
@@ -129,4 +130,4 @@ def sweep_notes(sweep: Path) -> list[str]:
         return [f"{sweep}/sweep.json names no runs; the runs that have not started are unknown."]
     waiting = [name for name in planned if not is_run(sweep / name)]
     count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
-    return [f"{count}: {shortlist(waiting, WAITING)}."] if waiting else []
+    return [f"{count}: {shortlist(waiting, MOST_WAITING)}."] if waiting else []

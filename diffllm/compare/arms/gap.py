@@ -1,4 +1,4 @@
-"""The gap between two arms: paired over seeds, with errors over seeds and over documents.
+"""The gap between two arms, with errors over seeds and documents, and its trend during training.
 
 Reports and studies compute every gap here, from one value per seed and arm. The arms must have had
 equal budgets, which `arms/comparable.py` and the callers check.
@@ -109,13 +109,9 @@ def arm_gap(candidate: Arm[Seed], base: Arm[Seed], is_log: bool = False) -> ArmG
         differences=tuple(float(candidate_values[seed] - base_values[seed]) for seed in seeds),
         welch=welch(candidate_values, base_values),
         correlation=seed_correlation(candidate_values, base_values),
-        candidate=diverged_share(candidate),
-        base=diverged_share(base),
+        candidate=candidate.diverged_share,
+        base=base.diverged_share,
     )
-
-
-def diverged_share(arm: Arm[Seed]) -> Share:
-    return Share(len(arm.seed_values) - len(arm.finite_values), len(arm.seed_values))
 
 
 def gap_over_documents(

@@ -168,7 +168,7 @@ def lines_at_loss(
 
 
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
-    """Return the checkpoints with an evaluation that asks the question of the newest, by step."""
+    """Return the checkpoints whose evaluation asks the question of the newest one, by step."""
     places, losses = run.metrics.columns.get("eval/loss", ((), ()))
     logged = {}
     for place, loss in zip(places, losses, strict=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from diffllm.compare.arms.arm import RunArm, runs_of
+from diffllm.compare.arms.arm import RunArm, have_equal_tokens, runs_of
 from diffllm.compare.arms.comparable import HASH, disagrees, shown_value
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.heldout import HELDOUT, heldout_text
@@ -88,11 +88,7 @@ def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
 
 def length_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     """Return a note about compared rows that train on different numbers of tokens."""
-    labels = []
-    for row, base in gaps:
-        lengths = {run.planned_tokens for run in (*row.runs, *base.runs)}
-        if len(lengths) > 1:
-            labels.append(row.label)
+    labels = [row.label for row, base in gaps if not have_equal_tokens(row, base)]
     if not labels:
         return []
     return [

@@ -273,8 +273,8 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     sentences = [
         f"Budget: {study.budget.seconds:g} seconds of training steps per run. The steps of each "
         f"arm were computed before training, by the step times in {study.budget.profile}.",
-        f"Profile of {study.profile.date}: {study.profile.machine}; step times of rounds differ by "
-        f"at most {percent(spreads[noisiest])} ({noisiest}).",
+        f"Profile of {study.profile.date}: {study.profile.machine(study.arms)}; step times "
+        f"of rounds differ by at most {percent(spreads[noisiest])} ({noisiest}).",
     ]
     runs = runs_of(arms)
     differences = other_machine(study, runs)

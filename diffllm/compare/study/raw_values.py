@@ -158,6 +158,8 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
         is_planned = planned is not None and (planned.arm, planned.seed) == (run.arm, run.seed)
         if not is_planned or run.name not in values.digests:
             raise ValueError(f"the study has no run {run.name} of arm {run.arm}, seed {run.seed}")
+        if run.texts is not None and study.metric not in LOSS_METRICS:
+            raise ValueError(f"{run.name}.texts must be null with metric={study.metric}")
         if run.loss is None and run.value is not None:
             raise ValueError(f"{run.name}.value={run.value} of a diverged run must be null")
         if study.metric in LOSS_METRICS and run.value != run.loss:

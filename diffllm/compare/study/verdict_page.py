@@ -178,7 +178,7 @@ def arms_table(verdict: Verdict) -> Table:
     rows: list[list[str | Cell]] = []
     for arm in verdict.arms:
         row: list[str | Cell] = [MISSING] * len(heads)
-        row[0] = arm.label
+        row[0], row[3], row[4] = arm.label, "0", "0 of 0"
         if arm.runs:
             row = [Cell(arm.label, icon=styles[arm.label].swatch), *arm_cells(arm, verdict.study)]
         rows.append(row)

@@ -179,9 +179,10 @@ def config_value(cfg: TrainConfig, key: str) -> Any:
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
-    """Return the shortest suffix of each key that no other key has; "" for a config group.
+    """Return the shortest suffix of each key that is no suffix of another key.
 
-    The keys data.seed, seed and optim.lr have the labels data.seed, seed and lr.
+    The label of a config group is "". A key without such a suffix is its own label. The keys
+    data.seed, seed and optim.lr have the labels data.seed, seed and lr.
     """
     suffixes_by_key = {key: suffixes(key) for key in keys if key not in GROUPS}
     counts = Counter(itertools.chain(*suffixes_by_key.values()))

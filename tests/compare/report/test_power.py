@@ -58,6 +58,7 @@ def test_power_command_computes_number_of_seeds_from_pilot_variance(power, tmp_p
     assert one_sided["need"]["seeds"] < n < three["need"]["seeds"]
     text = power("pilot=@pilot", "gap=0.06")[1]
     assert f"sd {POOLED:.4f} nats per token" in text
+    assert "a gap of 0.06 nats per token between two arms, found with power 0.8 at alpha" in text
     cells = [f"{differences:.4f}", f"{upper:.4f}", str(n), str(need["seeds_by_sd"])]
     assert [line for line in text.splitlines() if line.split()[:4] == cells]
     risks = [percent(need[f"{name}{by}"]) for by in ("", "_by_sd") for name in RISKS]

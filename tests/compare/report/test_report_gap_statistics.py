@@ -1,5 +1,6 @@
 """Statistical tests of gaps in a report: p, Holm, Welch, correlation, divergence."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import sample_comparison as sample
 from report_pages import Reader, columns_of, csv_rows, figures_of, page_text, undrawn_page, words_of
 from scipy import stats
 
+from diffllm.compare.arms.gap import arm_gap
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps
 from diffllm.compare.report.page_tables import gap_table
@@ -207,7 +209,10 @@ def test_report_shows_interval_over_documents_or_reason_for_its_absence(tmp_path
     runs = with_documents(tmp_path, 3)
     comparison = compare(runs)
     row = comparison.rows[1]
-    assert row.values["gap_documents_low"] == row.outcome.over_documents.estimate.low
+    gap = row.outcome.over_documents
+    assert gap == arm_gap(row, row.against).full
+    assert gap.error == math.hypot(row.outcome.paired.error, gap.document_error)
+    assert row.values["gap_documents_low"] == gap.estimate.low
     (cells,) = gap_cells(comparison)
     interval = cells["Documents and seeds, 95%"].text
     text = page_text(comparison)

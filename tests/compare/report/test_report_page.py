@@ -165,8 +165,9 @@ def test_gap_cell_reports_no_difference_if_confidence_interval_contains_0():
     different, equal = with_gap(Gap(-0.01, 3, 3, 0.001, 2)), with_gap(Gap(-0.01, 3, 3, 0.01, 2))
     single_seed = with_gap(Gap(-0.01, 1, 1))
     half_diverged = [base.runs[0], replace(base.runs[1], summary={"heldout_loss": None})]
-    diverged_base = replace(base, runs=half_diverged)
-    diverged = replace(equal, runs=half_diverged)
+    losses = {half_diverged[0].seeds: half_diverged[0].final_loss, half_diverged[1].seeds: None}
+    diverged_base = replace(base, runs=half_diverged, seed_values=losses)
+    diverged = replace(equal, runs=half_diverged, seed_values=losses)
     assert gap_tags(comparison, base, different) == ["baseline", ""]
     assert gap_tags(comparison, base, equal) == ["baseline", "no difference shown"]
     assert gap_tags(comparison, base, single_seed) == ["baseline", "no interval from one seed"]

@@ -40,7 +40,10 @@ IN_FACTS = {
         {"flops_per_token": 61_300.0},
         "training FLOPs per token: 60k in half; 61.3k in v2 (largest",
     ),
-    "data": ({"tokenizer": "9f" * 32}, "tokenizer: t0t0t0t0 in half; 9f9f9f9f in v2"),
+    "data": (
+        {"corpus": "d1" * 32, "tokenizer": "9f" * 32},
+        "corpus: c0c0c0c0 in half; d1d1d1d1 in v2; tokenizer: t0t0t0t0 in half; 9f9f9f9f in v2",
+    ),
     "precision": ({"compute_dtype": "bfloat16"}, "compute_dtype: float32 in half; bfloat16 in v2"),
     "torch": ({"torch": "2.11.0"}, "torch: 2.13.0 in half; 2.11.0 in v2"),
 }

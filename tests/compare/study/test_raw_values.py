@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,3 +190,12 @@ def test_read_values_raises_error_if_file_is_missing_or_invalid(forty, tmp_path,
         file.write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match="values"):
         read_values(forty[0], file)
+
+
+def test_values_with_losses_of_documents_need_a_metric_of_losses(forty, tmp_path):
+    study, file = forty[0], tmp_path / "values.json"
+    text = (study.path.parent / "out/values.json").read_text(encoding="utf-8")
+    file.write_text(text.replace('"heldout_loss"', '"train_loss"'), encoding="utf-8")
+    other = replace(study, metric="train_loss")
+    with pytest.raises(CheckpointError, match=r"half-seed0\.texts must be null with metric"):
+        read_values(other, file)

@@ -185,6 +185,15 @@ def test_trend_over_parameters_requires_equal_conditions_in_all_arms(tmp_path):
     assert re.match(said, found.reasons[0])
 
 
+def test_trend_of_times_requires_equal_speed_keys_in_all_arms(tmp_path):
+    arms = SIX["arms"].replace(TWICE, f"{TWICE}, micro_batch_size=2")
+    keys = {**SIX, "arms": arms, "unequal": "[parameters, flops, micro_batch_size]"}
+    check_study_runs(study_file(tmp_path / "loss.yaml", SIZES, **keys), tmp_path / "a", 1)
+    study = study_file(tmp_path / "speed.yaml", SIZES, metric="tokens_per_s", **keys)
+    with pytest.raises(ConfigError, match="trend over parameters: arms differ in micro_batch_size"):
+        check_study_runs(study, tmp_path / "b", 1)
+
+
 # From runs on disk
 
 
