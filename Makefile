@@ -95,6 +95,7 @@ lint: $(READY)
 	$(call stage,lint,$(BIN)/ruff check .)
 	$(call stage,format,$(BIN)/ruff format --check .)
 	$(call stage,style,$(BIN)/python .ci/plain_words.py)
+	$(call stage,density,$(BIN)/python .ci/style_numbers.py)
 	$(call stage,encodings,$(BIN)/python .ci/encodings.py)
 	$(call stage,types,$(BIN)/mypy)
 
