@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from diffllm.config import Precision, TrainConfig
 from diffllm.distributed.experts import Splits, exchanged_splits
@@ -64,10 +64,12 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save in a checkpoint, with names `model.*` and `optim.*`."""
-        model = {**self.params, **self.model.router_state()}
-        optim = optimizer_tensors(self.optimizer, self.params)
-        tensors = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
-        return tensors | {f"optim.{name}": value for name, value in optim.items()}
+        tensors = {}
+        for name, tensor in {**self.params, **self.model.router_state()}.items():
+            tensors[f"model.{name}"] = tensor.detach()
+        for name, tensor in optimizer_tensors(self.optimizer, self.params).items():
+            tensors[f"optim.{name}"] = tensor
+        return tensors
 
 
 class ShardedModel(NamedTuple):
@@ -115,8 +117,8 @@ def sharded_model(
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
-    model, again = without_storage(cfg.model), cfg.activation_checkpointing
-    parallelize(model, meshes, precision.value, compile.value, again, splits)
+    model = without_storage(cfg.model)
+    parallelize(model, meshes, precision.value, compile.value, cfg.activation_checkpointing, splits)
     return ShardedModel(model, meshes, {"precision": precision, "compile": compile})
 
 
@@ -134,10 +136,16 @@ def allocated(
     model, meshes, choices = sharded
     model.to_empty(device=device)
     dtype: torch.dtype = choices["precision"].value
-    one = meshes.one_rank
-    weights: Weights = OneRank(model, dtype) if one else Sharded(model, cfg.parallel.reduce)
-    of_model = model.choices(device, dtype, documents=document_end is not None)
-    choices = {**choices, **weights.choices, **of_model}
+    weights = OneRank(model, dtype) if meshes.one_rank else Sharded(model, cfg.parallel.reduce)
+    model_choices = model.choices(device, dtype, documents=document_end is not None)
+    choices = {**choices, **weights.choices, **model_choices}
+    find_documents = None
+    if document_end is not None:
+        find_documents = partial(Documents.of, end=document_end)
+    slices = None
+    if meshes.context is not None:
+        context = meshes.context
+        slices = Slices(context.get_group().group_name, context.get_local_rank(), context.size())
     micro_batch_size, micro_batches = cfg.micro_batches(dist.get_world_size())
     return Training(
         cfg=cfg,
@@ -153,21 +161,15 @@ def allocated(
         micro_batches=micro_batches,
         tokens=cfg.global_batch_size * cfg.seq_len,
         compiled=choices["compile"].value,
-        documents=None
-        if document_end is None
-        else lambda inputs: Documents.of(inputs, document_end),
+        documents=find_documents,
         ignores_targets=ignores_targets,
-        slices=None if meshes.context is None else slices_of(meshes.context),
+        slices=slices,
     )
-
-
-def slices_of(context: DeviceMesh) -> Slices:
-    return Slices(context.get_group().group_name, context.get_local_rank(), context.size())
 
 
 WORTH_COMPILING = 5e13
 """Training FLOPs of one rank above which compiling clearly saves time on a CPU."""
-KEPT = "as in the checkpoint"
+AS_IN_CHECKPOINT = "as in the checkpoint"
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> AutoSetting:
@@ -177,9 +179,11 @@ def chosen_precision(precision: Precision, device: torch.device) -> AutoSetting:
     "bf16" and "fp32" select bfloat16 and float32 on every device.
     """
     if precision is not Precision.auto:
-        return AutoSetting(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
+        dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
+        return AutoSetting(dtype, ASKED)
     if device.type == "cuda":
-        name, has_units = "this GPU", torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "this GPU"
+        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         name = "this CPU"
         has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -192,54 +196,61 @@ def chosen_compile(
     compile: bool | None,
     device: torch.device,
     flops: float = 0.0,
-    kept: bool | None = None,
+    was_compiled: bool | None = None,
 ) -> AutoSetting:
     """Return whether to use torch.compile, and the reason.
 
     If `compile` is not None, return this value. Otherwise, a GPU run is compiled. A resumed CPU run
-    is compiled if `kept` is True, and a new CPU run if `flops` is at least 5e13. If torch.compile
-    fails on this CPU, no CPU run is compiled.
+    is compiled if `was_compiled` is True, and a new CPU run if `flops` is at least 5e13. If
+    torch.compile fails on this CPU, no CPU run is compiled.
 
     Args:
         compile: the value in the config.
         flops: training FLOPs of this rank in the whole run.
-        kept: whether the resumed checkpoint is from a compiled run; None for a new run.
+        was_compiled: whether the resumed checkpoint is from a compiled run; None for a new run.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
     if device.type == "cuda":
         return AutoSetting(True, "a GPU runs long enough")
-    if kept is None and flops < WORTH_COMPILING:
+    if was_compiled is None and flops < WORTH_COMPILING:
         return AutoSetting(False, f"short run: {flops:.0e} training FLOPs per rank")
-    if kept is False:
-        return AutoSetting(False, KEPT)
-    if fault := compiler_fault():
+    if was_compiled is False:
+        return AutoSetting(False, AS_IN_CHECKPOINT)
+    # Test the compiler last: the test compiles a function.
+    fault = compiler_fault()
+    if fault:
         return AutoSetting(False, fault)
-    return AutoSetting(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs per rank")
+    if was_compiled:
+        return AutoSetting(True, AS_IN_CHECKPOINT)
+    return AutoSetting(True, f"long run: {flops:.0e} training FLOPs per rank")
 
 
 def planned_compile(
-    cfg: TrainConfig, device: torch.device, world_size: int, kept: bool | None = None
+    cfg: TrainConfig, device: torch.device, world_size: int, was_compiled: bool | None = None
 ) -> AutoSetting:
     """Return whether a run on `world_size` ranks uses torch.compile, and the reason.
 
-    For `kept`, see `chosen_compile`.
+    For `was_compiled`, see `chosen_compile`.
     """
     model = cfg.model
     # An estimate from the shape alone, so that all variants of the shape decide alike.
     weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim
     flops = 6 * cfg.planned_tokens * weights / world_size
-    return chosen_compile(cfg.compile, device, flops, kept)
+    return chosen_compile(cfg.compile, device, flops, was_compiled)
 
 
-def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
+def agreed_compile(
+    cfg: TrainConfig, device: torch.device, was_compiled: bool | None
+) -> AutoSetting:
     """Decide for all ranks alike whether to use torch.compile; return the decision and the reason.
 
     Runs that differ only in the attention variant get the same decision, because it depends on an
-    estimate of the model size without attention settings. For `kept`, see `chosen_compile`. Every
-    rank must call this function.
+    estimate of the model size without attention settings. For `was_compiled`, see
+    `chosen_compile`. Every rank must call this function.
     """
-    choice = planned_compile(cfg, device, dist.get_world_size(), kept)
+    choice = planned_compile(cfg, device, dist.get_world_size(), was_compiled)
+    # MIN: one rank without a working compiler decides for all ranks.
     everywhere = torch.tensor(int(choice.value), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if choice.value and not everywhere:
@@ -259,12 +270,13 @@ def compiler_fault() -> str:
 
 def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
     """Return, for each setting name, the JSON object {"value": ..., "reason": ...}."""
-    found = {}
+    entries = {}
     for name, (value, reason) in choices.items():
         if isinstance(value, torch.dtype):
             value = dtype_name(value)
         elif isinstance(value, Enum):
             value = value.value
-        kept = isinstance(value, (bool, int))
-        found[name] = {"value": value if kept else str(value), "reason": reason}
-    return found
+        if not isinstance(value, (bool, int)):
+            value = str(value)
+        entries[name] = {"value": value, "reason": reason}
+    return entries

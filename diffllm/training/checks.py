@@ -37,21 +37,22 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
     `changes` maps each changed config key to (old value, new value). `step` is the number of steps
     completed before the run resumes.
     """
-    former = {
-        key.removeprefix("optim."): before
-        for key, (before, _) in changes.items()
-        if key.startswith("optim.")
-    }
+    former = {}
+    for key, (former_value, _) in changes.items():
+        if key.startswith("optim."):
+            former[key.removeprefix("optim.")] = former_value
     if "schedule" in former:
         former["schedule"] = Schedule[former["schedule"]]
-    steps, _ = changes.get("steps", (cfg.steps, None))
-    was = learning_rate(replace(cfg.optim, **former), min(step, steps - 1), steps)
-    now = learning_rate(cfg.optim, step, cfg.steps)
-    if step in (0, cfg.steps) or abs(now - was) <= 0.05 * was:
+    former_optim = replace(cfg.optim, **former)
+    former_steps, _ = changes.get("steps", (cfg.steps, None))
+    # `step` may be the end of the former schedule, where no next step exists.
+    former_rate = learning_rate(former_optim, min(step, former_steps - 1), former_steps)
+    rate = learning_rate(cfg.optim, step, cfg.steps)
+    if step in (0, cfg.steps) or abs(rate - former_rate) <= 0.05 * former_rate:
         return None
     return (
-        f"the learning rate changes from {was:.2g} to {now:.2g} at step {step + 1}, because the "
-        f"schedule now covers {cfg.steps} steps"
+        f"the learning rate changes from {former_rate:.2g} to {rate:.2g} at step {step + 1}, "
+        f"because the schedule now covers {cfg.steps} steps"
     )
 
 
@@ -60,13 +61,18 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 
     "corpus" is the hash of the text, "tokenizer" of the vocabulary, and "tokens" of the shards.
     """
-    shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
-    files = [shard.sha256 for shard in shards]
-    files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
+    token_hashes = []
+    mask_hashes = []
+    for split in data.manifest.splits.values():
+        for shard in split.shards:
+            token_hashes.append(shard.sha256)
+            if shard.mask_sha256:
+                mask_hashes.append(shard.mask_sha256)
+    # The order is part of the hash "tokens", which existing checkpoints contain.
     return {
         "corpus": data.manifest.corpus,
         "tokenizer": data.manifest.pieces_hash,
-        "tokens": combined_hash(files),
+        "tokens": combined_hash(token_hashes + mask_hashes),
     }
 
 
@@ -105,25 +111,32 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     The tokenizer must have at most model.vocab_size entries. Each split of each data source must
     contain at least one full sequence. Each held-out sample must contain at least one target.
     """
-    if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
+    pieces = data.manifest.vocab_size
+    most = cfg.model.vocab_size
+    if pieces > most:
         raise DataError(
             f"the tokenizer of the data has {pieces} entries, more than model.vocab_size={most}; "
             f"choose a tokenizer with at most {most} entries or a larger model.vocab_size"
         )
     for source, part in {"": data, **data.sources}.items():
         for name, split in part.manifest.splits.items():
+            # The last token of a sequence is only a target.
             if split.tokens < cfg.seq_len + 1:
-                whose = f" of {source}" * bool(source)
-                more = ", a larger data.heldout_fraction" * (name == "heldout")
+                of_source = f" of {source}" if source else ""
+                advice = "use more text"
+                if name == "heldout":
+                    advice += ", a larger data.heldout_fraction"
                 raise DataError(
-                    f"the {name} split{whose} has {split.tokens} tokens, fewer than seq_len + 1 = "
-                    f"{cfg.seq_len + 1}; use more text{more} or a smaller seq_len"
+                    f"the {name} split{of_source} has {split.tokens} tokens, fewer than "
+                    f"seq_len + 1 = {cfg.seq_len + 1}; {advice} or a smaller seq_len"
                 )
-    for name, sample in heldout_samples(cfg, data).items():
-        batches = sample.batches(1)
-        if sample.stream.masked and not any((targets >= 0).any() for _, targets in batches):
+    for source, sample in heldout_samples(cfg, data).items():
+        if not sample.stream.masked:
+            continue
+        if not any((targets >= 0).any() for _, targets in sample.batches(1)):
+            of_source = f" of {source}" if source else ""
             raise DataError(
-                f"the loss ignores all tokens of the held-out sample{f' of {name}' * bool(name)} "
+                f"the loss ignores all tokens of the held-out sample{of_source} "
                 f"(eval.sequences={cfg.eval.sequences}), because they belong to prompts; "
                 "increase eval.sequences or data.heldout_fraction"
             )
@@ -156,14 +169,14 @@ def starting_point(cfg: TrainConfig) -> Path | None:
             f"resume={cfg.resume} loads trained parameters; set model.init_match=none"
         )
     origin = origin_of(path, named.step)
-    there, here = type(origin.model.attention), type(cfg.model.attention)
-    if there is not here:
-        own = cfg.resolved.choices["attention"]
-        convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={own}"])
-        other = f"set attention={origin.attention}"
-        hint = f"to convert: {convert} out=..." if own in TARGETS else other
+    if type(origin.model.attention) is not type(cfg.model.attention):
+        variant = cfg.resolved.choices["attention"]
+        hint = f"set attention={origin.attention}"
+        if variant in TARGETS:
+            convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={variant}"])
+            hint = f"to convert: {convert} out=..."
         raise ConfigError(
-            f"{path} has attention={origin.attention}, but the run has attention={own}; {hint}"
+            f"{path} has attention={origin.attention}, but the run has attention={variant}; {hint}"
         )
     checkpoint = origin.checkpoint()
     if named.kind == "stage":
@@ -171,6 +184,7 @@ def starting_point(cfg: TrainConfig) -> Path | None:
     if checkpoint:
         state = read_state(checkpoint)
     else:
+        # A Hugging Face directory has no state.json: its config.json determines the shapes.
         params = without_storage(origin.model).named_parameters()
         state = {"parameters": {name: list(param.shape) for name, param in params}}
     place = checkpoint or path
@@ -188,11 +202,10 @@ def check_stage(cfg: TrainConfig, origin: Origin, checkpoint: Path | None) -> No
         )
     changes = changes_to(origin.model, cfg.model, is_fixed_in_stage)
     if changes:
-        said = changes_text(
-            {f"model.{key}": pair for key, pair in changes.items()}, "the previous stage"
-        )
+        model_changes = {f"model.{key}": pair for key, pair in changes.items()}
+        text = changes_text(model_changes, "the previous stage")
         raise ConfigError(
-            f"{said}; of the model, a stage can change only seq_len, model.rope and the balance of "
+            f"{text}; of the model, a stage can change only seq_len, model.rope and the balance of "
             f"experts; remove these overrides, or set {weights}"
         )
 
@@ -204,13 +217,15 @@ def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     new stage.
     """
     named = named_in(cfg.resume)
-    stage = named is not None and named.kind == "stage"
-    if is_within("tokenizer", cfg.run.allow_changes) and not stage:
+    is_stage = named is not None and named.kind == "stage"
+    if is_within("tokenizer", cfg.run.allow_changes) and not is_stage:
         return
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
-        allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
-        more = f", or set run.allow_changes=[{allowed}]" * (not stage)
+        other_fix = ""
+        if not is_stage:
+            allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
+            other_fix = f", or set run.allow_changes=[{allowed}]"
         raise ConfigError(
             f"the data has a different tokenizer than {path}; set data.tokenizer to the "
-            f"tokenizer of these weights{more}"
+            f"tokenizer of these weights{other_fix}"
         )

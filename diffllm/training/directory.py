@@ -50,7 +50,7 @@ LARGEST_LOCK = 1000
 POLL_SECONDS = 1
 LONGEST_NAME = 230
 """Maximum bytes of a name: file systems allow 255, and log files append suffixes."""
-NAME = re.compile(r"(?!\.)[\w.,+-]+")
+RUN_NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 MESSAGE_WORDS = ("run directory", "run.dir=...")
@@ -66,9 +66,11 @@ class RunDirectory:
 
     def __init__(self, path: Path, cfg: TrainConfig, created: Sequence[Path] = ()):
         """Lock the directory `path`; `created` lists the paths that `reserve` has created."""
-        self.path, self.cfg = path, cfg
+        self.path = path
+        self.cfg = cfg
         self.changes: Changes = {}
-        self.made = [*missing(path), *created]
+        # List the missing parents before the lock creates them.
+        self.created = [*missing(path), *created]
         self.lock = hold_run(path, created)
 
     def check(self) -> None:
@@ -92,10 +94,11 @@ class RunDirectory:
             return
         changes = differences(self.path, self.cfg)
         allowed = self.cfg.run.allow_changes
-        if refused := [key for key in changes if not is_within(key, allowed)]:
-            shown = with_lengths(changes, self.path, self.cfg)
+        refused = [key for key in changes if not is_within(key, allowed)]
+        if refused:
+            settings = what_differs(with_lengths(changes, self.path, self.cfg))
             raise ConfigError(
-                f"{self.path} was made with {what_differs(shown)}; choose another run.name, "
+                f"{self.path} was made with {settings}; choose another run.name, "
                 f"{self.experiment_hint()}or resume with "
                 f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
@@ -112,10 +115,10 @@ class RunDirectory:
 
         An older version may have chosen other defaults for the same command.
         """
-        before = load_run_config(self.path).resolved.choices.get("experiment")
-        if before is None or before == self.cfg.resolved.choices.get("experiment"):
+        experiment = load_run_config(self.path).resolved.choices.get("experiment")
+        if experiment is None or experiment == self.cfg.resolved.choices.get("experiment"):
             return ""
-        return f"add experiment={before}, "
+        return f"add experiment={experiment}, "
 
     @property
     def config_file(self) -> Path:
@@ -135,8 +138,10 @@ class RunDirectory:
         return list_checkpoints(self.path / "checkpoints")
 
     def saved(self) -> str:
-        newest = self.checkpoints[-1:]
-        return f"the newest checkpoint is {newest[0]}" if newest else "no checkpoint is saved"
+        checkpoints = self.checkpoints
+        if not checkpoints:
+            return "no checkpoint is saved"
+        return f"the newest checkpoint is {checkpoints[-1]}"
 
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
         """Write config.yaml and the tokenizer; delete summary.json and incomplete checkpoints.
@@ -168,9 +173,9 @@ class RunDirectory:
     def withdraw(self) -> None:
         """Release the lock; if no step was trained, delete the files that this process created."""
         if not self.has_run:
-            take_back(self.path, self.made)
+            take_back(self.path, self.created)
         elif not self.config_file.is_file():  # Foreign files: remove only the lock file.
-            take_back(self.path, self.made[:1])
+            take_back(self.path, self.created[:1])
         self.lock.release()
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
@@ -179,9 +184,12 @@ class RunDirectory:
         If `continues` is true (the run resumes), keep the entries FOR_GOOD of the existing
         run.json. Only the first start of a run determines these entries.
         """
-        before = (self.facts if continues else None) or {}
-        kept = {key: before[key] for key in FOR_GOOD if key in before}
-        write_atomic(self.path / "run.json", json.dumps({**kept, **facts}, indent=2) + "\n")
+        first_facts = {}
+        former_facts = self.facts if continues else None
+        if former_facts:
+            first_facts = {key: former_facts[key] for key in FOR_GOOD if key in former_facts}
+        content = {**first_facts, **facts}
+        write_atomic(self.path / "run.json", json.dumps(content, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -192,7 +200,7 @@ def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
 
     A start during the upload could write to the same wandb run.
     """
-    waiting = False
+    has_printed = False
     while True:
         try:
             return hold(path, *MESSAGE_WORDS, created=created)
@@ -203,9 +211,9 @@ def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
                     return hold(path, *MESSAGE_WORDS, wait=True, created=created)
                 if not only_readers:
                     raise
-        if not waiting:
+        if not has_printed:
             to_stderr(f"waiting until diffllm wandb has written {path} to wandb")
-            waiting = True
+            has_printed = True
         time.sleep(POLL_SECONDS)
 
 
@@ -223,23 +231,25 @@ def shared_lock(path: Path) -> Iterator[bool]:
         yield True
         return
     with stream:
-        free = True
+        is_free = True
         try:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            free = False
+            is_free = False
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise
-        yield free
+        yield is_free  # Closing the file releases the lock.
 
 
 def kind_of(path: Path) -> str | None:
     """Return the kind of an output directory: "run", "sweep" or "study"; None for others."""
-    if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
+    if os.path.exists(path / "config.yaml") or os.path.exists(path / "metrics.jsonl"):
         return "run"
-    if (record := read_record(path / "sweep.json")) is None:
+    record = read_record(path / "sweep.json")
+    if record is None:
         return None
+    # A study is a sweep whose runs have the override run.study=.
     return "study" if "run.study=" in str(record.get("runs")) else "sweep"
 
 
@@ -248,16 +258,20 @@ def check_kind(path: Path, kind: str, key: str) -> None:
 
     The error asks the user to change the config key `key`.
     """
-    if (found := kind_of(path)) not in (None, kind):
-        raise ConfigError(f"{path} is a {found}, not a {kind}; choose another {key}")
+    present_kind = kind_of(path)
+    if present_kind not in (None, kind):
+        raise ConfigError(f"{path} is a {present_kind}, not a {kind}; choose another {key}")
 
 
 def check_own_files(run: Path) -> None:
     """Raise CheckpointError if an output path of `run` has the wrong type, for example a link."""
-    for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
-        if wrong := why_no_file(file):
+    files = [run / name for name in FILES]
+    files += sorted(run.glob("heldout/*.npz"))
+    for file in files:
+        problem = why_no_file(file)
+        if problem:
             raise CheckpointError(
-                f"{file} {wrong}; rename or delete this path, or choose another run.name"
+                f"{file} {problem}; rename or delete this path, or choose another run.name"
             )
     for name in DIRECTORIES:
         place = run / name
@@ -273,12 +287,14 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     A run that has made `cfg.steps` steps cannot continue. A diverged run cannot continue with the
     same training settings.
     """
-    found = read_ending(path)
-    if found and found.get("stopped"):
+    summary = read_ending(path)
+    if summary and summary.get("stopped"):
         # A change of the corpus shows only later, so permission to change counts as a change.
-        permits = cfg.run.allow_changes != load_run_config(path).run.allow_changes
-        return None if permits or differences(path, cfg, changes_training) else found
-    return found if steps_made(path) == cfg.steps else None
+        permits_changes = cfg.run.allow_changes != load_run_config(path).run.allow_changes
+        if permits_changes or differences(path, cfg, changes_training):
+            return None
+        return summary
+    return summary if steps_made(path) == cfg.steps else None
 
 
 def steps_made(path: Path) -> int | None:
@@ -309,11 +325,13 @@ def choose_path(cfg: TrainConfig) -> Path:
             f"run.sweep={cfg.run.sweep} already exists; to resume the sweep, add -m to the command"
         )
     if name is None:
-        chosen = cfg.resolved.choices
-        kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]
-        name = f"{kind}-{chosen['attention']}-{time.strftime('%Y%m%d-%H%M%S')}"
+        choices = cfg.resolved.choices
+        kind = choices["experiment"]
+        if kind == "none":
+            kind = choices["model"]
+        name = f"{kind}-{choices['attention']}-{time.strftime('%Y%m%d-%H%M%S')}"
     for key, part in (("run.name", name), ("run.sweep", cfg.run.sweep or "none")):
-        if not NAME.fullmatch(part) or len(part.encode()) > LONGEST_NAME:
+        if not RUN_NAME.fullmatch(part) or len(part.encode()) > LONGEST_NAME:
             raise ConfigError(
                 f"{key}={part!r} must contain only letters, digits and _ . , + -, must not begin "
                 f"with a dot, and may have at most {LONGEST_NAME} bytes"

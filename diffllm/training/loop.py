@@ -44,26 +44,32 @@ def train_loop(
     t: Training,
     state: LoopState,
     data: Prepared,
-    here: Process,
+    process: Process,
     out: Outputs,
     evaluation: Evaluation,
 ) -> Trained:
     """Train until the last step, a stop signal, divergence or a read error; then save a checkpoint.
 
-    `state` is updated in place. `here.stop` receives the stop signals. Raises AgreedByAll on every
-    rank if a rank cannot read a batch or a held-out sample.
+    `state` is updated in place. `process.stop` receives the stop signals. Raises AgreedByAll on
+    every rank if a rank cannot read a batch or a held-out sample.
     """
-    cfg, watch = t.cfg, here.watch
+    cfg = t.cfg
+    watch = process.watch
     clock = Clock(t.device, state.seconds, state.train_seconds)
     loader = training_loader(t, data, state)
-    here.display.start(state.step)
-    record = Record(t, state, clock, here.display, out.sinks)
-    agreement = Agreement(here.stop, cfg.distributed.timeout)
-    here.stop.deferred = True
+    process.display.start(state.step)
+    record = Record(t, state, clock, process.display, out.sinks)
+    agreement = Agreement(process.stop, cfg.distributed.timeout)
+    # From now on, a stop signal only sets a flag: the loop saves a checkpoint before it stops.
+    process.stop.deferred = True
+    # Every rank must reach each collective below at the same step. Conditions around collectives
+    # may only depend on the config, on the step and on values that the ranks have agreed on.
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))
     if agreement.delay:  # Fill the pipeline: flags arrive one step later.
         exchange(agreement, out.checkpoints, loader, cfg.steps - state.step, watch)
-    agreed, failure, diverged = Agreed(None, False, False), None, None
+    agreed = Agreed(None, False, False)
+    failure = None
+    diverged = None
     while state.step < cfg.steps and not (agreed.stopping or agreed.failed or failure or diverged):
         step = state.step + 1
         watch.reached(f"step {step}")
@@ -87,13 +93,16 @@ def train_loop(
             record.write(step, values, loader, now.log)
         if now.log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
             skips = state.spikes.longest_skip
-            loss, norm = record.latest["train/loss"], record.latest["train/grad_norm"]
-            last = f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
-            diverged = f"{skips} updates in a row were skipped ({last})"
+            loss = record.latest["train/loss"]
+            norm = record.latest["train/grad_norm"]
+            last_skip = f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
+            diverged = f"{skips} updates in a row were skipped ({last_skip})"
+            # The checkpoint contains the count: a resumed run would stop again at its first log.
             state.spikes.forget_skips()
         if saves or diverged:
             state.data = loader.state_dict()
-            state.seconds, state.train_seconds = clock.wall_seconds, clock.train_seconds
+            state.seconds = clock.wall_seconds
+            state.train_seconds = clock.train_seconds
             with clock.paused():
                 save(t, state, out.checkpoints, final=bool(ends or diverged))
     out.profiler.close()
@@ -106,8 +115,10 @@ def train_loop(
         raise AgreedByAll(f"{failure}{saved}")
     if agreed.failed:
         raise_together(loader.failed, saved)
+    # A signal during the last step stops the evaluation that follows, see `measure_documents`.
     stopped = None if diverged or state.step == cfg.steps else agreed.stopping
-    return Trained(stopped, diverged, statistics.median(record.speeds) if record.speeds else None)
+    speed = statistics.median(record.speeds) if record.speeds else None
+    return Trained(stopped, diverged, speed)
 
 
 def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | None:
@@ -116,20 +127,26 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 
 
 def exchange(
-    agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
+    agreement: Agreement,
+    checkpoints: "Checkpointer",
+    loader: TrainLoader,
+    remaining_steps: int,
+    watch: Watch,
 ) -> Agreed:
     """Load the batches of the next steps, and combine the flags of all ranks.
 
     Return the combined flags. With a world size above 1, the flags are those of the previous call.
     The flag `stopping` reports a stop signal, `save` a due checkpoint, and `failed` a failure to
-    load batches. `left` is the number of steps that remain to train. Every rank must call this.
+    load batches. `remaining_steps` is the number of steps to train. Every rank must call this.
     """
-    error = read_ahead(loader, min(1 + agreement.delay, left), watch)
+    # The flags arrive `delay` steps later, and until then, steps must not fail: load their batches.
+    error = read_ahead(loader, min(1 + agreement.delay, remaining_steps), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)
 
 
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
-    cfg, (group, groups) = t.cfg, t.group
+    cfg = t.cfg
+    group, groups = t.group
     loader = TrainLoader(
         samples_of(cfg, data, state.stage),
         global_batch_size=cfg.global_batch_size,

@@ -32,7 +32,9 @@ class Evaluation:
 
         Raises AgreedByAll if a rank cannot read the held-out data.
         """
-        self.t, self.data, self.tasks = t, data, tasks
+        self.t = t
+        self.data = data
+        self.tasks = tasks
         samples = heldout_samples(t.cfg, data)
         self.bits_per_nat = sample_bits_per_nat(list(samples.values()), data, t.device)
 
@@ -60,10 +62,11 @@ class Evaluation:
         samples = read_together(partial(heldout_samples, self.t.cfg, self.data))
         values = {}
         for (name, sample), bits in zip(samples.items(), self.bits_per_nat, strict=True):
-            end = f"/{name}" if name else ""
-            values[f"eval/loss{end}"] = loss = sample_loss(self.t, sample)
+            suffix = f"/{name}" if name else ""
+            loss = sample_loss(self.t, sample)
+            values[f"eval/loss{suffix}"] = loss
             if bits is not None:
-                values[f"eval/bits_per_byte{end}"] = bits * loss
+                values[f"eval/bits_per_byte{suffix}"] = bits * loss
         return values
 
 
@@ -73,14 +76,14 @@ def heldout_samples(cfg: TrainConfig, data: Prepared) -> dict[str, HeldoutSample
     The first sample has the name "" and covers all data. For a data mixture, one sample for each
     source follows.
     """
-    wanted = cfg.eval.sequences
-    share = -(-wanted // max(1, len(data.sources)))
+    sequences = cfg.eval.sequences
+    sequences_per_source = -(-sequences // max(1, len(data.sources)))
     samples = {}
     for name, part in {"": data, **data.sources}.items():
         samples[name] = HeldoutSample(
             part.split("heldout"),
             cfg.seq_len,
-            share if name else wanted,
+            sequences_per_source if name else sequences,
             part.manifest.eos_id,
             cfg.data.whole_documents,
         )
@@ -95,7 +98,9 @@ def sample_bits_per_nat(
     The factor is None for a sample without text. Each rank decodes a part of the sequences. Every
     rank must call this. Raises AgreedByAll if a rank cannot read the data.
     """
-    counts = torch.tensor(read_together(partial(counts_of_rank, samples, data)), device=device)
+    # Agree on read errors first: the other ranks would wait in the all-reduce for a failed rank.
+    counts_by_sample = read_together(partial(counts_of_rank, samples, data))
+    counts = torch.tensor(counts_by_sample, device=device)
     dist.all_reduce(counts)
     return [bits_per_byte(tokens, size) for tokens, size in counts.tolist()]
 
@@ -103,8 +108,9 @@ def sample_bits_per_nat(
 def counts_of_rank(samples: list[HeldoutSample], data: Prepared) -> list[tuple[int, int]]:
     """Count predicted tokens and their bytes in this rank's sequences of each sample."""
     tokenizer = data.tokenizer()
-    place = dist.get_rank(), dist.get_world_size()
-    return [sample.predicted_text(tokenizer, *place) for sample in samples]
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    return [sample.predicted_text(tokenizer, rank, world_size) for sample in samples]
 
 
 def sample_loss(t: Training, sample: HeldoutSample) -> float:
@@ -113,6 +119,7 @@ def sample_loss(t: Training, sample: HeldoutSample) -> float:
     Raises AgreedByAll if a rank cannot read its batches. Every rank must call this.
     """
     shape = t.micro_batch_size, t.cfg.seq_len
+    # Every rank runs the same number of rounds: sharded models need collectives in each forward.
     rounds = -(-len(sample) // (t.micro_batch_size * t.group[1]))
     batches = sample.batches(t.micro_batch_size, *t.group)
     loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents, t.slices)
@@ -122,7 +129,7 @@ def sample_loss(t: Training, sample: HeldoutSample) -> float:
 
 
 def measure_documents(
-    t: Training, data: Prepared, here: Process
+    t: Training, data: Prepared, process: Process
 ) -> tuple[DocumentLosses | None, signal.Signals | None]:
     """Compute the loss of each held-out document, up to about `eval.tokens` tokens in total.
 
@@ -131,29 +138,38 @@ def measure_documents(
 
     Raises AgreedByAll if a rank cannot read the data.
     """
-    cfg, watch = t.cfg, here.watch
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    cfg = t.cfg
+    watch = process.watch
     watch.reached("the choice of held-out documents")
-    eos_id, whole = data.manifest.eos_id, cfg.data.whole_documents
     chosen = read_together(
-        lambda: heldout_documents(data.split("heldout"), eos_id, cfg.eval.tokens, whole=whole)
+        lambda: heldout_documents(
+            data.split("heldout"),
+            data.manifest.eos_id,
+            cfg.eval.tokens,
+            whole=cfg.data.whole_documents,
+        )
     )
-    shape = cfg.seq_len, t.micro_batch_size
-    rounds, tokens = chosen.rounds(*shape, t.group[1]), int(chosen.lengths.sum())
-    batches = chosen.batches(*shape, *t.group)
-    zeros = torch.zeros(shape[::-1], dtype=torch.int64)
-    empty, failure = (zeros, zeros - 1, zeros), None
+    group, groups = t.group
+    rounds = chosen.rounds(cfg.seq_len, t.micro_batch_size, groups)
+    tokens = int(chosen.lengths.sum())
+    batches = chosen.batches(cfg.seq_len, t.micro_batch_size, group, groups)
+    # Every rank runs `rounds` forward passes: sharded models need collectives in each forward. A
+    # rank without batches, or with a read error, gets empty batches, whose targets are ignored.
+    zeros = torch.zeros((t.micro_batch_size, cfg.seq_len), dtype=torch.int64)
+    empty = (zeros, zeros - 1, zeros)
+    failure = None
     sums = DocumentSums(t.model, len(chosen), t.device, t.documents, t.slices)
-    agreement = Agreement(here.stop, cfg.distributed.timeout)
+    agreement = Agreement(process.stop, cfg.distributed.timeout)
     t.model.eval()
     for done in range(rounds):
         batch, error = next_batch(batches, empty)
         failure = failure or error
-        if stopping := agreement.all_reduce_flags().stopping:
+        stopping = agreement.all_reduce_flags().stopping
+        if stopping:
             agreement.close()
             return None, stopping
         watch.reached(f"held-out batch {done + 1} of {rounds}")
-        here.display.evaluate(done * tokens // rounds, tokens)
+        process.display.evaluate(done * tokens // rounds, tokens)
         sums.add(batch)
     agreement.close()
     nats = sums.total()
@@ -161,11 +177,19 @@ def measure_documents(
     t.weights.reshard()
     raise_together(failure)
     watch.reached("the text of held-out documents")
-    found = read_together(lambda: np.stack(chosen.texts(data.tokenizer(), rank, world_size)))
-    texts = torch.from_numpy(found).to(t.device)
+    # Each rank decodes a part of the documents, and has zeros for the other documents.
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    texts_of_rank = read_together(
+        lambda: np.stack(chosen.texts(data.tokenizer(), rank, world_size))
+    )
+    texts = torch.from_numpy(texts_of_rank).to(t.device)
     dist.all_reduce(texts)
     sizes, hashes = texts.cpu().numpy()
-    ends = np.cumsum([source.manifest.splits["heldout"].tokens for source in data.sources.values()])
+    # The held-out split of a mixture contains one source after the other.
+    source_tokens = [source.manifest.splits["heldout"].tokens for source in data.sources.values()]
+    ends = np.cumsum(source_tokens)
     sources = np.searchsorted(ends, chosen.starts, side="right").astype(np.int64)
     columns = (nats.cpu().numpy(), chosen.predicted, sizes, hashes, sources)
-    return DocumentLosses(*(values[chosen.predicted > 0] for values in columns)), None
+    has_targets = chosen.predicted > 0
+    return DocumentLosses(*(values[has_targets] for values in columns)), None

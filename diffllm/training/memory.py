@@ -62,21 +62,23 @@ def check_memory(cfg: TrainConfig, world_size: int, ranks_here: int) -> None:
     sizes = cfg.parallel.sizes(world_size)
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        needed, available = training_state(model, sizes, 0).total, gpu.total_memory
+        needed = training_state(model, sizes, 0).total
+        available = gpu.total_memory
         place = f"the GPU {gpu.name}"
     else:
-        states = [training_state(model, sizes, rank) for rank in range(ranks_here)]
-        needed, available = sum(state.total for state in states), machine_memory()
+        # The ranks of this machine share its memory.
+        needed = 0
+        for rank in range(ranks_here):
+            needed += training_state(model, sizes, rank).total
+        available = machine_memory()
         place = "this machine or container"
     if needed > available:
-        choices = " ".join(
-            f"{group}={cfg.resolved.choices[group]}" for group in ("model", "attention")
-        )
+        choices = cfg.resolved.choices
         raise ConfigError(
-            f"{choices} does not fit into memory: parameters, gradients and optimizer state need "
-            f"at least {needed / GIB:,.2f} GiB, but {place} has {available / GIB:,.2f} GiB; choose "
-            "a smaller model, plan a cluster (diffllm plan with the same overrides), or set "
-            "force=true to start anyway"
+            f"model={choices['model']} attention={choices['attention']} does not fit into memory: "
+            f"parameters, gradients and optimizer state need at least {needed / GIB:,.2f} GiB, "
+            f"but {place} has {available / GIB:,.2f} GiB; choose a smaller model, plan a cluster "
+            "(diffllm plan with the same overrides), or set force=true to start anyway"
         )
 
 

@@ -50,7 +50,7 @@ Report = Callable[[Path], str]
 
 
 def open_outputs(
-    cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
+    cfg: TrainConfig, process: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
     """Write run.json, and make the objects that write metrics, checkpoints and profiles.
 
@@ -59,38 +59,40 @@ def open_outputs(
     """
     from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
-    _, sinks = here.world.broadcast_and_keep(
-        "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
+    _, sinks = process.world.broadcast_and_keep(
+        "outputs", lambda: (None, open_sinks(cfg, process, claimed, state, facts))
     )
     if sinks:
-        here.watch.send_alert = partial(alert_stall, sinks.wandb, state)
-    path, say = claimed.path, here.display.print
+        process.watch.send_alert = partial(alert_stall, sinks.wandb, state)
+    path = claimed.path
     checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
-    profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), say)
+    profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), process.display.print)
     return Outputs(sinks, checkpoints, profiler)
 
 
 def open_sinks(
-    cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
+    cfg: TrainConfig, process: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Sinks:
-    directory, path = claimed.directory, claimed.path
+    directory = claimed.directory
+    path = claimed.path
     assert directory
     if directory.changes:
-        here.display.print(f"changed: {changes_text(directory.changes)}")
-        if jump := learning_rate_jump(cfg, directory.changes, state.step):
-            here.display.print(f"warning: {jump}")
+        process.display.print(f"changed: {changes_text(directory.changes)}")
+        jump = learning_rate_jump(cfg, directory.changes, state.step)
+        if jump:
+            process.display.print(f"warning: {jump}")
     resumes = claimed.checkpoint is not None
     was_online = bool((directory.facts or {}).get("wandb_online"))
     wandb_config = with_labels(with_variables(cfg.wandb), cfg, directory.facts, os.environ)
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe({**facts, **online_entry(was_online)}, resumes)
-    restarted = directory.has_run  # before the files of this start exist
+    is_restart = directory.has_run  # Before the files of this start exist.
     events = EventsFile(path / EVENTS, state.step)
-    if restarted:
+    if is_restart:
         events.write(restart(directory, state))
     file = MetricsFile(path / "metrics.jsonl", state.step)
     steps = StepsFile(path / "steps.npy", state.step)
-    cancel = partial(here.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
+    cancel = partial(process.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
         history=history(path, state.step), on_cancel=cancel, was_online=was_online,
@@ -125,7 +127,9 @@ def close_wandb(
 
 
 def give_up(claimed: Claimed, out: Outputs, error: UserError) -> None:
-    if pending := out.checkpoints.pending:
+    # The newest checkpoint may still be written in the background: let the write end.
+    pending = out.checkpoints.pending
+    if pending:
         with suppress(Exception):
             pending.result(SETTLE_S)
     if out.sinks:
@@ -138,7 +142,7 @@ def give_up(claimed: Claimed, out: Outputs, error: UserError) -> None:
 
 def say_stopped(
     cfg: TrainConfig,
-    here: Process,
+    process: Process,
     claimed: Claimed,
     out: Outputs,
     step: int,
@@ -149,25 +153,29 @@ def say_stopped(
     After SIGTERM or SIGUSR1, write the file `requeue`, to let the launch script requeue the job.
     A cancelled run has no such file, and its summary in wandb has the reason.
     """
-    cancelled = here.stop.cancelled
+    cancelled = process.stop.cancelled
     if claimed.directory and number in REQUEUE and not cancelled:
         request_requeue(claimed.path, number, step)
-    resume = "after you remove the tag, " if cancelled else ""
-    with_name = "" if cfg.run.dir or cfg.run.name else f" with run.dir={claimed.path}"
-    here.display.print(
+    condition = "after you remove the tag, " if cancelled else ""
+    command = "the same command"
+    if not (cfg.run.dir or cfg.run.name):
+        command += f" with run.dir={claimed.path}"
+    process.display.print(
         f"stopped by {cancelled or number.name} after step {step}, saved; "
-        f"{resume}the same command{with_name} resumes the run"
+        f"{condition}{command} resumes the run"
     )
     if out.sinks:
         out.sinks.close()
-        # The next start of the run clears these values of the summary.
-        reason = f"{cancelled} stopped the run after step {step}"
-        summary = {"state": "cancelled", "reason": reason} if cancelled else {}
+        summary = {}
+        if cancelled:
+            # The next start of the run clears these values of the summary.
+            reason = f"{cancelled} stopped the run after step {step}"
+            summary = {"state": "cancelled", "reason": reason}
         close_wandb(claimed, out.sinks.wandb, summary)
 
 
 def finish(
-    here: Process,
+    process: Process,
     claimed: Claimed,
     out: Outputs,
     summary: dict[str, Any],
@@ -188,8 +196,9 @@ def finish(
     if losses:
         losses.save(claimed.path, summary["steps"])
     claimed.directory.finish(summary)
-    reported = report(claimed.path) if report else "off (run.report)"
-    here.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, reported))
+    # The report reads summary.json and the losses, which exist now.
+    report_text = report(claimed.path) if report else "off (run.report)"
+    process.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, report_text))
     close_wandb(claimed, out.sinks.wandb, *wandb_ending(summary))
 
 
@@ -206,7 +215,8 @@ def sample(t: Training, data: Prepared) -> str:
     prompt = prompt[: max(1, t.cfg.seq_len // 2)]
     # Ranks that share experts must call the model equally often. Rounding may differ between
     # ranks, so ranks may draw the end of text at different positions: no rank stops there.
-    together = dist.get_world_size() > 1
+    stop_token = tokenizer.eos_id if dist.get_world_size() == 1 else None
+    # Each new token has another length: a compiled model would be compiled again.
     with torch.compiler.set_stance("force_eager"):
         (tokens,) = generate(
             t.model,
@@ -216,9 +226,10 @@ def sample(t: Training, data: Prepared) -> str:
             top_p=0.95,
             seed=t.cfg.seed,
             vocab_size=tokenizer.vocab_size,
-            stop_token=None if together else tokenizer.eos_id,
+            stop_token=stop_token,
             dtype=t.compute_dtype,
         )
+    # Several ranks did not stop there, so remove the tokens after the end of text.
     if tokenizer.eos_id in tokens[len(prompt) :]:
         del tokens[tokens.index(tokenizer.eos_id, len(prompt)) + 1 :]
     return tokenizer.decode(tokens)

@@ -40,47 +40,48 @@ class Process(NamedTuple):
 
 
 def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
-    watch, log = Watch(world, cfg.distributed.timeout, stop), RunLog()
+    watch = Watch(world, cfg.distributed.timeout, stop)
+    log = RunLog()
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
     if not in_sweep():  # A sweep logs the stderr of its jobs itself.
         log.copy_stderr(errors_only=world.rank > 0)
         if world.rank == 0:
-            when, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
-            log.write(f"{when} on {host}: {command(sys.orig_argv)}\n")
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"{now} on {socket.gethostname()}: {command(sys.orig_argv)}\n")
     return Process(world, stop, watch, display, log)
 
 
-def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
+def leave(process: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
     """Clean up this process at the end of a run; `error` is None if the run did not fail.
 
     Log `error`, and report it to the other ranks. After a UserError, call `directory.withdraw`.
     """
     try:
         if error is None:
-            here.watch.close()
+            process.watch.close()
         else:
-            here.watch.blame(error)
+            process.watch.blame(error)
     finally:
-        here.display.stop()
-        rank = here.world.rank
+        process.display.stop()
+        rank = process.world.rank
         # All ranks have these errors; only rank 0 logs them.
-        of_all = isinstance(error, (AgreedError, ConfigError, StoppedEarly))
-        if error is not None and not in_sweep() and not (rank and of_all):
+        is_on_all_ranks = isinstance(error, (AgreedError, ConfigError, StoppedEarly))
+        if error is not None and not in_sweep() and not (rank and is_on_all_ranks):
             if isinstance(error, StoppedEarly):
                 text = f"stopped by {error.args[0].name} before the first step\n"
             elif isinstance(error, KeyboardInterrupt):
-                text = f"stopped immediately by SIGINT at {here.watch.place}\n"
+                text = f"stopped immediately by SIGINT at {process.watch.place}\n"
             elif isinstance(error, UserError):
                 text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
             else:
                 text = "".join(traceback.format_exception(error))
-            here.log.write(text)
-        here.log.close()
+            process.log.write(text)
+        process.log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if directory and isinstance(error, UserError):
             directory.withdraw()
-        here.watch.close()
+        process.watch.close()
 
 
 def in_sweep() -> bool:
@@ -106,6 +107,10 @@ SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
 
 def provenance() -> dict[str, Any]:
     """Return the command line, code version, Git commit and environment as JSON values."""
+    variables = {}
+    for name, value in sorted(os.environ.items()):
+        if VARIABLES.fullmatch(name) and not SECRET_OPTION.fullmatch(name):
+            variables[name] = value
     return {
         "command": command(sys.orig_argv),
         "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
@@ -117,34 +122,35 @@ def provenance() -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "packages": versions(),
-            "variables": {
-                name: value
-                for name, value in sorted(os.environ.items())
-                if VARIABLES.fullmatch(name) and not SECRET_OPTION.fullmatch(name)
-            },
+            "variables": variables,
         },
     }
 
 
 def command(argv: list[str]) -> str:
     """Format command line arguments for a shell; replace values of secret options by "..."."""
-    shown = []
-    hide_next = False
+    printed_words = []
+    is_secret_value = False
     for word in argv:
         name, equals, _ = word.partition("=")
-        secret = bool(SECRET_OPTION.fullmatch(name))
-        hidden = f"{name}=..." if equals else word
-        shown.append("..." if hide_next else hidden if secret else word)
-        hide_next = secret and not equals and word.startswith("-")
-    return shlex.join(shown)
+        is_secret_option = bool(SECRET_OPTION.fullmatch(name))
+        if is_secret_value:
+            printed_words.append("...")
+        elif is_secret_option and equals:
+            printed_words.append(f"{name}=...")
+        else:
+            printed_words.append(word)
+        # The value of an option without "=", such as `--token VALUE`, is the next word.
+        is_secret_value = is_secret_option and not equals and word.startswith("-")
+    return shlex.join(printed_words)
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    version_by_package = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            version_by_package[name] = importlib.metadata.version(name)
+    return version_by_package
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -58,9 +58,15 @@ class Record:
     def __init__(
         self, t: Training, state: LoopState, clock: Clock, display: Display, sinks: Sinks | None
     ):
-        self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
-        self.state, self.clock, self.display, self.sinks = state, clock, display, sinks
-        self.spikes, self.visible_keys = state.spikes, state.visible_keys
+        self.t = t
+        self.state = state
+        self.clock = clock
+        self.display = display
+        self.sinks = sinks
+        self.spikes = state.spikes
+        self.visible_keys = state.visible_keys
+        self.peak = peak_flops(t.device)
+        self.flops_per_token = t.model.flops_per_token()
         self.active_parameters = t.model.active_parameters()
         self.keys_of_steps: list[Tensor] = []
         self.pending: list[Pending] = []
@@ -74,7 +80,8 @@ class Record:
         self._begin_interval(state.step, 0.0)
 
     def _begin_interval(self, step: int, waited_s: float) -> None:
-        self.logged_step, self.waited_s = step, waited_s
+        self.logged_step = step
+        self.waited_s = waited_s
         self.since = self.clock.train_seconds
 
     def add(self, step: int, result: StepResult) -> None:
@@ -98,26 +105,34 @@ class Record:
             loader: the training loader, whose position is the end of `step`.
             log: whether `step` must be logged.
         """
-        pending, self.pending = self.pending, []
+        pending = self.pending
+        self.pending = []
+        # One copy for all steps: each copy makes the host wait for the device.
         results = torch.stack([p.results for p in pending]).tolist()
         events = self._process(pending, results, loader)
         statistics: dict[int, dict[str, float]] = {}
         if self.sinks:  # Other ranks need not copy them to the host.
-            statistics = {p.step: named_values(p.stats) for p in pending if p.stats}
+            for p in pending:
+                if p.stats:
+                    statistics[p.step] = named_values(p.stats)
         line = {**values, **statistics.get(step, {})}
         if log:
             line |= self._logged(step, loader)
-        before, self.costs = self.costs, self._costs()
+        former_costs = self.costs
+        self.costs = self._costs()
         if self.sinks:
             for event in events:
                 self.sinks.write_event(event)
-            rows = self._rows(pending, results, before)
+            rows = self._rows(pending, results, former_costs)
             self.sinks.write(rows, {**statistics, step: line})
         if log:
-            self.display.show(step, line, (self.t.cfg.steps - step) * line["perf/step_ms"] / 1e3)
+            remaining_s = (self.t.cfg.steps - step) * line["perf/step_ms"] / 1e3
+            self.display.show(step, line, remaining_s)
             self._begin_interval(step, loader.waited_s)
-        elif said := evaluation_texts(line):
-            self.display.print(f"step {step}: {'  '.join(said)}")
+            return
+        texts = evaluation_texts(line)
+        if texts:
+            self.display.print(f"step {step}: {'  '.join(texts)}")
 
     def _process(
         self, pending: list[Pending], results: list[list[float]], loader: TrainLoader
@@ -143,8 +158,10 @@ class Record:
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
         if self.last.target_share is not None:
             self.latest["train/target_share"] = self.last.target_share.item()
-        tokens, flops_per_token = len(pending) * self.t.tokens, self.flops_per_token
+        tokens = len(pending) * self.t.tokens
+        flops_per_token = self.flops_per_token
         if self.keys_of_steps:
+            # Every rank counts the keys of its own queries; `write` runs at the same steps on all.
             keys = moved(torch.stack(self.keys_of_steps).sum(), self.t.device)
             dist.all_reduce(keys)
             self.visible_keys.add(int(keys.item()), tokens)
@@ -156,7 +173,8 @@ class Record:
 
     def _batch(self, loader: TrainLoader, steps_ago: int) -> BatchPlace:
         """Return the samples of the step that ended `steps_ago` steps before the newest step."""
-        size, order = self.t.cfg.global_batch_size, self.state.order
+        size = self.t.cfg.global_batch_size
+        order = self.state.order
         stop = loader.sample - steps_ago * size
         places = loader.samples.places(range(stop - size, stop))
         return BatchPlace(
@@ -170,8 +188,10 @@ class Record:
 
     def _flops_per_token_before(self) -> float:
         """Estimate the FLOPs per token up to a checkpoint of a version that did not store FLOPs."""
-        mean = self.visible_keys.mean
-        return self.t.model.flops_per_token(self.t.cfg.visible_keys if mean is None else mean)
+        visible_keys = self.visible_keys.mean
+        if visible_keys is None:
+            visible_keys = self.t.cfg.visible_keys
+        return self.t.model.flops_per_token(visible_keys)
 
     def _tokens(self, step: int) -> int:
         """Return the training tokens up to `step`, a step of this start."""
@@ -182,55 +202,57 @@ class Record:
         return Costs(self.state.training_flops, self.clock.train_seconds, self.clock.wall_seconds)
 
     def _rows(
-        self, pending: list[Pending], results: list[list[float]], before: Costs
+        self, pending: list[Pending], results: list[list[float]], former_costs: Costs
     ) -> np.ndarray:
         """Return the rows of steps.npy of the steps `pending`, (n,) of dtype STEP.
 
-        Costs are interpolated between `before`, the costs up to the step that precedes them, and
-        the costs up to the last of them.
+        Costs are interpolated between `former_costs`, the costs up to the step that precedes
+        `pending`, and the costs up to the last step of `pending`.
         """
         rows = np.zeros(len(pending), STEP)
         rows["step"] = [p.step for p in pending]
         rows["tokens"] = [self._tokens(p.step) for p in pending]
         rows["tokens_per_parameter"] = rows["tokens"] / self.active_parameters
-        for name, first, last in zip(Costs._fields, before, self.costs, strict=True):
+        for name, first, last in zip(Costs._fields, former_costs, self.costs, strict=True):
             rows[name] = np.linspace(first, last, len(pending) + 1)[1:]
         rows["train/lr"] = [p.learning_rate for p in pending]
         rows["train/loss"], rows["train/grad_norm"], rows["train/skipped"] = np.array(results).T
         return rows
 
     def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
-        t, read = self.t, loader.samples.consumed(loader.sample)
+        t = self.t
+        consumed = loader.samples.consumed(loader.sample)
         bits_per_nat = loader.samples.bits_per_nat(loader.sample)
         param_norm = parameter_norm(t.params, t.meshes.dense)
         assert self.last is not None
         assert self.last.update_norm is not None
         if t.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(t.device) / 2**30
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        count = step - self.logged_step
+            peak_memory = torch.cuda.max_memory_allocated(t.device) / 2**30
+        else:  # Linux reports KiB.
+            peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        steps = step - self.logged_step
         elapsed = self.clock.train_seconds - self.since
-        speed = count * self.t.tokens / elapsed
+        speed = steps * self.t.tokens / elapsed
         self.speeds.append(speed)
         line = {
-            **read,
+            **consumed,
             **self.latest,
             "train/lr": self.learning_rate,
             "train/param_norm": param_norm.item(),
             "train/update_norm": self.last.update_norm.item(),
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
-            "perf/step_ms": 1e3 * elapsed / count,
-            "perf/data_ms": 1e3 * (loader.waited_s - self.waited_s) / count,
-            "perf/peak_memory_gib": peak,
+            "perf/step_ms": 1e3 * elapsed / steps,
+            "perf/data_ms": 1e3 * (loader.waited_s - self.waited_s) / steps,
+            "perf/peak_memory_gib": peak_memory,
             **self.spikes.metrics(),
         }
         if bits_per_nat is not None:
             line["train/bits_per_byte"] = bits_per_nat * self.latest["train/loss"]
         flops_per_token = self.flops_per_token
         if t.documents:
-            line["data/visible_keys"] = visible_keys = self.visible_keys.log()
+            visible_keys = self.visible_keys.log()
+            line["data/visible_keys"] = visible_keys
             flops_per_token = t.model.flops_per_token(visible_keys)
         if self.peak:
             line["perf/mfu"] = flops_per_token * speed / dist.get_world_size() / self.peak

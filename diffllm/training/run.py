@@ -72,44 +72,45 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
             echo(f"stopped by {number.name} before the first step", flush=True)
             # A requeued run without a name would get a new directory.
             if number in REQUEUE and (cfg.run.dir or cfg.run.name):
-                choose_path(cfg).mkdir(parents=True, exist_ok=True)
-                request_requeue(choose_path(cfg), number, None)
+                path = choose_path(cfg)
+                path.mkdir(parents=True, exist_ok=True)
+                request_requeue(path, number, None)
         return Outcome(None, stopped=number)
     finally:
         stop.close()
 
 
 def in_process(
-    cfg: TrainConfig, here: Process, make_tasks: MakeTasks | None, report: Report | None
+    cfg: TrainConfig, process: Process, make_tasks: MakeTasks | None, report: Report | None
 ) -> Outcome:
     directory: RunDirectory | None = None
     try:
-        claimed = claim(cfg, here)
+        claimed = claim(cfg, process)
         directory = claimed.directory
         if directory:
-            here.stop.saved = directory.saved
+            process.stop.saved = directory.saved
         if claimed.ended:
             outcome = Outcome(claimed.path, claimed.ended)
         else:
-            outcome = train_claimed(cfg, here, claimed, make_tasks, report)
+            outcome = train_claimed(cfg, process, claimed, make_tasks, report)
     except BaseException as error:
-        leave(here, error, directory)
+        leave(process, error, directory)
         raise
-    leave(here, None, directory)
+    leave(process, None, directory)
     return outcome
 
 
 def train_claimed(
     cfg: TrainConfig,
-    here: Process,
+    process: Process,
     claimed: Claimed,
     make_tasks: MakeTasks | None,
     report: Report | None,
 ) -> Outcome:
-    device, data = prepare_data(cfg, here, claimed)
-    state = begin(cfg, here, claimed, data)
-    meet(cfg, here, device, claimed.path, state)
-    here.watch.reached("the construction of the model")
+    device, data = prepare_data(cfg, process, claimed)
+    state = begin(cfg, process, claimed, data)
+    meet(cfg, process, device, claimed.path, state)
+    process.watch.reached("the construction of the model")
     if device.type == "cpu":
         keep_memory()
     compile = agreed_compile(cfg, device, state.compiled)
@@ -118,35 +119,37 @@ def train_claimed(
         state.compiled = compile.value
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
     t = build(cfg, device, document_end, ignores_targets(data, cfg.data), compile)
-    origin = fill(t, here, claimed, data, state)
+    origin = fill(t, process, claimed, data, state)
     tasks = make_tasks(data.tokenizer()) if make_tasks else None
-    here.watch.reached("the text of the held-out sample")
+    process.watch.reached("the text of the held-out sample")
     evaluation = Evaluation(t, data, tasks)
     facts = describe(cfg, t, data) | origin | {"wandb_id": state.wandb_id}
-    here.display.print(headline(cfg, facts, data, claimed.path, state.step))
-    out = open_outputs(cfg, here, claimed, state, facts)
-    losses = late = None
+    process.display.print(headline(cfg, facts, data, claimed.path, state.step))
+    out = open_outputs(cfg, process, claimed, state, facts)
+    losses = None
+    late_stop = None
     try:
-        trained = train_loop(t, state, data, here, out, evaluation)
+        trained = train_loop(t, state, data, process, out, evaluation)
         if trained.diverged:
-            here.display.print(
+            process.display.print(
                 f"diverged: {trained.diverged}; stopped after step {state.step}, saved; "
                 "try a smaller optim.lr"
             )
         elif not trained.stopped:
-            losses, late = measure_documents(t, data, here)
+            losses, late_stop = measure_documents(t, data, process)
     except UserError as error:
         give_up(claimed, out, error)
         raise
     finally:
-        here.display.stop()
-    if stopped := trained.stopped or late:
-        say_stopped(cfg, here, claimed, out, state.step, stopped)
+        process.display.stop()
+    stopped = trained.stopped or late_stop
+    if stopped:
+        say_stopped(cfg, process, claimed, out, state.step, stopped)
         return Outcome(claimed.path, stopped=stopped)
-    text = sample(t, data)
-    numbers = here.world.broadcast_from_rank0(
+    text = sample(t, data)  # Every rank must call this: the model may be sharded.
+    numbers = process.world.broadcast_from_rank0(
         "summary", lambda: summarise(t, state, data, trained, losses)
     )
     summary = {**numbers, "sample": text}
-    finish(here, claimed, out, summary, losses, report)
+    finish(process, claimed, out, summary, losses, report)
     return Outcome(claimed.path, summary)

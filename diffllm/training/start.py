@@ -80,29 +80,39 @@ class Claimed(NamedTuple):
     """Content of the checkpoint's state.json; None on other ranks than 0 or without checkpoint."""
 
 
-def claim(cfg: TrainConfig, here: Process) -> Claimed:
+def claim(cfg: TrainConfig, process: Process) -> Claimed:
     """Check that code and config are equal on all ranks, and lock the run directory on rank 0.
 
     Return the run directory, and the checkpoint or weights to start from.
     """
-    plugins = plugin_versions(cfg.plugins).items()
-    check_same(here.world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
+    world = process.world
+    versions = code_version()
+    for name, version in plugin_versions(cfg.plugins).items():
+        versions[f"plugin {name}"] = version
+    check_same(world, "code", versions)
     declared = declarations(cfg)
-    shared = {
-        key: value
-        for key, value in flatten(yaml_dict(cfg)).items()
-        if "machine" not in declaration_of(key, declared).kinds
-    }
-    check_same(here.world, "config", shared)
-    told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, here.world.size))
-    directory, saved = kept or (None, None)
-    path, checkpoint, origin = (text and Path(text) for text in told["paths"])
-    if told["ended"]:
-        here.display.print(f"{path} {ended_text(told['ended'])}")
+    values = {}
+    for key, value in flatten(yaml_dict(cfg)).items():
+        # Settings of a machine may differ between ranks.
+        if "machine" not in declaration_of(key, declared).kinds:
+            values[key] = value
+    check_same(world, "config", values)
+    shared, private = world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, world.size))
+    directory, saved = private or (None, None)
+    path, checkpoint, origin = (text and Path(text) for text in shared["paths"])
+    if shared["ended"]:
+        process.display.print(f"{path} {ended_text(shared['ended'])}")
     return Claimed(
-        path, told["ended"], checkpoint, told["ranks"], origin, told["eos_token"],
-        RunHashes(*told["hashes"]), directory, saved,
-    )  # fmt: skip
+        path=path,
+        ended=shared["ended"],
+        checkpoint=checkpoint,
+        ranks=shared["ranks"],
+        origin=origin,
+        eos_token=shared["eos_token"],
+        hashes=RunHashes(*shared["hashes"]),
+        directory=directory,
+        saved=saved,
+    )
 
 
 def claim_on_rank_0(
@@ -126,7 +136,8 @@ def claim_on_rank_0(
             check_memory(cfg, world_size, ranks_on_first_node())
             checkpoint, saved = continuation(cfg, directory)
             origin = None if checkpoint else starting_point(cfg)
-            if former := checkpoint or previous_stage(cfg, origin):
+            former = checkpoint or previous_stage(cfg, origin)
+            if former:
                 run = former.absolute().parent.parent
                 eos_token = former_eos(run, cfg.data)
                 tokenizer_hash = (read_record(run / "run.json") or {}).get("tokenizer")
@@ -135,27 +146,30 @@ def claim_on_rank_0(
     except UserError:
         directory.withdraw()
         raise
-    paths = [place and str(place) for place in (directory.path, checkpoint, origin)]
-    ranks = saved["ranks"] if saved else 0
-    corpus = corpus_of(saved) if saved else None
-    told = {"paths": paths, "ended": ended, "ranks": ranks, "eos_token": eos_token}
-    told["hashes"] = [corpus, tokenizer_hash]
-    return told, (directory, saved)
+    corpus_hash = corpus_of(saved) if saved else None
+    shared = {
+        "paths": [path and str(path) for path in (directory.path, checkpoint, origin)],
+        "ended": ended,
+        "ranks": saved["ranks"] if saved else 0,
+        "eos_token": eos_token,
+        "hashes": [corpus_hash, tokenizer_hash],
+    }
+    return shared, (directory, saved)
 
 
 def prepare_data(
-    cfg: TrainConfig, here: Process, claimed: Claimed
+    cfg: TrainConfig, process: Process, claimed: Claimed
 ) -> tuple[torch.device, Prepared]:
     """Choose the device of this rank, and prepare the corpus.
 
     Call this before the first collective: the preparation may take hours, but collectives have a
     timeout.
     """
-    device = here.world.device()
+    device = process.world.device()
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
-    here.watch.reached("the preparation of the corpus")
-    here.display.print(f"run {claimed.path}: preparing data")
+    process.watch.reached("the preparation of the corpus")
+    process.display.print(f"run {claimed.path}: preparing data")
     # Not stored in cfg: config.yaml must contain only the EOS that the user sets.
     with_eos = replace(cfg.data, eos_token=claimed.eos_token)
     hashes = claimed.hashes
@@ -164,31 +178,35 @@ def prepare_data(
     data = prepare(with_eos, cfg.prepare, hashes)
     for directory in data.directories:
         # Preparation names the files once; later runs only point to the list.
-        if text := skipped_text(directory):
-            here.display.print(text)
+        text = skipped_text(directory)
+        if text:
+            process.display.print(text)
     check_fit(cfg, data)
     # Fill the cache here: counting may take longer than the timeout of collectives.
     packing_counts(data, cfg.data, cfg.seq_len)
-    check_same(here.world, "corpus", corpus_facts(data))
+    check_same(process.world, "corpus", corpus_facts(data))
     return device, data
 
 
-def begin(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
+def begin(cfg: TrainConfig, process: Process, claimed: Claimed, data: Prepared) -> LoopState:
     """Begin a new or resumed run in its directory; return the initial state of the training loop.
 
     Raises an error on all ranks if the checkpoint does not match the data or the model.
     """
-    told = here.world.broadcast_from_rank0(
-        "begin", lambda: begin_on_rank_0(cfg, here, claimed, data).state_dict()
+    state_dict = process.world.broadcast_from_rank0(
+        "begin", lambda: begin_on_rank_0(cfg, process, claimed, data).state_dict()
     )
-    state = LoopState.of(told)
+    state = LoopState.of(state_dict)
+    # Before the model is built: MKL reads the mode once per process.
     state.mkl_mode = keep_mode(state.mkl_mode)
-    if here.world.rank > 0 and not in_sweep():
-        here.log.open(log_file(claimed.path))
+    if process.world.rank > 0 and not in_sweep():
+        process.log.open(log_file(claimed.path))
     return state
 
 
-def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
+def begin_on_rank_0(
+    cfg: TrainConfig, process: Process, claimed: Claimed, data: Prepared
+) -> LoopState:
     """Write config.yaml and the tokenizer to the run directory; return the initial loop state.
 
     Raises CheckpointError if the checkpoint to resume does not match the data or the model.
@@ -203,11 +221,14 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
     }
-    path, saved = claimed.checkpoint, claimed.saved
+    path = claimed.checkpoint
+    saved = claimed.saved
     stage = 0
-    if previous := previous_stage(cfg, claimed.origin):
+    previous = previous_stage(cfg, claimed.origin)
+    if previous:
         stage = 1 + read_state(previous)["loop"].get("stage", 0)
-    state, changes = LoopState(order=order, stage=stage), Changes()
+    state = LoopState(order=order, stage=stage)
+    changes = Changes()
     if path and saved:
         state, changes = continued(
             path, saved, order, cfg.run.allow_changes, rule_text(data.directories)
@@ -217,22 +238,24 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
             state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.
     state.wandb_id, reason = choose_wandb_id(claimed.directory, state.wandb_id, state.step, changes)
     claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
-    here.log.open(log_file(claimed.path))
+    process.log.open(log_file(claimed.path))
     if reason:
-        here.display.print(f"wandb: the new run {state.wandb_id} gets all steps, because {reason}")
+        process.display.print(
+            f"wandb: the new run {state.wandb_id} gets all steps, because {reason}"
+        )
     return state
 
 
 def meet(
-    cfg: TrainConfig, here: Process, device: torch.device, path: Path, state: LoopState
+    cfg: TrainConfig, process: Process, device: torch.device, path: Path, state: LoopState
 ) -> None:
     """Connect the ranks, and let the watch write to the run directory `path`."""
     torch.manual_seed(cfg.seed)
-    here.watch.reached("the connection of the ranks")
-    here.world.init_process_group(device, cfg.distributed)
-    here.watch.traces = path / "traces"
-    here.watch.on_end = here.display.stop
-    here.watch.on_stall = partial(record_stall, path, state)
+    process.watch.reached("the connection of the ranks")
+    process.world.init_process_group(device, cfg.distributed)
+    process.watch.traces = path / "traces"
+    process.watch.on_end = process.display.stop
+    process.watch.on_stall = partial(record_stall, path, state)
 
 
 def record_stall(run: Path, state: LoopState, message: str) -> None:
@@ -254,18 +277,18 @@ def ended_text(summary: dict[str, Any]) -> str:
         text = stopped_text(summary)
         return f"diverged and {text}; to train with other settings, set run.allow_changes"
     loss = summary.get("heldout_loss") or math.nan  # Older versions wrote NaN instead of null.
-    ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "the run diverged"
-    more = "to train further, set more steps= and run.allow_changes"
-    return f"is finished: {summary['steps']} steps, {ended}; {more}"
+    result = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "the run diverged"
+    advice = "to train further, set more steps= and run.allow_changes"
+    return f"is finished: {summary['steps']} steps, {result}; {advice}"
 
 
 BASELINE = "standard"
-SEQUENCES, MOST_TOKENS = 8, 32_768
+MATCH_SEQUENCES, MATCH_TOKENS = 8, 32_768
 """Sequences that `match_initial_values` reads: as many as these tokens hold, at least one."""
 
 
 def fill(
-    t: Training, here: Process, claimed: Claimed, data: Prepared, state: LoopState
+    t: Training, process: Process, claimed: Claimed, data: Prepared, state: LoopState
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
@@ -275,14 +298,14 @@ def fill(
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
-        here.watch.reached(f"the loading of {claimed.checkpoint.name}")
+        process.watch.reached(f"the loading of {claimed.checkpoint.name}")
         restore(t, state, claimed.checkpoint, claimed.ranks)
     elif claimed.origin:
-        here.watch.reached(f"the loading of {claimed.origin}")
+        process.watch.reached(f"the loading of {claimed.origin}")
         key = "previous" if carried(t.cfg) == CARRIED["stage"] else "weights"
         facts[key] = start_from(t, claimed.origin)
     elif t.cfg.model.init_match is not InitMatch.none:
-        facts["init_match"] = match_initial_values(t, data, here.world)
+        facts["init_match"] = match_initial_values(t, data, process.world)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
     return facts
 
@@ -303,12 +326,13 @@ def match_initial_values(t: Training, data: Prepared, world: World) -> list[floa
 
 
 def measured_factors(t: Training, data: Prepared) -> list[float]:
-    count = max(1, min(SEQUENCES, MOST_TOKENS // t.cfg.seq_len))
-    first = samples_of(t.cfg, data)[range(count)]
-    if isinstance(first, DataError):
-        raise first
-    documents = t.documents(first[0]).to(t.device) if t.documents else None
-    tokens = first[0].to(t.device)
+    count = max(1, min(MATCH_SEQUENCES, MATCH_TOKENS // t.cfg.seq_len))
+    batch = samples_of(t.cfg, data)[range(count)]
+    if isinstance(batch, DataError):
+        raise batch
+    inputs, _ = batch
+    documents = t.documents(inputs).to(t.device) if t.documents else None
+    tokens = inputs.to(t.device)
     return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
 
 
@@ -333,7 +357,10 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     origin = origin_of(path)
-    tensors = {name: x for name, x in t.tensors().items() if name.startswith(carried(t.cfg))}
+    tensors = {}
+    for name, tensor in t.tensors().items():
+        if name.startswith(carried(t.cfg)):
+            tensors[name] = tensor
     if origin.directory is None:
         load_tensors(path, tensors)
     else:  # Tensors that are not in the directory keep their initial values.
@@ -344,19 +371,25 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
                     "use the model config of these weights"
                 )
             block, offset, _ = t.weights.block(tensors[f"model.{name}"])
-            part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
+            # Every rank reads the whole tensor, and copies its shard of it.
+            part = tuple(
+                slice(start, start + size) for start, size in zip(offset, block.shape, strict=True)
+            )
             block.copy_(origin.directory.tensor(name)[part])
     t.weights.changed()
     changes = changes_to(origin.model, t.cfg.model, is_of_model)
-    named = {f"model.{key}": pair for key, pair in changes.items()}
-    differs = changes_text(named, "the weights") or None
+    model_changes = {f"model.{key}": pair for key, pair in changes.items()}
     state = read_state(path) if origin.run else {}
-    step, corpus = state.get("step"), origin.facts.get("corpus")
     tokens = None
-    if loop := state.get("loop"):
-        before = (origin.facts.get("previous") or {}).get("tokens", 0)
-        tokens = before + tokens_of(loop)
+    loop = state.get("loop")
+    if loop:
+        earlier_stages = origin.facts.get("previous") or {}
+        tokens = earlier_stages.get("tokens", 0) + tokens_of(loop)
     return {
-        "path": str(path), "step": step, "tokens": tokens, "differs": differs, "corpus": corpus,
+        "path": str(path),
+        "step": state.get("step"),
+        "tokens": tokens,
+        "differs": changes_text(model_changes, "the weights") or None,
+        "corpus": origin.facts.get("corpus"),
         "bos_token": " ".join(origin.text_prefix) or None,
-    }  # fmt: skip
+    }

@@ -69,8 +69,11 @@ class LoopState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        visible_keys = asdict(self.visible_keys)
-        return {**vars(self), "spikes": self.spikes.state_dict(), "visible_keys": visible_keys}
+        return {
+            **vars(self),
+            "spikes": self.spikes.state_dict(),
+            "visible_keys": asdict(self.visible_keys),
+        }
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "LoopState":
@@ -85,8 +88,11 @@ class LoopState:
             "tokens": tokens_of(values),
             "training_flops": values.get("training_flops"),
         }
-        names = [entry.name for entry in fields(cls) if entry.name not in converted]
-        return cls(**{name: values[name] for name in names}, **converted)
+        unconverted = {}
+        for entry in fields(cls):
+            if entry.name not in converted:
+                unconverted[entry.name] = values[entry.name]
+        return cls(**unconverted, **converted)
 
 
 def samples_of(cfg: TrainConfig, data: Prepared, stage: int = 0) -> Samples:
@@ -147,14 +153,18 @@ def continuation(
     Return (None, None) if the run must begin at step 0. Raises ConfigError if the step of the
     checkpoint exceeds `cfg.steps`, and CheckpointError if checkpoints are missing or damaged.
     """
-    run, saved_resume = directory.path, None
+    run = directory.path
+    saved_resume = None
     if directory.config_file.is_file():
         saved_resume = load_run_config(run).resume
     checkpoint = resume_checkpoint(cfg, directory.checkpoints, saved_resume)
     if checkpoint is None:
-        if lost := read_record(run / SAVED) or read_summary(run):
+        # An empty checkpoints/ may be a disk that is not mounted.
+        record = read_record(run / SAVED) or read_summary(run)
+        if record:
+            step = record.get("step", record.get("steps"))
             raise CheckpointError(
-                f"{run} saved a checkpoint at step {lost.get('step', lost.get('steps'))}, but "
+                f"{run} saved a checkpoint at step {step}, but "
                 f"{run / 'checkpoints'} contains no checkpoint; mount the missing disk, or set "
                 "resume= to another checkpoint; to start again, choose another run.name or "
                 f"delete {run}"
@@ -166,8 +176,9 @@ def continuation(
         raise CheckpointError(
             f"{checkpoint} contains only parameters; to start from these parameters, set {weights}"
         )
-    if (made := step_of(checkpoint)) > cfg.steps:
-        raise ConfigError(f"steps={cfg.steps} must be at least {made}, the step of {checkpoint}")
+    step = step_of(checkpoint)
+    if step > cfg.steps:
+        raise ConfigError(f"steps={cfg.steps} must be at least {step}, the step of {checkpoint}")
     return checkpoint, saved
 
 
@@ -197,15 +208,16 @@ def resume_checkpoint(
             check_newest(cfg.resume, path, step, newest)
         return newest
     if not path.exists():
-        near = similar_path(path, os.path.isdir)
-        raise CheckpointError(
-            f"resume={cfg.resume} does not exist"
-            + (near or "; choose auto, never, weights:PATH, stage:PATH or the path of a checkpoint")
-        )
+        advice = similar_path(path, os.path.isdir)
+        if not advice:
+            advice = "; choose auto, never, weights:PATH, stage:PATH or the path of a checkpoint"
+        raise CheckpointError(f"resume={cfg.resume} does not exist{advice}")
     if step:
         return find_checkpoint(path.parent if list_checkpoints(path) else path, step)
-    if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
-        return newest_good(inside)
+    # PATH is a run, a directory of checkpoints or a checkpoint.
+    other_checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if other_checkpoints:
+        return newest_good(other_checkpoints)
     check_checkpoint(path)
     return path
 
@@ -219,7 +231,8 @@ def check_newest(resume: str, path: Path, step: int, newest: Path) -> None:
         step: step in `resume`; 0 if none.
         newest: newest undamaged checkpoint of this run.
     """
-    chosen, directory = path.resolve(), newest.parent.resolve()
+    chosen = path.resolve()
+    directory = newest.parent.resolve()
     steps = {saved.resolve(): step_of(saved) for saved in list_checkpoints(directory)}
     if chosen in steps and not step:
         step = steps[chosen]
@@ -262,22 +275,29 @@ def continued(
     """
     try:
         state = LoopState.of(saved["loop"])
-        before = {key: state.order.get(key) for key in order}
-        if any(before.get(key) != order.get(key) for key in ("corpus", "tokenizer")):
-            before["tokens"] = order.get("tokens")  # A new corpus always has new tokens.
+        former_order = {key: state.order.get(key) for key in order}
+        for key in ("corpus", "tokenizer"):
+            if former_order.get(key) != order.get(key):
+                # Report only the cause: a new corpus always has new tokens.
+                former_order["tokens"] = order.get("tokens")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a valid checkpoint: state.json has missing or invalid entries "
             f"({error}); resume another checkpoint"
         ) from error
-    changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
-    if refused := [key for key in changes if not is_within(key, allowed)]:
+    changes = {}
+    for key, value in order.items():
+        if former_order[key] != value:
+            changes[key] = (former_order[key], value)
+    refused = [key for key in changes if not is_within(key, allowed)]
+    if refused:
+        explanation = rule if "corpus" in refused else ""
         raise CheckpointError(
-            f"{path} was saved with a different data order ({changes_text(changes)})"
-            f"{rule if 'corpus' in refused else ''}; "
+            f"{path} was saved with a different data order ({changes_text(changes)}){explanation}; "
             "to resume with the new order, set "
             f"run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
+    # The loader counts samples, so its position stays valid with another batch size.
     if changes.keys() - {"global_batch_size"}:
         state.data = {}
     state.order = order

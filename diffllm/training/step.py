@@ -133,52 +133,70 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         step: number of optimizer steps before this step; decides the learning rate.
         due: actions that are due at this step, such as statistics.
     """
-    cfg, mesh, counts = t.cfg, t.meshes.dense, None
+    cfg = t.cfg
+    mesh = t.meshes.dense
+    counts = None
     if t.ignores_targets:
-        own = list(islice(batches, t.micro_batches))
-        batches = iter(own)
-        counts = global_counts(t, [targets for _, targets in own])
-    done = forward_backward(t, batches, due, probe(t, step, due), counts)
-    dist.all_reduce(done.losses)
-    over: Tensor | int = t.tokens
+        # Each gradient is divided by the counts of the global batch, so count before the first
+        # forward pass.
+        step_batches = list(islice(batches, t.micro_batches))
+        batches = iter(step_batches)
+        counts = global_counts(t, [targets for _, targets in step_batches])
+    sums = forward_backward(t, batches, due, probe(t, step, due), counts)
+    dist.all_reduce(sums.losses)
+    divisors: Tensor | int = t.tokens
     if counts is not None:
-        over = torch.stack(
-            [counts.targets if name in OVER_TARGETS else counts.tokens for name in done.names]
+        divisors = torch.stack(
+            [counts.targets if name in OVER_TARGETS else counts.tokens for name in sums.names]
         )
-    means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
+    means = dict(zip(sums.names, (sums.losses / divisors).unbind(), strict=True))
     grad_norms = finish_gradients(t.params, mesh)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
     # Norms of replicas may differ by rounding, but all ranks must decide alike.
     if mesh.size(0) > 1:
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
-    before = copies(t.params) if due.update else None
+    former_params = copies(t.params) if due.update else None
     lr = learning_rate(cfg.optim, step, cfg.steps)
+    # `skipped` stays on the device: a conditional update would make the host wait.
     update(t.optimizer, lr, cfg.optim.clip_norm, grad_norms.total, skipped)
     t.weights.changed()
     t.optimizer.zero_grad(set_to_none=True)
-    stats = reduce_stats(done.stats, t.micro_batches)
+    stats = reduce_stats(sums.stats, t.micro_batches)
     if counts is not None and "router_entropy" in stats:
         # The entropy of padding is 0, but the mean is over all positions.
         stats["router_entropy"] = stats["router_entropy"] * (t.tokens / counts.tokens)
-    if done.routed is not None:
-        dist.all_reduce(done.routed)
-        t.model.rebalance(done.routed, skipped)
+    if sums.routed is not None:
+        dist.all_reduce(sums.routed)
+        t.model.rebalance(sums.routed, skipped)
         if due.statistics:
-            stats |= {**expert_load(done.routed), "router_bias_range": t.model.router_bias_range()}
-    update_norm = None if before is None else change_norm(t.params, before, mesh)
-    share = None if counts is None else counts.targets / t.tokens
+            stats |= expert_load(sums.routed)
+            stats["router_bias_range"] = t.model.router_bias_range()
+    update_norm = None
+    if former_params is not None:
+        update_norm = change_norm(t.params, former_params, mesh)
+    target_share = None if counts is None else counts.targets / t.tokens
     weights = {
         "train/z_loss": cfg.model.z_loss,
         "train/balance_loss": cfg.model.moe.balance_loss,
         "train/router_z_loss": cfg.model.moe.router_z_loss,
     }
-    losses = {name: w * means[name] for name, w in weights.items() if w and name in means}
+    losses = {}
+    for name, weight in weights.items():
+        if weight and name in means:
+            losses[name] = weight * means[name]
     return StepResult(
-        means["nll"], losses, skipped, grad_norms, update_norm, stats, share, done.visible_keys
+        nll=means["nll"],
+        losses=losses,
+        skipped=skipped,
+        grad_norms=grad_norms,
+        update_norm=update_norm,
+        stats=stats,
+        target_share=target_share,
+        visible_keys=sums.visible_keys,
     )
 
 
-class Passed(NamedTuple):
+class BatchSums(NamedTuple):
     """Sums over the micro-batches of this rank in one step."""
 
     names: tuple[str, ...]
@@ -212,7 +230,7 @@ def global_counts(t: Training, targets: list[Tensor]) -> Counts:
 
 def forward_backward(
     t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counts: Counts | None
-) -> Passed:
+) -> BatchSums:
     """Run forward and backward passes of this rank's micro-batches; accumulate the gradients.
 
     Args:
@@ -229,28 +247,37 @@ def forward_backward(
         batch = next(batches)
         documents = t.documents(batch[0]) if t.documents else None
         if documents is not None:  # Count on the CPU: reading the device would make the host wait.
-            seen = documents.visible_keys()
+            visible_keys = documents.visible_keys()
             # One rank of each group counts the keys of its sequences.
-            first = t.slices is None or t.slices.rank == 0
-            keys.append(seen if first else torch.zeros_like(seen))
+            is_counting = t.slices is None or t.slices.rank == 0
+            keys.append(visible_keys if is_counting else torch.zeros_like(visible_keys))
             documents = documents.to(t.device)
         # Cut on the device: a slice of pinned memory is not contiguous, so its copy would block.
         inputs, targets = (sliced(part.to(t.device, non_blocking=True), t.slices) for part in batch)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(
-            inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe,
+            inputs,
+            targets,
+            diagnose=due.diagnose,
+            documents=documents,
+            probe=probe,
             slices=t.slices,
-        )  # fmt: skip
+        )
         scaled(t, out, counts).backward()
         parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
         if out.routed:
             parts["train/balance_loss"] = out.routed.balance
             parts["train/router_z_loss"] = out.routed.z
+            routed = routed + out.routed.counts
         losses = losses + torch.stack(list(parts.values())).detach()
-        routed = routed + out.routed.counts if out.routed else routed
         stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
-    keys_seen = torch.stack(keys).sum() if keys else None
-    return Passed(tuple(parts), losses, routed if out.routed else None, stats, keys_seen)
+    return BatchSums(
+        names=tuple(parts),
+        losses=losses,
+        routed=routed if out.routed else None,
+        stats=stats,
+        visible_keys=torch.stack(keys).sum() if keys else None,
+    )
 
 
 def probe(t: Training, step: int, due: Due) -> Tensor | None:
@@ -258,6 +285,7 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
     Return None if no measurement is due.
     """
+    # One compiled graph measures everything, also if only the other statistics are due.
     if not (due.probes or (due.diagnose and t.compiled)):
         return None
     positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
@@ -279,5 +307,6 @@ def scaled(t: Training, out: TrainOutput, counts: Counts | None) -> Tensor:
     if out.routed:
         moe = t.cfg.model.moe
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
+        # `out.objective` contains the router losses, which are means over tokens.
         objective = objective + routing * (ranks / counts.tokens - over_targets)
     return objective

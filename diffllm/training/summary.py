@@ -18,7 +18,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.data.heldout import heldout_tokens
 from diffllm.data.mixture import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
-from diffllm.data.shards import SPLITS, thin_heldout
+from diffllm.data.shards import thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
@@ -37,63 +37,79 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     `step` is the step of the checkpoint to resume from, or 0 if the run is not resumed. `facts` is
     the content of run.json, and `path` is the run directory.
     """
-    choices, manifest = cfg.resolved.choices, data.manifest
-    train, heldout = (manifest.splits[split] for split in SPLITS)
+    choices = cfg.resolved.choices
+    manifest = data.manifest
+    train = manifest.splits["train"]
+    heldout = manifest.splits["heldout"]
     millions = facts["parameters"] / 1e6
     device = facts["device"]
     if device == "CPU":
         threads = torch.get_num_threads()
         device = "CPU with 1 thread" if threads == 1 else f"CPU with {threads} threads"
-    files = f" ({manifest.source})" * (choices["data"] == "files")
-    predicted = f", {train.share_predicted:.0%} of them targets" * train.masked
-    lines = [
-        *([f"{path} resumes from step {step}"] if step else []),
+    lines = []
+    if step:
+        lines.append(f"{path} resumes from step {step}")
+    lines.append(
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
-        f"{facts['ranks']} x {device}, {facts['compute_dtype']}",
-    ]
+        f"{facts['ranks']} x {device}, {facts['compute_dtype']}"
+    )
     if cfg.resolved.defaults:
         lines.append(f"defaults: {cfg.resolved.defaults}")
     if cfg.resolved.matched:
         lines.append(f"matched: {cfg.resolved.matched.text()}")
-    if weights := facts.get("weights") or facts.get("previous"):
-        of_step = "" if weights["step"] is None else f", step {weights['step']:,}"
-        differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
-        unknown = "" if weights["corpus"] else ", trained on an unknown corpus"
-        source = f"{weights['path']}{of_step}{unknown}{differs}"
-        if "previous" in facts:
-            lines.append(f"next stage of {source}; the schedule and data start from the beginning")
-        else:
-            lines.append(f"weights of {source}; optimizer and data start from the beginning")
-        if weights["bos_token"]:
-            lines.append(
-                f"the tokenizer of these weights puts the BOS {weights['bos_token']!r} before each "
-                "text; the training data contains no BOS"
-            )
+    lines += origin_lines(facts)
+    source = f" ({manifest.source})" if choices["data"] == "files" else ""
+    share = f", {train.share_predicted:.0%} of them targets" if train.masked else ""
+    cut = ", cut from one text" if manifest.cut else ""
     lines.append(
-        f"{choices['data']}{files}: {train.tokens:,} training tokens{predicted}, "
-        f"{heldout.tokens:,} held out{', cut from one text' * manifest.cut}; "
+        f"{choices['data']}{source}: {train.tokens:,} training tokens{share}, "
+        f"{heldout.tokens:,} held out{cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}"
     )
     if cfg.data.tokenizer:
         lines.append(eos_text(facts["eos_token"], manifest.eos_id, facts["eos_guessed"]))
     lines += export_notes(cfg, tokenizer_in(data.directory))
-    if thin := thin_heldout(heldout.documents, heldout.tokens):
-        lines.append(thin)
+    thin_note = thin_heldout(heldout.documents, heldout.tokens)
+    if thin_note:
+        lines.append(thin_note)
     if manifest.note:
         lines.append(f"corpus: {manifest.note}")
     lines += sources_text(cfg, data)
-    if counts := packing_counts(data, cfg.data, cfg.seq_len):
+    counts = packing_counts(data, cfg.data, cfg.seq_len)
+    if counts:
         lines.append(f"packing: {counts.text()}")
     # A sweep prints one command that uploads all of its runs.
     if not (in_sweep() and resolve_mode(cfg.wandb) == "offline"):
         lines.append(f"wandb: {wandb_text(cfg, path, facts['wandb_id'])}")
     lines.append("chosen for this device:")
-    lines += [
-        f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})"
-        for name, setting in facts["choices"].items()
-    ]
+    for name, setting in facts["choices"].items():
+        lines.append(f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})")
     return "\n".join(lines)
+
+
+def origin_lines(facts: dict[str, Any]) -> list[str]:
+    """Describe the weights or the previous stage from which a run starts; [] for a new model."""
+    origin = facts.get("weights") or facts.get("previous")
+    if not origin:
+        return []
+    source = origin["path"]
+    if origin["step"] is not None:
+        source += f", step {origin['step']:,}"
+    if not origin["corpus"]:
+        source += ", trained on an unknown corpus"
+    if origin["differs"]:
+        source += f"; differs: {origin['differs']}"
+    if "previous" in facts:
+        lines = [f"next stage of {source}; the schedule and data start from the beginning"]
+    else:
+        lines = [f"weights of {source}; optimizer and data start from the beginning"]
+    if origin["bos_token"]:
+        lines.append(
+            f"the tokenizer of these weights puts the BOS {origin['bos_token']!r} before each "
+            "text; the training data contains no BOS"
+        )
+    return lines
 
 
 def export_notes(cfg: TrainConfig, tokenizer: Path) -> list[str]:
@@ -103,7 +119,8 @@ def export_notes(cfg: TrainConfig, tokenizer: Path) -> list[str]:
         layout_of(cfg.model, own=False)
     except ConfigError as error:
         notes.append(f"diffllm export will refuse this run: {error}")
-    if obstacle := export_obstacle(tokenizer):
+    obstacle = export_obstacle(tokenizer)
+    if obstacle:
         notes.append(f"diffllm export will refuse the tokenizer of this run, because {obstacle}")
     return notes
 
@@ -112,19 +129,24 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
     sequences = sequences_of_epoch(data, cfg.data, cfg.seq_len)
     epochs = cfg.steps * cfg.global_batch_size / sequences
     number = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-    return f"{number} epoch{'s' * (number != '1')}"
+    return "1 epoch" if number == "1" else f"{number} epochs"
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     """Return one line per source of a data mixture: share of training tokens, epochs and size."""
-    total = cfg.steps * cfg.global_batch_size
-    read = samples_of(cfg, data).consumed(total) if data.sources else {}
-    return [
-        f"  {name:<16}{read[f'data/tokens/{name}'] / (total * cfg.seq_len):.1%} of the run, "
-        f"{read[f'data/epochs/{name}']:.2g} epochs of "
-        f"{source.manifest.splits['train'].tokens:,} tokens"
-        for name, source in data.sources.items()
-    ]
+    if not data.sources:
+        return []
+    sequences = cfg.steps * cfg.global_batch_size
+    consumed = samples_of(cfg, data).consumed(sequences)
+    lines = []
+    for name, source in data.sources.items():
+        share = consumed[f"data/tokens/{name}"] / (sequences * cfg.seq_len)
+        epochs = consumed[f"data/epochs/{name}"]
+        tokens = source.manifest.splits["train"].tokens
+        lines.append(
+            f"  {name:<16}{share:.1%} of the run, {epochs:.2g} epochs of {tokens:,} tokens"
+        )
+    return lines
 
 
 def wandb_text(cfg: TrainConfig, path: Path, run_id: str) -> str:
@@ -133,18 +155,18 @@ def wandb_text(cfg: TrainConfig, path: Path, run_id: str) -> str:
         return "off"
     if mode == "offline":
         return f"offline; `{sync_command(wandb_parent(path), run_id)}` uploads it"
-    used = with_variables(cfg.wandb)
-    project = "/".join(filter(None, (used.entity, used.project)))
+    wandb_config = with_variables(cfg.wandb)
+    project = "/".join(filter(None, (wandb_config.entity, wandb_config.project)))
     return f"online, project {project}, a copy in {wandb_parent(path) / 'wandb'}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
     """Return properties of a run that are not in the config, such as the device, for run.json."""
-    params = sum(p.numel() for p in t.params.values())
-    heldout, eos_id = data.split("heldout"), data.manifest.eos_id
+    heldout = data.split("heldout")
+    eos_id = data.manifest.eos_id
     packing = packing_counts(data, cfg.data, cfg.seq_len)
     return {
-        "parameters": params,
+        "parameters": sum(p.numel() for p in t.params.values()),
         "active_parameters": t.model.active_parameters(),
         "flops_per_token": t.model.flops_per_token(),  # Without document masks.
         "flops_per_visible_key": t.model.flops_per_visible_key(),
@@ -179,27 +201,26 @@ def summarise(
 
     `losses` are the losses of held-out documents; None if the run diverged.
     """
-    cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
+    cfg = t.cfg
+    train_loss = state.spikes.recent_loss(20)
     visible_keys = state.visible_keys.mean if t.documents else None
     packing = packing_counts(data, cfg.data, cfg.seq_len)
     bits = samples_of(cfg, data, state.stage).bits_per_nat(state.tokens // cfg.seq_len)
-    measured = {"": losses}
-    measured |= {f"/{name}": losses and losses.of_source(i) for i, name in enumerate(data.sources)}
-    if losses:
-        measured = {end: own for end, own in measured.items() if own}
     diverged = losses is None or not math.isfinite(losses.loss)
-    found = {
+    reason = trained.diverged
+    if diverged and not reason:
+        reason = "no finite held-out loss"
+    values = {
         "variant": cfg.resolved.choices["attention"],
         "state": "diverged" if diverged else "finished",
-        "reason": trained.diverged or ("no finite held-out loss" if diverged else None),
+        "reason": reason,
         "diverged": diverged,
         "stopped": trained.diverged,
         "steps": state.step,
         "tokens": state.tokens,
         "train_loss": train_loss,
         "train_bits_per_byte": None if bits is None else bits * train_loss,
-        **{f"heldout_loss{end}": of and of.loss for end, of in measured.items()},
-        **{f"heldout_bits_per_byte{end}": of and of.bits_per_byte for end, of in measured.items()},
+        **heldout_values(losses, list(data.sources)),
         "heldout_tokens": int(losses.tokens.sum()) if losses else 0,
         "heldout_documents": len(losses.tokens) if losses else 0,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
@@ -211,10 +232,29 @@ def summarise(
         "matched": cfg.resolved.matched.numbers() if cfg.resolved.matched else None,
         **state.spikes.metrics(),
     }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in found.items()
-    }
+    # JSON has no NaN and no infinity.
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[name] = None
+    return values
+
+
+def heldout_values(losses: DocumentLosses | None, sources: list[str]) -> dict[str, float | None]:
+    """Return held-out losses and bits per byte by metric name, in total and per data source.
+
+    A source without held-out documents is omitted. If `losses` is None, all values are None.
+    """
+    losses_by_suffix: dict[str, DocumentLosses | None] = {"": losses}
+    for i, name in enumerate(sources):
+        losses_of_source = losses.of_source(i) if losses else None
+        if losses_of_source or not losses:
+            losses_by_suffix[f"/{name}"] = losses_of_source
+    values = {}
+    for suffix, part in losses_by_suffix.items():
+        values[f"heldout_loss{suffix}"] = part.loss if part else None
+    for suffix, part in losses_by_suffix.items():
+        values[f"heldout_bits_per_byte{suffix}"] = part.bits_per_byte if part else None
+    return values
 
 
 def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: str) -> str:
@@ -222,48 +262,56 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
 
     `report` is the path of the report, or the reason why the report is missing.
     """
-    train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
-    steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
-    speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]
-    sources = [name for name in summary if name.startswith("heldout_loss/")]
-    again = f'{shlex.join(["diffllm", "generate", f"run={path}"])} prompt="..."'
-    again += f" plugins=[{','.join(cfg.plugins)}]" if cfg.plugins else ""
+    speed = "no steps were left to train"
+    if summary["tokens_per_s"]:
+        speed = f"{summary['tokens_per_s']:,.0f} tokens per second, median of logged steps"
+    skipped = summary["spikes/skipped_total"]
+    generate = f'{shlex.join(["diffllm", "generate", f"run={path}"])} prompt="..."'
+    if cfg.plugins:
+        generate += f" plugins=[{','.join(cfg.plugins)}]"
     rows = {
-        "train loss": "not finite at any step"
-        if train is None
-        else f"{train:.3f} nats per token, mean of {steps}{bits_text(bits, '; {}')}",
+        "train loss": train_loss_text(summary),
         "held-out loss": heldout_words(summary),
-        "  of sources": ", ".join(
-            f"{name.partition('/')[2]} {summary[name]:.3f}"
-            f"{bits_text(summary[name.replace('loss', 'bits_per_byte', 1)], ' ({})')}"
-            for name in sources
-            if summary[name] is not None
-        ),
+        "  of sources": source_losses_text(summary),
         "tokens": f"{summary['tokens']:,} in {duration(summary['seconds'])}",
-        "speed": f"{speed:,.0f} tokens per second, median of logged steps"
-        if speed
-        else "no steps were left to train",
+        "speed": speed,
         "visible keys": keys_text(summary["visible_keys"], cfg.seq_len),
         "spikes": spike_text(summary),
         "skipped": f"{skipped:.0f} updates" if skipped else "",
         "matched": cfg.resolved.matched.text() if cfg.resolved.matched else "",
         "run": f"{path}/: metrics.jsonl, checkpoints/, config.yaml",
         "report": report,
-        "sample again": again,
+        "sample again": generate,
     }
-    table = "\n".join(f"{name:<14}{what}" for name, what in rows.items() if what)
-    return f"\n{sample_label(cfg.data.sample_prompt)}\n{summary['sample']}\n\n{table}"
-
-
-def sample_label(prompt: str | None) -> str:
-    """Return the line above the generated text, which begins with `prompt`."""
+    table = "\n".join(f"{name:<14}{text}" for name, text in rows.items() if text)
+    prompt = cfg.data.sample_prompt
     start = "the beginning of the held-out text" if prompt is None else json.dumps(prompt)
-    return f"sample after {start}:"
+    return f"\nsample after {start}:\n{summary['sample']}\n\n{table}"
+
+
+def train_loss_text(summary: dict[str, Any]) -> str:
+    loss = summary["train_loss"]
+    if loss is None:
+        return "not finite at any step"
+    steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
+    bits = bits_text(summary.get("train_bits_per_byte"), "; {}")
+    return f"{loss:.3f} nats per token, mean of {steps}{bits}"
+
+
+def source_losses_text(summary: dict[str, Any]) -> str:
+    texts = []
+    for name, loss in summary.items():
+        if name.startswith("heldout_loss/") and loss is not None:
+            bits = bits_text(summary[name.replace("loss", "bits_per_byte", 1)], " ({})")
+            texts.append(f"{name.partition('/')[2]} {loss:.3f}{bits}")
+    return ", ".join(texts)
 
 
 def keys_text(keys: float | None, seq_len: int) -> str:
-    whole = (seq_len + 1) / 2
-    return "" if keys is None else f"{keys:,.4g} per query, {whole:,.10g} in whole sequences"
+    if keys is None:
+        return ""
+    without_masks = (seq_len + 1) / 2
+    return f"{keys:,.4g} per query, {without_masks:,.10g} in whole sequences"
 
 
 def heldout_words(summary: dict[str, Any]) -> str:
@@ -272,11 +320,12 @@ def heldout_words(summary: dict[str, Any]) -> str:
     loss, entropy = summary["heldout_loss"], summary["heldout_unigram_entropy"]
     if loss is None or not math.isfinite(loss):
         return "not finite: the run diverged"
-    documents = summary["heldout_documents"]
+    count = summary["heldout_documents"]
+    documents = "1 document" if count == 1 else f"{count:,} documents"
     return (
         f"{loss:.3f}, {frequency_text(loss, entropy)} ({entropy:.3f}); "
         f"{bits_text(summary['heldout_bits_per_byte'], '{}; ')}"
-        f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
+        f"{summary['heldout_tokens']:,} tokens, {documents}"
     )
 
 

@@ -38,7 +38,7 @@ def test_auto_precision_is_bf16_only_on_bf16_hardware(device, fast, monkeypatch)
 
 
 def test_torch_compile_is_enabled_by_default_only_on_gpu():
-    assert chosen_compile(None, GPU, kept=False).value is True
+    assert chosen_compile(None, GPU, was_compiled=False).value is True
     assert chosen_compile(None, CPU).value is False
     assert chosen_compile(True, CPU) == (True, "asked for")
     assert chosen_compile(False, GPU) == (False, "asked for")

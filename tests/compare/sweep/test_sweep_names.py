@@ -17,14 +17,14 @@ from diffllm.compare.sweep.plan import (
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
-from diffllm.training.directory import NAME
+from diffllm.training.directory import RUN_NAME
 
 
 def names(*words: str) -> list[str]:
     overrides, _ = split_overrides(["model=tiny", *words])
     keys = keys_of_sweep(overrides)
     run_names = [name_run(load_config(job), keys) for job in combinations(overrides)]
-    assert all(NAME.fullmatch(name) for name in run_names)
+    assert all(RUN_NAME.fullmatch(name) for name in run_names)
     return run_names
 
 
