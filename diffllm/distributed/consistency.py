@@ -20,51 +20,61 @@ MIXER = 0x9E3779B97F4A7C15 - 2**64
 products use all 64 bits."""
 
 
-def check_same(world: World, what: str, values: Mapping[str, object]) -> None:
+def check_same(world: World, label: str, values: Mapping[str, object]) -> None:
     """Check that the dict `values` is equal on all ranks; no process group is needed.
 
     If a value differs, raise LaunchError on rank 0 and AgreedError on the other ranks. Every rank
-    must call this function. `what` describes `values` in the error message, for example "config".
-    Each call needs a different `what`.
+    must call this function. `label` describes `values` in the error message, for example "config".
+    Each call needs a different `label`.
     """
-    key = f"same/{what}"
-    mine = {name: str(value) for name, value in values.items()}
-    world.store.set(f"{key}/{world.rank}", json.dumps(mine))
+    key = f"same/{label}"
+    texts = {name: str(value) for name, value in values.items()}
+    world.store.set(f"{key}/{world.rank}", json.dumps(texts))
 
-    def judge() -> None:
+    def compare() -> None:
         keys = [f"{key}/{rank}" for rank in range(world.size)]
         world.wait(keys)
-        of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
-        if different := differences_of(of_ranks):
+        values_by_rank = [json.loads(text) for text in world.store.multi_get(keys)]
+        differences = differences_between(values_by_rank)
+        if differences:
             raise LaunchError(
-                f"the ranks differ in their {what}: {listed(different)}; "
-                f"start all ranks with the same {what}"
+                f"the ranks differ in their {label}: {listed(differences)}; "
+                f"start all ranks with the same {label}"
             )
 
     if world.size > 1:
-        world.broadcast_from_rank0(f"{key}/judged", judge)
+        world.broadcast_from_rank0(f"{key}/judged", compare)
 
 
-def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
+def differences_between(values_by_rank: list[dict[str, str]]) -> list[str]:
     """Return one message for each key whose value is not the same on all ranks.
 
-    `of_ranks` contains one dict per rank. Each message begins with the value that the fewest ranks
-    have, for example "seed is 2 on rank 3, 1 on ranks 0, 1, 2".
+    `values_by_rank` contains one dict per rank. Each message begins with the value that the fewest
+    ranks have, for example "seed is 2 on rank 3, 1 on ranks 0, 1, 2".
     """
-    different = []
-    for name in sorted({name for values in of_ranks for name in values}):
-        ranks_of: dict[str | None, list[int]] = {}
-        for rank, values in enumerate(of_ranks):
-            ranks_of.setdefault(values.get(name), []).append(rank)
-        rare_first = sorted(ranks_of.items(), key=lambda item: len(item[1]), reverse=True)[::-1]
-        parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in rare_first]
-        different += [f"{name} is {', '.join(parts)}"] * (len(parts) > 1)
-    return different
+    names: set[str] = set()
+    for values in values_by_rank:
+        names.update(values)
+    differences = []
+    for name in sorted(names):
+        ranks_by_value: dict[str | None, list[int]] = {}
+        for rank, values in enumerate(values_by_rank):
+            ranks_by_value.setdefault(values.get(name), []).append(rank)
+        if len(ranks_by_value) == 1:
+            continue
+        # The reversed list has the value of rank 0 last if several values are equally rare.
+        common_first = sorted(ranks_by_value.items(), key=lambda item: len(item[1]), reverse=True)
+        parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in reversed(common_first)]
+        differences.append(f"{name} is {', '.join(parts)}")
+    return differences
 
 
 def ranks_text(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + f" and {len(ranks) - 4} more" * (len(ranks) > 4)
-    return f"rank{'s'[: len(ranks) > 1]} {shown}"
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    numbers = ", ".join(map(str, ranks[:4]))
+    if len(ranks) > 4:
+        numbers += f" and {len(ranks) - 4} more"
+    return f"{noun} {numbers}"
 
 
 def code_version() -> dict[str, str]:
@@ -89,22 +99,26 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     Args:
         replica_size: number of consecutive ranks that share one replica of the model.
     """
-    own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
+    # Ranks exchange hashes, not tensors: 8 bytes per tensor.
+    hashes = torch.stack([tensor_hash(local(tensor)) for tensor in tensors.values()])
     size = dist.get_world_size()
-    gathered = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(gathered, own)
-    rows = [row.tolist() for row in gathered]
-    different = []
+    gathered = [torch.empty_like(hashes) for _ in range(size)]
+    dist.all_gather(gathered, hashes)
+    hashes_by_rank = [row.tolist() for row in gathered]
+    differences = []
     for i, (name, tensor) in enumerate(tensors.items()):
+        # Ranks with the same index within their replica have the same shard of a DTensor.
         stride = replica_size if is_dtensor(tensor) else 1
         for first in range(stride):
             ranks = range(first, size, stride)
-            common, _ = Counter(rows[r][i] for r in ranks).most_common(1)[0]
-            if others := [r for r in ranks if rows[r][i] != common]:
-                different.append(f"{name} on {ranks_text(others)}")
-    if different:
+            counts = Counter(hashes_by_rank[rank][i] for rank in ranks)
+            [(common_hash, _)] = counts.most_common(1)
+            others = [rank for rank in ranks if hashes_by_rank[rank][i] != common_hash]
+            if others:
+                differences.append(f"{name} on {ranks_text(others)}")
+    if differences:
         raise AgreedError(
-            f"these tensors differ between replicas of the model: {listed(different)}; "
+            f"these tensors differ between replicas of the model: {listed(differences)}; "
             "to make the replicas equal, resume from the last checkpoint"
         )
 
@@ -118,6 +132,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     flat = tensor.detach().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # In chunks: the int64 products need several times the memory of the tensor.
     for start in range(0, len(flat), CHUNK):
         words = flat[start : start + CHUNK].view(torch.int32).long()
         first = start // 2 + 1

@@ -50,9 +50,10 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """
     n = mesh.size()
     send = even_parts(rows, n)
-    own = send[mesh.get_local_rank()]
-    received = torch.tensor([even_parts(own, len(counts) // n)] * n, device=counts.device)
-    return send, [own] * n, received
+    rows_from_rank = send[mesh.get_local_rank()]
+    rows_per_expert = even_parts(rows_from_rank, len(counts) // n)
+    received = torch.tensor([rows_per_expert] * n, device=counts.device)
+    return send, [rows_from_rank] * n, received
 
 
 def even_parts(total: int, n: int) -> list[int]:
@@ -75,12 +76,14 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     from torch.distributed.tensor import DTensor, Shard  # A slow import: half a second.
 
     for name, param in list(experts.named_parameters(recurse=False)):
-        own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
-        whole = DTensor.from_local(own.clone(), mesh, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(whole))
+        part = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
+        # Clone: a chunk is a view, which would keep the parameter with all experts.
+        divided = DTensor.from_local(part.clone(), mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(divided))
     compute = experts.forward
 
     def forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        # Every rank must reach the exchanges, also a rank without rows.
         send, receive, received = splits(counts, len(x), mesh)
         rows = all_to_all_single_autograd(x, receive, send, mesh)
         weights = all_to_all_single_autograd(weights, receive, send, mesh)
@@ -89,16 +92,18 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         expert = torch.repeat_interleave(expert, received.flatten(), output_size=sum(receive))
         order = expert.argsort(stable=True)
         back = order.argsort()
-        rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
+        rows = _Reorder.apply(rows, order, back)
+        weights = _Reorder.apply(weights, order, back)
         # `torch.func.functional_call` would run the hooks of `experts` a second time.
         params: dict[str, Any] = experts._parameters
-        whole = dict(params)
-        params.update({name: param.to_local() for name, param in whole.items()})
+        divided = dict(params)
+        params.update({name: param.to_local() for name, param in divided.items()})
         try:
             y = compute(rows, weights, received.sum(0))
         finally:
-            params.update(whole)
-        return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
+            params.update(divided)
+        y = _Reorder.apply(y, back, order)
+        return all_to_all_single_autograd(y, send, receive, mesh)
 
     # The host waits for row counts in `splits`, which a compiled graph cannot contain.
     experts.forward = torch.compiler.disable(forward)

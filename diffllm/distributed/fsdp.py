@@ -72,9 +72,11 @@ def parallelize(
         wrap_forward(layer, compile, recompute, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
     if meshes.experts:  # By default FSDP prefetches only up to the next exchange of row counts.
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            ahead = [getattr(layer.ffn, "experts", None), following]
-            layer.set_modules_to_forward_prefetch([m for m in ahead if m is not None])
+        for layer, next_layer in zip(layers, [*layers[1:], None], strict=True):
+            modules = [getattr(layer.ffn, "experts", None), next_layer]
+            layer.set_modules_to_forward_prefetch([m for m in modules if m is not None])
+    # The root last: FSDP2 leaves out the parameters that a layer has sharded. The backward pass
+    # begins with the root's parameters, so keep them gathered.
     shard_dense(model, reshard_after_forward=False)
 
 
@@ -89,12 +91,13 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     def placement(param: nn.Parameter) -> Shard | None:
         dim = shard_dim(local(param).shape, mesh[name].size())
         # DTensor computes wrong offsets if it shards an uneven part of a shard.
-        even = dim is not None or param.ndim != 3
-        assert even or not is_dtensor(param), "TrainConfig.check_world rules this out"
+        is_even = dim is not None or param.ndim != 3
+        assert is_even or not is_dtensor(param), "TrainConfig.check_world rules this out"
         return None if dim is None else Shard(dim)
 
-    both = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
-    return {"mesh": both, "shard_placement_fn": placement}
+    is_replicated = mesh["replicate"].size() > 1
+    used_mesh = mesh["replicate", name] if is_replicated else mesh[name]
+    return {"mesh": used_mesh, "shard_placement_fn": placement}
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int | None:
@@ -106,8 +109,10 @@ def shard_dim(shape: Sequence[int], ranks: int) -> int | None:
     """
     if len(shape) != 3:
         return None
-    even = [dim for dim, size in enumerate(shape) if size % ranks == 0]
-    return even[0] if even else None
+    for dim, size in enumerate(shape):
+        if size % ranks == 0:
+            return dim
+    return None
 
 
 def stored_values(
@@ -136,12 +141,14 @@ def stored_values(
             experts_of_rank = (len(param) // expert, *param.shape[1:])
             yield param, shard_size(experts_of_rank, shard, rank // expert % shard)
         else:
-            yield param, shard_size(param.shape, shard * expert, rank % (shard * expert))
+            ranks = shard * expert
+            yield param, shard_size(param.shape, ranks, rank % ranks)
 
 
 def shard_size(shape: Sequence[int], ranks: int, index: int) -> int:
     """Return the number of values in shard `index` of `ranks` shards of a parameter."""
     dim = shard_dim(shape, ranks) or 0
+    # As in `torch.chunk`: the last shards may have fewer rows, or none.
     rows = math.ceil(shape[dim] / ranks)
     rows_of_shard = min(rows, max(0, shape[dim] - index * rows))
     return rows_of_shard * math.prod(shape) // shape[dim]
@@ -173,11 +180,11 @@ def wrap_forward(
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
-    return {
-        getattr(module, name)
-        for module in model.modules()
-        for name in getattr(module, "fp32_parameters", ())
-    }
+    params = set()
+    for module in model.modules():
+        for name in getattr(module, "fp32_parameters", ()):
+            params.add(getattr(module, name))
+    return params
 
 
 LAST_UP_TO = 8 * 2**30
@@ -216,17 +223,19 @@ class OneRank(Weights):
         self.choices: dict[str, AutoSetting] = {}
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.origins: dict[Tensor, Tensor] = {}
-        stay = fp32_parameters(model)
+        fp32_only = fp32_parameters(model)
         for module in model.modules():
-            own = {
-                name: param
-                for name, param in module.named_parameters(recurse=False)
-                if param not in stay and param.dtype != dtype
-            }
-            for name, empty in empty_copies(own, getattr(module, "adjacent", ()), dtype).items():
+            origins: dict[str, nn.Parameter] = {}
+            for name, param in module.named_parameters(recurse=False):
+                if param not in fp32_only and param.dtype != dtype:
+                    origins[name] = param
+            adjacent = getattr(module, "adjacent", ())
+            for name, empty in empty_copies(origins, adjacent, dtype).items():
                 copy = nn.Parameter(empty)
-                copy.register_post_accumulate_grad_hook(partial(hand_over, own[name]))
-                self.origins[copy] = own[name]
+                # The gradient moves to the float32 parameter at once, so that micro-batches are
+                # added in float32 and only one gradient exists per parameter.
+                copy.register_post_accumulate_grad_hook(partial(hand_over, origins[name]))
+                self.origins[copy] = origins[name]
                 setattr(module, name, copy)
 
     def block(self, param: Tensor) -> LocalBlock:
@@ -248,14 +257,18 @@ def empty_copies(
         adjacent: names of three-dimensional parameters whose shapes may differ only in dimension 1.
             Their new tensors are slices of one tensor along dimension 1.
     """
-    apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
+    copies = {}
+    for name, param in params.items():
+        if name not in adjacent:
+            copies[name] = torch.empty_like(param, dtype=dtype)
     neighbours = [name for name in adjacent if name in params]
     if not neighbours:
-        return apart
+        return copies
     sizes = [params[name].shape[1] for name in neighbours]
     first = params[neighbours[0]]
     together = first.new_empty((len(first), sum(sizes), first.shape[2]), dtype=dtype)
-    return apart | dict(zip(neighbours, together.split(sizes, dim=1), strict=True))
+    slices = together.split(sizes, dim=1)
+    return copies | dict(zip(neighbours, slices, strict=True))
 
 
 def hand_over(param: Tensor, copy: Tensor) -> None:
@@ -295,15 +308,15 @@ class Sharded(Weights):
         self.model.reshard()
 
 
-def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
+def chosen_reduce(setting: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
     """Choose whether ranks sum gradients once per step or after each micro-batch.
 
-    The result also contains the reason. If the config value `asked` is not None, use it. Otherwise,
-    sum once per step if the float32 gradients of a rank have at most 8 GiB, and after each
-    micro-batch if they have more.
+    The result also contains the reason. If the config value `setting` is not None, use it.
+    Otherwise, sum once per step if the float32 gradients of a rank have at most 8 GiB, and after
+    each micro-batch if they have more.
     """
-    if asked is not None:
-        return AutoSetting(asked, ASKED)
+    if setting is not None:
+        return AutoSetting(setting, ASKED)
     # Each rank has gradients only for its share of the experts.
     size = 4 * sum(param.numel() // expert_ranks(param) for param in params)
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"

@@ -40,24 +40,37 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh) -> Norms:
     dimension "fsdp" shards the parameters. The host does not wait for the device. Every rank must
     call this.
     """
-    gathered = [p.grad for p in params.values() if p.grad is not None]
-    replicated = [grad for grad in gathered if not is_dtensor(grad)]
-    if replicated and dist.get_world_size() > 1:
-        packed = torch.cat([g.flatten() for g in replicated])
-        dist.all_reduce(packed)
-        packed /= dist.get_world_size()
-        parts = packed.split([g.numel() for g in replicated])
-        for grad, part in zip(replicated, parts, strict=True):
-            grad.copy_(part.view_as(grad))
-    trained = {name: p for name, p in params.items() if p.grad is not None}
-    grads = [local(p.grad) for p in trained.values() if p.grad is not None]
+    trained: dict[str, Tensor] = {}
+    grads: list[Tensor] = []
+    replicated: list[Tensor] = []
+    for name, param in params.items():
+        if param.grad is None:
+            continue
+        trained[name] = param
+        grads.append(local(param.grad))
+        if not is_dtensor(param.grad):
+            replicated.append(param.grad)
     if dist.get_world_size() > 1:
+        if replicated:
+            average(replicated)
         for param, grad in zip(trained.values(), grads, strict=True):
             # An expert's gradient already sums over the ranks that share the experts; FSDP averages
             # only over the remaining ranks.
-            if (ranks := expert_ranks(param)) > 1:
+            ranks = expert_ranks(param)
+            if ranks > 1:
                 grad.div_(ranks)
     return norms(trained, grads, mesh)
+
+
+def average(tensors: list[Tensor]) -> None:
+    """Replace each tensor by its mean over all ranks. Every rank must call this."""
+    # One collective for all: these tensors are small, and each collective has a latency.
+    packed = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(packed)
+    packed /= dist.get_world_size()
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
@@ -67,10 +80,19 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     The mesh dimension "fsdp" shards the parameters. The host does not wait for the device. Every
     rank must call this.
     """
-    named = dict(zip(params, tensors, strict=True))
-    sharded = [name for name, param in params.items() if is_dtensor(param)]
-    names = sharded + [name for name in params if name not in sharded]
-    squares = torch.stack(torch._foreach_norm([named[name] for name in names])).double().square()
+    tensor_by_name = dict(zip(params, tensors, strict=True))
+    sharded = []
+    replicated = []
+    for name, param in params.items():
+        if is_dtensor(param):
+            sharded.append(name)
+        else:
+            replicated.append(name)
+    # Sharded tensors first: one all-reduce of a slice sums their squares over the shards.
+    names = sharded + replicated
+    norms_of_rank = torch._foreach_norm([tensor_by_name[name] for name in names])
+    # float64: squares of float32 norms overflow above 1.8e19.
+    squares = torch.stack(norms_of_rank).double().square()
     shards = mesh.get_group("fsdp")
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(squares[: len(sharded)], group=shards)

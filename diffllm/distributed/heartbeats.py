@@ -5,7 +5,7 @@ from typing import NamedTuple
 from diffllm.distributed.world import Calls
 
 DEFAULT_GROUPS = ("gloo:0", "nccl:0")
-GONE = "killed, stopped or disconnected"
+LOST = "killed, stopped or disconnected"
 
 
 class Beat(NamedTuple):
@@ -20,7 +20,7 @@ class Beat(NamedTuple):
     calls: Calls
     stopping: bool
     """Whether the rank has received a stop signal."""
-    left: bool
+    has_left: bool
     """Whether the rank has finished or failed."""
     words: str
     """Error message of a failed rank, else ""."""
@@ -33,10 +33,15 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
     """
     if not beat.calls.pending:
         return []
-    group, number = beat.calls.group, beat.calls.number
+    group = beat.calls.group
+    number = beat.calls.number
     # Every rank belongs to the default group, but perhaps not to another group.
     unknown = 0 if group in DEFAULT_GROUPS else 10**18
-    return [r for r, b in dict(beats).items() if b.calls.newest.get(group, unknown) < number]
+    late_ranks = []
+    for rank, other in dict(beats).items():  # A copy: another thread adds heartbeats.
+        if other.calls.newest.get(group, unknown) < number:
+            late_ranks.append(rank)
+    return late_ranks
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
@@ -48,22 +53,30 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
         beats: last heartbeat of each rank.
         silent: ranks without a recent heartbeat.
     """
-    waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
-    culprits = (
-        {r: f"rank {r} failed at {b.place}: {b.words}" for r, b in beats.items() if b.words}
-        or {r: missing_text(r, beats.get(r)) for r in silent}
-        or {r: f"rank {r} is missing: it hangs at {beats[r].place}" for r in sorted(waited_for)}
-    )
-    waiting = [
-        f"rank {rank} waits at {beat.place} in {beat.calls.name}"
-        for rank, beat in sorted(beats.items())
-        if rank not in culprits and beat.calls.name and not beat.left
-    ]
-    return "; ".join([*culprits.values(), *waiting[:3]]) if culprits else ""
+    culprits: dict[int, str] = {}
+    for rank, beat in beats.items():
+        if beat.words:
+            culprits[rank] = f"rank {rank} failed at {beat.place}: {beat.words}"
+    # A failed rank explains why other ranks are silent, and a silent rank why others hang.
+    if not culprits:
+        culprits = {rank: missing_text(rank, beats.get(rank)) for rank in silent}
+    if not culprits:
+        late_ranks: set[int] = set()
+        for beat in beats.values():
+            late_ranks.update(not_called(beats, beat))
+        for rank in sorted(late_ranks):
+            culprits[rank] = f"rank {rank} is missing: it hangs at {beats[rank].place}"
+    if not culprits:
+        return ""
+    waiting = []
+    for rank, beat in sorted(beats.items()):
+        if rank not in culprits and beat.calls.name and not beat.has_left:
+            waiting.append(f"rank {rank} waits at {beat.place} in {beat.calls.name}")
+    return "; ".join([*culprits.values(), *waiting[:3]])
 
 
 def missing_text(rank: int, beat: Beat | None) -> str:
     if beat is None:
         return f"rank {rank} is missing: it never sent a heartbeat"
     last = f"its last heartbeat came from {beat.place}"
-    return f"rank {rank} is missing: {GONE}; {last}"
+    return f"rank {rank} is missing: {LOST}; {last}"

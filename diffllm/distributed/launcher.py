@@ -47,10 +47,12 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
                 f"{other}={env[other]} is set, but {one} is not; start with torchrun or srun, "
                 f"or unset {other} to train in one process"
             )
-    r, n = whole_number(env, rank, 0), whole_number(env, size, 1)
-    if r >= n:
-        raise LaunchError(f"{rank}={r} must be below {size}={n}")
-    return r, n, whole_number(env, local, 0) if local in env else 0
+    rank_number = whole_number(env, rank, 0)
+    world_size = whole_number(env, size, 1)
+    if rank_number >= world_size:
+        raise LaunchError(f"{rank}={rank_number} must be below {size}={world_size}")
+    local_rank = whole_number(env, local, 0) if local in env else 0
+    return rank_number, world_size, local_rank
 
 
 def ranks_on_first_node(env: Mapping[str, str] = os.environ) -> int:
@@ -58,7 +60,8 @@ def ranks_on_first_node(env: Mapping[str, str] = os.environ) -> int:
 
     Call this on rank 0. Return 1 if no variable contains the number.
     """
-    size, count = environment(env)[1], 1
+    _, size, _ = environment(env)
+    count = 1
     if "LOCAL_WORLD_SIZE" in env:
         count = whole_number(env, "LOCAL_WORLD_SIZE", 1)
     elif "RANK" not in env:
@@ -98,17 +101,20 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
     Raises LaunchError if the address is missing, or if the port is missing or invalid.
     """
-    address, port = env.get("MASTER_ADDR"), None
+    address = env.get("MASTER_ADDR")
+    port = None
     if "MASTER_PORT" in env:
         port = whole_number(env, "MASTER_PORT", 1)
         if port > 65535:
             raise LaunchError(f"MASTER_PORT={port} must be below 65536")
     if "RANK" not in env and "SLURM_STEP_NODELIST" in env:
         address = address or first_host(env["SLURM_STEP_NODELIST"])
-        job, step = (whole_number(env, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job = whole_number(env, "SLURM_JOB_ID", 0)
+        step = whole_number(env, "SLURM_STEP_ID", 0)
         port = port or FIRST_PORT + (16 * job + step) % PORTS
-    missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not v]
     if not address or not port:
+        values = {"MASTER_ADDR": address, "MASTER_PORT": port}
+        missing = [name for name, value in values.items() if not value]
         raise LaunchError(
             f"the address and port of rank 0 must be set; missing: {' and '.join(missing)}; start "
             "with torchrun, which sets these variables, or unset RANK and WORLD_SIZE to train in "
@@ -203,8 +209,8 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # Not Linux.
         flags = None
-    known = set(flags[1].split()) if flags else set()
-    return "AVX512,STRICT" if known >= AVX512 else OLDER_MODE
+    cpu_flags = set(flags[1].split()) if flags else set()
+    return "AVX512,STRICT" if cpu_flags >= AVX512 else OLDER_MODE
 
 
 @functools.cache

@@ -90,8 +90,8 @@ class ParallelConfig:
         """
         replicate, shard, expert = self.replicate, self.shard, self.expert
         fixed = prod(size for size in (replicate, shard, expert) if size != -1)
-        rest, over = divmod(world_size, fixed)
-        if over or (rest > 1 and -1 not in (replicate, shard)):
+        free, remainder = divmod(world_size, fixed)
+        if remainder or (free > 1 and -1 not in (replicate, shard)):
             experts = f" x parallel.expert={expert}" if expert != 1 else ""
             multiple = "a multiple of " if -1 in (replicate, shard) else ""
             start = "change the number of processes, or change these keys"
@@ -101,14 +101,17 @@ class ParallelConfig:
                 f"parallel.replicate={replicate} x parallel.shard={shard}{experts} needs "
                 f"{multiple}{fixed} processes, not {world_size}; {start}"
             )
-        found = rest if replicate == -1 else replicate, rest if shard == -1 else shard, expert
-        if found[1] * expert % self.context:
+        if replicate == -1:
+            replicate = free
+        if shard == -1:
+            shard = free
+        if shard * expert % self.context:
             raise ConfigError(
                 f"parallel.context={self.context} must divide the ranks of one copy of the "
-                f"parameters, parallel.shard x parallel.expert = {found[1] * expert}; change one "
+                f"parameters, parallel.shard x parallel.expert = {shard * expert}; change one "
                 "of these keys"
             )
-        return found
+        return replicate, shard, expert
 
 
 class Meshes(NamedTuple):
@@ -138,10 +141,13 @@ def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Mesh
     dense = init_device_mesh(
         device_type, (replicate, shard * expert), mesh_dim_names=("replicate", "fsdp")
     )
-    experts, names = None, ("replicate", "shard", "expert")
+    experts = None
     if expert > 1:
-        sizes = (replicate, shard, expert)
-        experts = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        experts = init_device_mesh(
+            device_type,
+            (replicate, shard, expert),
+            mesh_dim_names=("replicate", "shard", "expert"),
+        )
     return Meshes(dense, experts, context_mesh(cfg.context, device_type, world_size))
 
 
@@ -149,5 +155,7 @@ def context_mesh(context: int, device_type: str, world_size: int) -> DeviceMesh 
     """Create the process groups of `context` neighbouring ranks; return the mesh of this rank."""
     if context == 1:
         return None
-    sizes, names = (world_size // context, context), ("sequence", "context")
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)["context"]
+    mesh = init_device_mesh(
+        device_type, (world_size // context, context), mesh_dim_names=("sequence", "context")
+    )
+    return mesh["context"]

@@ -38,7 +38,7 @@ class StopRequest:
         self.cancelled = ""
         """Why `cancel` requested the stop of the run; "" if a signal did."""
         self.saved: Callable[[], str] = lambda: "no checkpoint is saved"
-        self.come = False
+        self.is_in_pipe = False
         self.previous: dict[int, Any] = {}
         # A Python handler runs only after the main thread returns from a collective; the wakeup
         # pipe gets a signal immediately. The pipe is never closed: a thread may still read.
@@ -51,11 +51,12 @@ class StopRequest:
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received, number
-        if again and number == signal.SIGINT:
+        is_repeated = bool(self.received)
+        self.received = number
+        if is_repeated and number == signal.SIGINT:
             report_signal(f"stopped immediately; {self.saved()}")
             raise KeyboardInterrupt
-        if not again and not self.deferred:
+        if not is_repeated and not self.deferred:
             raise StoppedEarly(signal.Signals(number))
         if number == signal.SIGINT:
             report_signal("stopping after this step; press Ctrl-C again to stop now")
@@ -70,9 +71,10 @@ class StopRequest:
             report_signal(f"stopping after this step: {reason}")
 
     def has_come(self) -> bool:
+        """Return whether a signal has come, also while the main thread waits in a collective."""
         with contextlib.suppress(BlockingIOError):
-            self.come |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
-        return self.come or self.received != 0
+            self.is_in_pipe |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
+        return self.is_in_pipe or self.received != 0
 
     def close(self) -> None:
         if self.previous:
@@ -120,12 +122,14 @@ class Agreement:
         """
         number = self.request.received
         if self.group is not None:
-            mine = torch.tensor([number, save, failed], dtype=torch.int32)
+            flags_of_rank = torch.tensor([number, save, failed], dtype=torch.int32)
             number, save, failed = 0, False, False
             if self.work is not None:
+                # This all-reduce began one step ago, so it has usually ended.
                 self.work.wait()
                 number, save, failed = self.flags.tolist()
-            self.flags.copy_(mine)
+            # Only now: the previous all-reduce has written to the same tensor.
+            self.flags.copy_(flags_of_rank)
             self.work = dist.all_reduce(
                 self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
@@ -139,17 +143,18 @@ class Agreement:
 T = TypeVar("T")
 
 
-def raise_together(error: DataError | None, more: str = "") -> None:
+def raise_together(error: DataError | None, suffix: str = "") -> None:
     """Raise AgreedByAll on every rank if `error` is not None on at least one rank.
 
-    The message of AgreedByAll is the error of one such rank, followed by `more`. Every rank must
+    The message of AgreedByAll is the error of one such rank, followed by `suffix`. Every rank must
     call this function.
     """
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))
     for rank, text in enumerate(texts):
         if text is not None:
-            raise AgreedByAll(f"rank {rank}: " * (len(texts) > 1) + text + more)
+            prefix = f"rank {rank}: " if len(texts) > 1 else ""
+            raise AgreedByAll(f"{prefix}{text}{suffix}")
 
 
 def read_together(read: Callable[[], T]) -> T:
@@ -157,10 +162,11 @@ def read_together(read: Callable[[], T]) -> T:
 
     Every rank must call this function.
     """
-    result, failed = None, None
+    result = None
+    failure = None
     try:
         result = read()
     except DataError as error:
-        failed = error
-    raise_together(failed)
+        failure = error
+    raise_together(failure)
     return result  # type: ignore[return-value]

@@ -28,7 +28,7 @@ from torch.distributed import DistError
 from diffllm.core.errors import AgreedError, UserError
 from diffllm.core.files import open_to_write
 from diffllm.core.printing import echo, to_stderr
-from diffllm.distributed.heartbeats import GONE, Beat, diagnosis, missing_text, not_called
+from diffllm.distributed.heartbeats import LOST, Beat, diagnosis, missing_text, not_called
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import Calls, World, recorded
 
@@ -57,7 +57,9 @@ class Watch:
     """
 
     def __init__(self, world: World, timeout: float, request: StopRequest):
-        self.rank, self.size, self.request = world.rank, world.size, request
+        self.rank = world.rank
+        self.size = world.size
+        self.request = request
         # Shorter than the timeout of collectives, whose error does not name a rank.
         self.limit = timeout - min(10.0, timeout / 5)
         self.traces: Path | None = None
@@ -66,20 +68,23 @@ class Watch:
         """Records a stall; called with the message, in a background thread of one rank."""
         self.send_alert: Callable[[str], None] = lambda message: None
         """Queues an alert about a stall; called on rank 0 with the message."""
-        self.words, self.verdict = "", ""
+        self.words = ""
+        self.verdict = ""
         self.patience = LEAVE_S
         self.stopped: signal.Signals | None = None
         self.error: BaseException | None = None
         self.reached("the start")
-        self.closed, self.ending = threading.Event(), threading.Lock()
+        self.closed = threading.Event()
+        self.ending = threading.Lock()
         self.beating = threading.Lock()
         self.watched: Iterable[int] = range(self.size) if self.rank == 0 else [0]
         if self.size == 1:
             threading.Thread(target=self._judge_itself, name="watch", daemon=True).start()
             return
-        own = world.store.clone()  # type: ignore[attr-defined]
-        self.world = replace(world, store=own)
-        self.store = dist.PrefixStore("watch", own)
+        # A separate connection: a call in the main thread may hold the connection of `world`.
+        store = world.store.clone()  # type: ignore[attr-defined]
+        self.world = replace(world, store=store)
+        self.store = dist.PrefixStore("watch", store)
         self.store_gone = False
         self.answered = time.monotonic()
         self.beats: dict[int, Beat] = {}
@@ -89,20 +94,22 @@ class Watch:
             threading.Thread(target=work, name="watch", daemon=True).start()
 
     def reached(self, place: str) -> None:
-        self.place, self.since = place, time.monotonic()
+        self.place = place
+        self.since = time.monotonic()
         self.waits: tuple[str, float] | None = None
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Within this context, report in heartbeats that this rank waits for `what`."""
-        self.waits = what, time.monotonic()
+    def waiting(self, event: str) -> Iterator[None]:
+        """Within this context, report in heartbeats that this rank waits for `event`."""
+        self.waits = event, time.monotonic()
         try:
             yield
         finally:
             self.waits = None
 
-    def where(self) -> str:
-        return f"{self.place}, waiting for {self.waits[0]}" if self.waits else self.place
+    def activity(self) -> str:
+        waits = self.waits  # Once: another thread may change the attribute.
+        return f"{self.place}, waiting for {waits[0]}" if waits else self.place
 
     def close(self) -> None:
         """Stop watching, and tell other ranks that this rank has finished or failed.
@@ -115,12 +122,16 @@ class Watch:
         self.closed.set()
         if self.size == 1:
             return
-        deadline = time.monotonic() + self.patience * (self.rank == 0 and not self.words)
+        deadline = time.monotonic()
+        if self.rank == 0 and not self.words:
+            deadline += self.patience
         with contextlib.suppress(DistError):
             self._beat(-1)
             while time.monotonic() < deadline:
                 self._listen()
-                if len(self.beats) == self.size and all(b.left for b in self.beats.values()):
+                if len(self.beats) == self.size and all(
+                    beat.has_left for beat in self.beats.values()
+                ):
                     break
                 time.sleep(BEAT_S / 20)
 
@@ -140,8 +151,9 @@ class Watch:
             self.close()
             return
         if not is_failed_collective(error):
-            self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
-            self.words += _shortened(error)
+            self.words = _shortened(error)
+            if not isinstance(error, UserError):
+                self.words = f"{type(error).__name__}: {self.words}"
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
             return
@@ -154,7 +166,8 @@ class Watch:
         calls = recorded()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
         self.watched = range(self.size)
-        deadline, message = time.monotonic() + SILENT_S + 3 * BEAT_S, ""
+        deadline = time.monotonic() + SILENT_S + 3 * BEAT_S
+        message = ""
         while not message and time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
             message = self.verdict or self._store_message(SILENT_S)
@@ -191,73 +204,86 @@ class Watch:
             limit = min(self.limit, STOPPING_S) if stopping else self.limit
             message = self.verdict or self._store_message(limit)
             silent = self._silent(limit)
-            # Check both ages: a save in the background may wait long for another rank's slow disk
-            # during normal steps.
-            stuck = self.rank == 0 and any(
-                min(b.calls.age_s, b.place_s) > self.limit and not_called(self.beats, b)
-                for b in others
-            )
-            if not message and (silent or stuck):
+            is_stuck = self.rank == 0 and any(self._is_stuck(beat) for beat in others)
+            if not message and (silent or is_stuck):
                 message = self._diagnosis(silent, recorded())
             # The store may also be missing because the launch has just ended normally: wait.
             if message and not (self.store_gone and self.closed.wait(SILENT_S)):
                 self._end(message)
+
+    def _is_stuck(self, beat: Beat) -> bool:
+        """Return whether a rank has waited too long for ranks that do not call its collective."""
+        # Check both ages: a save in the background may wait long for another rank's slow disk
+        # during normal steps.
+        age_s = min(beat.calls.age_s, beat.place_s)
+        return age_s > self.limit and bool(not_called(self.beats, beat))
 
     def _judge_itself(self) -> None:
         """Warn if this process hangs, and exit this process if it continues to hang.
 
         Runs in a background thread; used only if the world size is 1.
         """
-        said = asked_at = None
+        reported_wait = None
+        stop_requested_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
             waited = time.monotonic() - waits[1] if waits else 0.0
-            stopped = []
-            for child in multiprocessing.active_children():
-                with contextlib.suppress(OSError, IndexError):
-                    stat = Path(f"/proc/{child.pid}/stat").read_bytes()  # has a name of any bytes
-                    stopped += [str(child.pid)] * (stat.rpartition(b")")[2].split()[0] in b"Tt")
-            message = f"this process hangs at {self.where()}"
-            message += f" (stopped: process {', '.join(stopped)})" if stopped else ""
-            if self.request.has_come() and asked_at is None:
-                asked_at = time.monotonic()
-            if waited > (min(self.limit, STOPPING_S) if asked_at else self.limit):
+            message = f"this process hangs at {self.activity()}"
+            stopped = stopped_children()
+            if stopped:
+                message += f" (stopped: process {', '.join(stopped)})"
+            if self.request.has_come() and stop_requested_at is None:
+                stop_requested_at = time.monotonic()
+            limit = min(self.limit, STOPPING_S) if stop_requested_at else self.limit
+            if waited > limit:
                 self._end(message)
-            if asked_at and time.monotonic() - max(asked_at, self.since) > self.limit:
-                self._end(message)  # The process hangs outside of a `waiting` context.
-            if waited > STOPPING_S and waits is not said:
-                said = waits
+            if stop_requested_at:
+                unchanged_since = max(stop_requested_at, self.since)
+                if time.monotonic() - unchanged_since > self.limit:
+                    self._end(message)  # The process hangs outside of a `waiting` context.
+            if waited > STOPPING_S and waits is not reported_wait:
+                reported_wait = waits
                 to_stderr(f"warning: {message}, for {waited:.0f} s now")
                 self.send_alert(message)
                 # Not in this thread: the disk with the run directory may hang, too.
                 threading.Thread(target=self.on_stall, args=[message], daemon=True).start()
 
     def _diagnosis(self, silent: list[int], calls: Calls) -> str:
-        here = Beat(0, self.where(), 0.0, calls, stopping=False, left=False, words="")
-        return diagnosis({**self.beats, self.rank: here}, silent)
+        beat = Beat(0, self.activity(), 0.0, calls, stopping=False, has_left=False, words="")
+        return diagnosis({**self.beats, self.rank: beat}, silent)
 
     def _beat(self, number: int) -> None:
         with self.beating:  # Otherwise a thread could overwrite the last heartbeat of `close`.
-            left, stopping = self.closed.is_set(), self.request.has_come()
-            here = time.monotonic() - self.since
-            beat = Beat(number, self.where(), here, recorded(), stopping, left, self.words)
+            beat = Beat(
+                number,
+                self.activity(),
+                time.monotonic() - self.since,
+                recorded(),
+                stopping=self.request.has_come(),
+                has_left=self.closed.is_set(),
+                words=self.words,
+            )
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
         """Read into `self.beats` the newest heartbeat of each rank in `self.watched`."""
         ranks = list(self.watched)
-        known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
-        texts = self.store.multi_get([f"beat/{r}" for r in known])
-        for rank, text in zip(known, texts, strict=True):
+        # Reading a missing key would wait, so check the ranks without a heartbeat so far.
+        started = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
+        texts = self.store.multi_get([f"beat/{r}" for r in started])
+        for rank, text in zip(started, texts, strict=True):
             beat = Beat(*json.loads(text))
             if rank not in self.beats or beat.number != self.beats[rank].number:
                 self.heard[rank] = time.monotonic()
             self.beats[rank] = beat._replace(calls=Calls(*beat.calls))
 
     def _silent(self, limit: float) -> list[int]:
-        left = {rank for rank, beat in dict(self.beats).items() if beat.left}
+        if self.store_gone:
+            return []
+        finished = {rank for rank, beat in dict(self.beats).items() if beat.has_left}
+        # Compared with the last answer of the store: a slow store delays all heartbeats.
         late = {rank for rank in self.watched if self.answered - self.heard[rank] > limit}
-        return [] if self.store_gone else sorted(late - left)
+        return sorted(late - finished)
 
     def _store_message(self, limit: float) -> str:
         """Return an error message if the store has not answered for `limit` seconds, else ""."""
@@ -267,7 +293,7 @@ class Watch:
             return "the launcher of the first node is missing; it hosts the store of all ranks"
         if 0 not in self.beats:
             # Rank 0 may have sent heartbeats, but its store ended before this rank read one.
-            return f"rank 0 is missing: {GONE}; its store does not answer"
+            return f"rank 0 is missing: {LOST}; its store does not answer"
         return missing_text(0, self.beats[0])
 
     def _end(self, message: str) -> None:
@@ -281,13 +307,13 @@ class Watch:
             if self.rank == 0:
                 self.send_alert(message)
             pool = ThreadPoolExecutor()  # Use threads: the store or a disk may hang.
-            told = pool.submit(self._tell, message)
-            written = pool.submit(self._write_traces, message)
-            work: list[Future[Any]] = [told, written, pool.submit(self.on_end)]
+            announcement = pool.submit(self._announce, message)
+            traces = pool.submit(self._write_traces, message)
+            work: list[Future[Any]] = [announcement, traces, pool.submit(self.on_end)]
             wait(work, LAST_WORDS_S)
-            if not told.done() or told.result():
-                where = written.result() if written.done() else ""
-                to_stderr(f"error: {message}{where}")
+            if not announcement.done() or announcement.result():
+                traces_text = traces.result() if traces.done() else ""
+                to_stderr(f"error: {message}{traces_text}")
                 wait([pool.submit(self.on_stall, message)], LAST_WORDS_S)
             # Let other ranks read the message, and wandb's service send the alert: the store and
             # the service may end with this process.
@@ -298,10 +324,10 @@ class Watch:
                     child.kill()  # A stopped child would never exit.
             os._exit(1)
 
-    def _tell(self, message: str) -> bool:
+    def _announce(self, message: str) -> bool:
         """Write `message` to the store for other ranks; return whether this rank must print it.
 
-        Return True if no other rank has called `_tell` before, or if writing to the store fails.
+        Return True if no other rank has called `_announce` before, or if writing fails.
         """
         with contextlib.suppress(Exception):
             self.store.set("verdict", message)
@@ -330,6 +356,19 @@ class Watch:
         except Exception as problem:
             return f"; no stack traces: {problem}"
         return f"; stack traces in {self.traces}"
+
+
+def stopped_children() -> list[str]:
+    """Return the process ids of stopped child processes, such as workers of the data loader."""
+    stopped = []
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, IndexError):
+            # The state follows the command in brackets, which may contain any bytes.
+            stat = Path(f"/proc/{child.pid}/stat").read_bytes()
+            state = stat.rpartition(b")")[2].split()[0]
+            if state in b"Tt":
+                stopped.append(str(child.pid))
+    return stopped
 
 
 def _shortened(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -84,7 +84,7 @@ class World:
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
             try:
-                result, kept = choose()
+                result, private = choose()
             except UserError as error:
                 self.store.set(key, json.dumps({"error": str(error)}))
                 # Wait: the store ends with this process, unless torchrun hosts the store.
@@ -93,7 +93,7 @@ class World:
                     self.store.wait(read, timedelta(seconds=READ_S))
                 raise
             self.store.set(key, json.dumps({"result": result}))
-            return result, kept
+            return result, private
         try:
             self.wait([key])
         except DistStoreError as error:
@@ -120,7 +120,8 @@ class World:
             try:
                 return self.store.wait(keys, timedelta(seconds=SLICE_S))
             except DistStoreError:
-                if number := self.stopped():
+                number = self.stopped()
+                if number:
                     raise StoppedEarly(number) from None
                 if time.monotonic() > deadline:
                     raise
@@ -202,11 +203,17 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
         store.set(f"{meeting}/present/{rank}", "")
         return meeting
     meeting = uuid4().hex
-    missing, deadline = set(range(1, size)), time.monotonic() + timeout
+    missing = set(range(1, size))
+    deadline = time.monotonic() + timeout
     while missing:
-        for other in [r for r in missing if store.check([f"arrived/{r}"])]:
-            store.set(f"answer/{store.get(f'arrived/{other}').decode()}", meeting)
-        missing -= {r for r in missing if store.check([f"{meeting}/present/{r}"])}
+        # Answer a rank until it is present: `arrived` may be from a process of an earlier launch.
+        for other in missing:
+            if store.check([f"arrived/{other}"]):
+                word = store.get(f"arrived/{other}").decode()
+                store.set(f"answer/{word}", meeting)
+        for other in sorted(missing):
+            if store.check([f"{meeting}/present/{other}"]):
+                missing.remove(other)
         if missing and time.monotonic() > deadline:
             names = ", ".join(map(str, sorted(missing)))
             raise LaunchError(
@@ -243,23 +250,34 @@ def recorded() -> Calls:
 
     Any thread may call this.
     """
-    entries = [
-        e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
-    ]
-    entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in BACKGROUND]
+    entries: list[dict[str, Any]] = []
+    for dump in FLIGHT_RECORDERS:
+        for entry in json.loads(dump(True, False)).get("entries", []):
+            if not entry["is_p2p"] and entry["process_group"][0] not in BACKGROUND:
+                entries.append(entry)
     if not entries:
         return Calls()
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    # Each backend counts its groups separately, so add the backend to the name.
-    groups = [f"{e['profiling_name'].partition(':')[0]}:{e['process_group'][0]}" for e in entries]
-    at = next((i for i, e in enumerate(entries) if not e["retired"]), -1)
-    entry = entries[at]
-    shapes = " ".join(str(shape) for shape in entry["input_sizes"][:2])
+    oldest_pending = None
+    newest = {}
+    for entry in entries:
+        newest[group_name(entry)] = entry["collective_seq_id"]
+        if oldest_pending is None and not entry["retired"]:
+            oldest_pending = entry
+    shown = entries[-1] if oldest_pending is None else oldest_pending
+    shapes = " ".join(str(shape) for shape in shown["input_sizes"][:2])
     return Calls(
-        f"{entry['profiling_name']} of {shapes}",
-        groups[at],
-        entry["collective_seq_id"],
-        max(0.0, time.time() - entry["time_created_ns"] / 1e9),
-        at >= 0,
-        {group: e["collective_seq_id"] for group, e in zip(groups, entries, strict=True)},
+        name=f"{shown['profiling_name']} of {shapes}",
+        group=group_name(shown),
+        number=shown["collective_seq_id"],
+        age_s=max(0.0, time.time() - shown["time_created_ns"] / 1e9),
+        pending=oldest_pending is not None,
+        newest=newest,
     )
+
+
+def group_name(entry: dict[str, Any]) -> str:
+    """Return the process group of an entry of torch's flight recorder, such as "gloo:0"."""
+    # Each backend counts its groups separately, so add the backend to the name.
+    backend = entry["profiling_name"].partition(":")[0]
+    return f"{backend}:{entry['process_group'][0]}"
