@@ -85,14 +85,17 @@ def hidden_path(directory: Path, step: int) -> Path:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """List the complete checkpoint directories in `directory`, oldest first."""
-    found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
-    return sorted((p for p in found if p.is_dir()), key=step_of)
+    checkpoints = []
+    for path in directory.glob("step-*"):
+        if re.fullmatch(r"step-\d{1,18}", path.name) and path.is_dir():
+            checkpoints.append(path)
+    return sorted(checkpoints, key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
     """List the checkpoint directories in `directory` that are partly saved or partly deleted."""
-    found = directory.glob(".step-*.incomplete")
-    return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
+    paths = directory.glob(".step-*.incomplete")
+    return sorted(p for p in paths if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
@@ -104,8 +107,10 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
     """
     damaged: list[str] = []
     for path in reversed(paths):
-        if problems := faults(path):
-            damaged += [f"{path} ({listed(problems)})"] if path.exists() else []
+        problems = faults(path)
+        if problems:
+            if path.exists():  # Training may have deleted the checkpoint during the check.
+                damaged.append(f"{path} ({listed(problems)})")
             continue
         for name in damaged:
             to_stderr(f"warning: damaged checkpoint {name} is ignored; using {path.name}")
@@ -121,7 +126,8 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
 def check_checkpoint(path: Path) -> None:
     """Raise CheckpointError if `path` is not a checkpoint directory, or contains a damaged file."""
     read_manifest(path)
-    if problems := faults(path):
+    problems = faults(path)
+    if problems:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {listed(problems)}; use another checkpoint"
         )
@@ -133,20 +139,20 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
     If `step` is 0, return the newest undamaged checkpoint directory. Raises CheckpointError if the
     checkpoint of step `step` is missing or damaged, or if the run has no undamaged checkpoint.
     """
-    found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
-    if not found:
+    checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
+    if not checkpoints:
         raise CheckpointError(
             f"{run} has no complete checkpoint; resume the run until a checkpoint is saved"
         )
-    if step not in (0, *found):
+    if step not in (0, *checkpoints):
         raise CheckpointError(
-            f"{run} has no checkpoint of step {step}; available steps: {sorted(found)}"
+            f"{run} has no checkpoint of step {step}; available steps: {sorted(checkpoints)}"
         )
     if step:
-        check_checkpoint(found[step])
-        return found[step]
+        check_checkpoint(checkpoints[step])
+        return checkpoints[step]
     # None: the run deleted all checkpoints of the list during the check, so list again.
-    return newest_good(list(found.values())) or find_checkpoint(run)
+    return newest_good(list(checkpoints.values())) or find_checkpoint(run)
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
@@ -193,7 +199,9 @@ def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
     `cfg.keep_every` is not 0, also keep the checkpoints at multiples of `cfg.keep_every` steps.
     Print a warning for each failed deletion.
     """
-    for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
+    if not cfg.keep_last:
+        return
+    for path in paths[: -cfg.keep_last]:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:
             continue
         hidden = hidden_path(path.parent, step_of(path))
@@ -201,5 +209,5 @@ def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
             path.rename(hidden)  # An interrupted deletion must not look like a damaged checkpoint.
             remove(hidden)
         except OSError as error:
-            why = error.strerror or error
-            to_stderr(f"warning: old checkpoint {path} cannot be deleted: {why}")
+            reason = error.strerror or error
+            to_stderr(f"warning: old checkpoint {path} cannot be deleted: {reason}")

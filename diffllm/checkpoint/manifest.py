@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 FORMAT = 2
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 REQUIRED = (".metadata", "state.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-NAMED = re.compile(r"\.?step-(\d{1,18})(\.incomplete)?")
+DIRECTORY_NAME = re.compile(r"\.?step-(\d{1,18})(\.incomplete)?")
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     """
     (path / "state.json").write_text(state, encoding="utf-8")
     sync(path / "state.json")
+    # The manifest last: it contains the checksums of all other files.
     write_manifest(path, step, files | file_records(path / name for name in REQUIRED))
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
     files = {name: vars(record) for name, record in sorted(manifest.items())}
-    (path / NAME).write_text(
-        json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8"
-    )
-    sync(path / NAME)
+    content = {"format": FORMAT, "step": step, "files": files}
+    (path / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    sync(path / MANIFEST)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -81,9 +81,9 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises CheckpointError if `path` is not a checkpoint directory, or if manifest.json is invalid.
     """
-    if not os.path.lexists(path / NAME):
-        raise CheckpointError(f"{path} is not a checkpoint: {NAME} is missing")
-    with reading(path, NAME) as content:
+    if not os.path.lexists(path / MANIFEST):
+        raise CheckpointError(f"{path} is not a checkpoint: {MANIFEST} is missing")
+    with reading(path, MANIFEST) as content:
         return manifest_from(content)
 
 
@@ -98,15 +98,17 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
         content = read_json(path / name)
         if content.get("format") != FORMAT:
             raise ValueError(f"does not have format {FORMAT}, which this version reads")
-        step, named = content.get("step"), NAMED.fullmatch(path.name)
+        step = content.get("step")
+        match = DIRECTORY_NAME.fullmatch(path.name)
+        # `type`, not `isinstance`: JSON's true is an int in Python.
         if type(step) is not int or step < 0:
             raise ValueError("has no valid step")
-        if named and step != int(named[1]):
-            raise ValueError(f"has step {step}, but the directory name has {int(named[1])}")
+        if match and step != int(match[1]):
+            raise ValueError(f"has step {step}, but the directory name has {int(match[1])}")
         yield content
     except (ValueError, OSError) as error:
-        why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path} is not a checkpoint: {name} {why}") from error
+        problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path} is not a checkpoint: {name} {problem}") from error
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
@@ -119,10 +121,12 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
         raise ValueError("has no files")
     files = {}
     for name, entry in entries.items():
-        if name != os.path.basename(name) or name in ("", ".", "..", NAME) or "\0" in name:
+        # A forged manifest could name a file outside of the checkpoint.
+        if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST) or "\0" in name:
             raise ValueError(f"lists {shown(name)}, which cannot be a file of a checkpoint")
         record = entry if isinstance(entry, dict) else {}
-        size, digest = record.get("size"), record.get("sha256")
+        size = record.get("size")
+        digest = record.get("sha256")
         if type(size) is not int or size < 0 or not SHA256.fullmatch(str(digest)):
             raise ValueError(f"has no valid size and checksum of {shown(name)}")
         files[name] = FileRecord(size, str(digest))
@@ -143,8 +147,8 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
     except CheckpointError as error:
         return [str(error).removeprefix(f"{path} is not a checkpoint: ")]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Hashing releases the GIL.
-        found = pool.map(lambda name: fault(path / name, manifest[name], checksums), manifest)
-        return [problem for problem in found if problem]
+        problems = pool.map(lambda name: fault(path / name, manifest[name], checksums), manifest)
+        return [problem for problem in problems if problem]
 
 
 def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
@@ -154,11 +158,11 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
     """
     name = shown(file.name)
     try:
-        about = file.lstat()
-        if not stat.S_ISREG(about.st_mode):
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
-        if about.st_size != record.size:
-            return f"{name} has {about.st_size:,} bytes, not {record.size:,}"
+        if status.st_size != record.size:
+            return f"{name} has {status.st_size:,} bytes, not {record.size:,}"
         if checksum and sha256_of(file) != record.sha256:
             return f"{name} has a wrong checksum"
     except FileNotFoundError:
@@ -183,7 +187,8 @@ def faults(path: Path, checksums: bool = True) -> list[str]:
     Return one error message per problem. The content of state.json is checked only if all files
     match. If `checksums` is False, compare only the file sizes with manifest.json.
     """
-    if problems := verify(path, checksums):
+    problems = verify(path, checksums)
+    if problems:
         return problems
     try:
         check_loop(path, read_state(path))
@@ -216,9 +221,12 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     loop = state["loop"]
     if loop is None:
         return
-    run_id, seconds, mode = (loop.get(name) for name in ("wandb_id", "seconds", "mkl_mode"))
+    run_id = loop.get("wandb_id")
+    seconds = loop.get("seconds")
+    mode = loop.get("mkl_mode")
     # Older checkpoints lack these entries.
-    trained, flops = loop.get("train_seconds", seconds), loop.get("training_flops")
+    train_seconds = loop.get("train_seconds", seconds)
+    flops = loop.get("training_flops")
     usable = {
         "step": type(loop.get("step")) is int and loop["step"] == state["step"],
         "data": passes(check_place, loop.get("data")),
@@ -231,12 +239,13 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
         "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,
-        "train_seconds": type(trained) in (int, float) and 0 <= trained < 2**63,
+        "train_seconds": type(train_seconds) in (int, float) and 0 <= train_seconds < 2**63,
     }
-    for name in (name for name, is_usable in usable.items() if not is_usable):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: loop.{name} in state.json is missing or invalid"
-        )
+    for name, is_usable in usable.items():
+        if not is_usable:
+            raise CheckpointError(
+                f"{path} is not a checkpoint: loop.{name} in state.json is missing or invalid"
+            )
 
 
 def tokens_of(loop: Mapping[str, Any]) -> int:
@@ -268,6 +277,7 @@ def passes(check: Callable[[Any], Any], value: Any) -> bool:
 def check_spikes(values: Any) -> None:
     if not isinstance(values, dict) or not numbers_only(values):
         raise ValueError("is not the state of a SpikeMonitor")
+    # Use the state once: a forged state may fail only in a later computation.
     monitor = SpikeMonitor()
     monitor.load_state_dict(values)
     monitor.update(1.0, 1.0)
@@ -275,8 +285,10 @@ def check_spikes(values: Any) -> None:
 
 
 def numbers_only(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return all(map(numbers_only, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        return all(map(numbers_only, value.values()))
+    if isinstance(value, list):
+        return all(map(numbers_only, value))
     return value is None or type(value) in (int, float)
 
 
@@ -287,11 +299,12 @@ def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, 
     parameters of the model, by name.
     """
     saved = state["parameters"]
-    here = {name: list(param.shape) for name, param in params.items()}
-    for name in sorted(saved.keys() | here.keys()):
-        if saved.get(name) != here.get(name):
+    shapes = {name: list(param.shape) for name, param in params.items()}
+    for name in sorted(saved.keys() | shapes.keys()):
+        if saved.get(name) != shapes.get(name):
             raise CheckpointError(
                 f"{path} is a checkpoint of a different model: {shown(name)} is "
                 f"{shown(saved.get(name, 'absent'))} in the checkpoint and "
-                f"{here.get(name, 'absent')} in the model; use the model settings of the checkpoint"
+                f"{shapes.get(name, 'absent')} in the model; use the model settings of the "
+                "checkpoint"
             )

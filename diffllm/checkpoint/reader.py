@@ -99,9 +99,12 @@ def read_index(path: Path) -> Metadata:
     Raises CheckpointError if a file is damaged, and UnpicklingError if the index contains anything
     except tensors.
     """
-    if problems := verify(path, checksums=False):
+    # Sizes only: hashing every file would read a large checkpoint twice.
+    problems = verify(path, checksums=False)
+    if problems:
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
+    # Read once, so that the checked bytes are the unpickled bytes.
     data = read_bytes(path / ".metadata", LARGEST_INDEX)
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
         raise CheckpointError(
@@ -115,8 +118,8 @@ def read_index(path: Path) -> Metadata:
         if not isinstance(entry, TensorStorageMetadata):
             raise index_error(f"contains {shown(name)}, which is not a tensor")
     for place in metadata.storage_data.values():
-        named = isinstance(place, _StorageInfo) and place.relative_path in manifest
-        if not named or place.transform_descriptors:
+        is_listed = isinstance(place, _StorageInfo) and place.relative_path in manifest
+        if not is_listed or place.transform_descriptors:
             raise index_error("names a file that manifest.json does not list")
     return metadata
 
@@ -134,8 +137,8 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader, **kwargs)
     except (Exception, CheckpointException) as error:
-        why = failure_reason(reader.refused or error)
-        raise CheckpointError(f"cannot read the checkpoint {path}: {why}") from error
+        reason = failure_reason(reader.refused or error)
+        raise CheckpointError(f"cannot read the checkpoint {path}: {reason}") from error
 
 
 def failure_reason(error: BaseException) -> str:

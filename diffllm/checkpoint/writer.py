@@ -41,7 +41,7 @@ from diffllm.distributed.world import BACKGROUND
 Part = Manifest | str
 """The files that a rank wrote, or the reason for a failed write."""
 
-GONE = "the run directory was removed"
+DIRECTORY_REMOVED = "the run directory was removed"
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
 
@@ -89,10 +89,12 @@ class Checkpointer:
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
-        self.directory, self.cfg = directory, cfg
+        self.directory = directory
+        self.cfg = cfg
         self.run = identity(directory.parent)
         self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
-        self.seconds, self.since = cfg.seconds, monotonic()
+        self.seconds = cfg.seconds
+        self.since = monotonic()
         # Collectives in the background must not mix with the training's in one group.
         self.group = dist.new_group(backend="gloo")
         BACKGROUND.add(self.group.group_name)
@@ -127,10 +129,12 @@ class Checkpointer:
         self.since = monotonic()
         state_json = json.dumps({"format": FORMAT, "step": step, **state})
         hidden = hidden_path(self.directory, step)
+        # Every rank calls this before it starts to write: the directory must exist.
         refused = self._decided_by_rank_0(lambda: self._make_room(hidden, tensors, len(state_json)))
         if refused:
-            self._failed(step, refused, final or refused == GONE)
+            self._failed(step, refused, final or refused == DIRECTORY_REMOVED)
             return
+        # Copy before training continues: the next step changes the tensors in place.
         staged = self.stager.stage(tensors)
         self.pending = self.pool.submit(self._write, hidden, step, staged, state_json, final)
 
@@ -151,17 +155,18 @@ class Checkpointer:
         Raises AgreedByAll on all ranks if the last save of the run failed. Raises CheckpointError
         if the ranks cannot communicate.
         """
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         try:
             if pending:
                 pending.result()
         except AgreedError:
             raise
         except Exception as error:
-            why = failure_reason(error)
+            reason = failure_reason(error)
             raise CheckpointError(
                 f"the ranks could not communicate while saving a checkpoint to {self.directory}: "
-                f"{why}; run the same command again to resume"
+                f"{reason}; run the same command again to resume"
             ) from error
 
     def close(self) -> None:
@@ -182,6 +187,7 @@ class Checkpointer:
             part: Part = file_records(hidden.glob(f"__{self.rank}_*.distcp"))
         except (Exception, CheckpointException) as error:
             part = failure_reason(error)
+        # Also a rank whose write failed must reach these collectives.
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
         failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, state_json))
@@ -195,7 +201,8 @@ class Checkpointer:
         one entry per rank. If the rank wrote its files, the entry contains their sizes and
         checksums; otherwise, it is the error message.
         """
-        final, files = checkpoint_path(self.directory, step), Manifest()
+        final = checkpoint_path(self.directory, step)
+        files = Manifest()
         try:
             for part in parts:
                 if isinstance(part, str):
@@ -229,7 +236,7 @@ class Checkpointer:
         `extra` is the number of bytes that the checkpoint needs in addition to `tensors`.
         """
         if identity(self.directory.parent) != self.run:
-            return GONE
+            return DIRECTORY_REMOVED
         try:
             if os.path.lexists(hidden):
                 remove(hidden)
@@ -243,28 +250,36 @@ class Checkpointer:
             return failure_reason(error)
         return None
 
-    def _failed(self, step: int, why: str, final: bool) -> None:
+    def _failed(self, step: int, reason: str, final: bool) -> None:
         if not final and self.rank > 0:
             return
-        left = [path.name for path in list_checkpoints(self.directory) if path not in self.skipped]
-        newest = f"the newest checkpoint is {left[-1]}" if left else "there is no checkpoint yet"
-        said = f"step {step} could not be saved under {self.directory}: {why}; {newest}"
-        if final:
-            again = "the same command resumes from it" if left else "start again"
-            raise AgreedByAll(said if why == GONE else f"{said}; free disk space, then {again}")
-        to_stderr(f"warning: {said}; training continues")
+        newest = "there is no checkpoint yet"
+        advice = "start again"
+        for path in list_checkpoints(self.directory):
+            if path not in self.skipped:
+                newest = f"the newest checkpoint is {path.name}"
+                advice = "the same command resumes from it"
+        message = f"step {step} could not be saved under {self.directory}: {reason}; {newest}"
+        if not final:
+            to_stderr(f"warning: {message}; training continues")
+            return
+        if reason != DIRECTORY_REMOVED:
+            message += f"; free disk space, then {advice}"
+        raise AgreedByAll(message)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode of `path`, which change if `path` is removed and made again."""
     with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_dev, found.st_ino
+        status = path.stat()
+        return status.st_dev, status.st_ino
     return None
 
 
 def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
     pieces = len(tensors) * dist.get_world_size()
-    return sum(t.numel() * t.element_size() for t in tensors.values()) + WRAPPING * pieces
+    content = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return content + WRAPPING * pieces
 
 
 def write_parameters(
@@ -277,13 +292,10 @@ def write_parameters(
     """
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)
+    named_tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(
-            {f"model.{name}": tensor for name, tensor in tensors.items()},
-            storage_writer=TensorWriter(path),
-            no_dist=True,
-        )
+        dcp.save(named_tensors, storage_writer=TensorWriter(path), no_dist=True)
     shapes = {name: list(tensors[name].shape) for name in parameters}
     state = {"format": FORMAT, "step": 0, "parameters": shapes, "ranks": 1, "loop": None}
     complete(path, 0, json.dumps(state), file_records(path.glob("*.distcp")))

@@ -116,7 +116,7 @@ def export_notes(cfg: TrainConfig, tokenizer: Path) -> list[str]:
     """Return why `diffllm export` will refuse this run; the result is empty for most runs."""
     notes = []
     try:
-        layout_of(cfg.model, own=False)
+        layout_of(cfg.model)
     except ConfigError as error:
         notes.append(f"diffllm export will refuse this run: {error}")
     obstacle = export_obstacle(tokenizer)

@@ -17,7 +17,7 @@ from diffllm.checkpoint.directory import (
     newest_good,
     step_of,
 )
-from diffllm.checkpoint.manifest import NAME, verify
+from diffllm.checkpoint.manifest import MANIFEST, verify
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
@@ -71,8 +71,8 @@ def test_verify_reports_damaged_checkpoint_file(whole, name, how):
 
 
 def test_verify_reports_checkpoint_without_manifest(whole):
-    (whole / NAME).unlink()
-    assert verify(whole) == [f"{NAME} is missing"]
+    (whole / MANIFEST).unlink()
+    assert verify(whole) == [f"{MANIFEST} is missing"]
 
 
 @pytest.fixture

@@ -64,21 +64,22 @@ def to_diff_v2(
         )
     scale = attention.context_scale
     heads = query_heads(model)
-    new = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
-    made = []
-    for name, parameter in without_storage(new).named_parameters():
+    converted_model = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
+    rules = []
+    for name, parameter in without_storage(converted_model).named_parameters():
         if name.endswith(".attention.wq.weight"):
+            # A seed per layer, independent of the order in which tensors are converted.
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            drawn = int.from_bytes(digest[:8]) >> 1
-            twice = partial(twice_each, heads=heads, noise=perturb, seed=drawn)
-            made.append(Mapped(name, (name,), twice))
+            layer_seed = int.from_bytes(digest[:8]) >> 1
+            make = partial(twice_each, heads=heads, noise=perturb, seed=layer_seed)
+            rules.append(Mapped(name, (name,), make))
         elif name.endswith(".attention.wo.weight"):
-            made.append(Mapped(name, (name,), lambda wo: 2 * wo))
+            rules.append(Mapped(name, (name,), lambda wo: 2 * wo))
         elif name.endswith(".attention.w_lambda.weight"):
-            made.append(Mapped(name, (), partial(torch.zeros, parameter.shape)))
+            rules.append(Mapped(name, (), partial(torch.zeros, parameter.shape)))
         else:
-            made.append(Mapped(name, (name,), same))
-    return new, made
+            rules.append(Mapped(name, (name,), same))
+    return converted_model, rules
 
 
 def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
@@ -89,19 +90,24 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
             "attention=diff_v2 with head_norm=false can be converted"
         )
     softmax = StandardConfig(query_heads=2.0, context_scale=attention.context_scale)
-    new = replace(model, attention=softmax)
-    of_lambda = {Lambda.sigmoid: "w_lambda.weight", Lambda.raw: "w_lambda.weight",
-                 Lambda.scalar: "lambda_logit"}  # fmt: skip
-    own = of_lambda.get(attention.lambda_form)
-    made = []
-    for name, _ in without_storage(new).named_parameters():
+    converted_model = replace(model, attention=softmax)
+    lambda_parameters = {
+        Lambda.sigmoid: "w_lambda.weight",
+        Lambda.raw: "w_lambda.weight",
+        Lambda.scalar: "lambda_logit",
+    }
+    lambda_parameter = lambda_parameters.get(attention.lambda_form)
+    rules = []
+    for name, _ in without_storage(converted_model).named_parameters():
         if name.endswith(".attention.wo.weight"):
-            sources = (name, name.replace("wo.weight", own)) if own else (name,)
+            sources = [name]
+            if lambda_parameter:
+                sources.append(name.replace("wo.weight", lambda_parameter))
             make = partial(split_output, heads=model.n_heads, attention=attention)
-            made.append(Mapped(name, sources, make))
+            rules.append(Mapped(name, tuple(sources), make))
         else:
-            made.append(Mapped(name, (name,), same))
-    return new, made
+            rules.append(Mapped(name, (name,), same))
+    return converted_model, rules
 
 
 def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
@@ -114,7 +120,8 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
     pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
     if noise:
         drawn = torch.randn(wq.shape, generator=torch.Generator().manual_seed(seed))
-        pairs[:, 1] += (noise * wq.square().mean().sqrt() * drawn).unflatten(0, (heads, -1))
+        added = noise * wq.square().mean().sqrt() * drawn
+        pairs[:, 1] += added.unflatten(0, (heads, -1))
     return pairs.flatten(0, 2)
 
 

@@ -82,10 +82,12 @@ def llama_name(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> st
 
     `parts` contains additional replacements: in the name, each key is replaced by its value.
     """
-    start = next((own for own in NAMES if name.startswith(own)), "")
-    name = NAMES.get(start, "") + name.removeprefix(start)
-    for own, other in {**parts, **PARTS}.items():
-        name = name.replace(own, other)
+    for prefix, llama_prefix in NAMES.items():
+        if name.startswith(prefix):
+            name = llama_prefix + name.removeprefix(prefix)
+            break
+    for part, llama_part in {**parts, **PARTS}.items():
+        name = name.replace(part, llama_part)
     return name
 
 
@@ -101,11 +103,13 @@ def renamed(
     The first list is for `Layout.exported`, the second list is for `Layout.imported`. `names`
     contains diffllm parameter names. `parts` is passed to `llama_name`.
     """
-    there = {name: llama_name(name, parts) for name in names}
-    return (
-        [Mapped(theirs, (ours,), same) for ours, theirs in there.items()],
-        [Mapped(ours, (theirs,), same) for ours, theirs in there.items()],
-    )
+    exported = []
+    imported = []
+    for name in names:
+        hf_name = llama_name(name, parts)
+        exported.append(Mapped(hf_name, (name,), same))
+        imported.append(Mapped(name, (hf_name,), same))
+    return exported, imported
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
@@ -136,24 +140,22 @@ def older_rope(model: ModelConfig) -> dict[str, Any]:
 def rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
     """Return the config.json entry rope_parameters, which transformers 5 reads."""
     rope = with_rounded_ramp(rope, head_dim)
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
-        return found
-    found |= {"rope_type": rope.scaling.name, "factor": rope.factor}
+        return parameters
+    parameters |= {"rope_type": rope.scaling.name, "factor": rope.factor}
     if rope.scaling is not RopeScaling.linear:
-        found["original_max_position_embeddings"] = rope.original_seq_len
+        parameters["original_max_position_embeddings"] = rope.original_seq_len
     if rope.scaling is RopeScaling.llama3:
-        found |= {
-            "low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
-        }  # fmt: skip
+        parameters["low_freq_factor"] = rope.low_freq_factor
+        parameters["high_freq_factor"] = rope.high_freq_factor
     if rope.scaling is RopeScaling.yarn:
-        found |= {
-            "beta_slow": rope.beta_slow, "beta_fast": rope.beta_fast,
-            "attention_factor": attention_factor(rope),
-        }  # fmt: skip
+        parameters["beta_slow"] = rope.beta_slow
+        parameters["beta_fast"] = rope.beta_fast
+        parameters["attention_factor"] = attention_factor(rope)
         if rope.yarn_ramp is YarnRamp.exact:
-            found["truncate"] = False
-    return found
+            parameters["truncate"] = False
+    return parameters
 
 
 ARCHITECTURE = "DiffLLMForCausalLM"
@@ -198,12 +200,12 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 def json_settings(config: AttentionConfig | MoEConfig) -> dict[str, Any]:
     """Return a config as a dict, with names of enum members, and without kernel settings."""
-    dropped = kernel_settings(type(config))
-    return {
-        key: value.name if isinstance(value, Enum) else value
-        for key, value in asdict(config).items()
-        if key not in dropped
-    }
+    omitted = kernel_settings(type(config))
+    settings = {}
+    for key, value in asdict(config).items():
+        if key not in omitted:
+            settings[key] = value.name if isinstance(value, Enum) else value
+    return settings
 
 
 def llama_layout(model: ModelConfig) -> Layout | None:
@@ -235,15 +237,21 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     )  # fmt: skip
     if not fits:
         return None
-    names = parameter_names(model)
-    plain = [name for name in names if ".experts." not in name]
-    exported, imported = renamed(plain, {".router.": ".gate."})
-    for name in (name for name in names if ".experts." in name):
-        stem, _, other = llama_name(name).rpartition(".")
-        each = [f"{stem}.{e}.{other}.weight" for e in range(moe.n_experts)]
-        for e, theirs in enumerate(each):
-            exported.append(Mapped(theirs, (name,), lambda stack, e=e: stack[e].contiguous()))
-        imported.append(Mapped(name, tuple(each), lambda *matrices: torch.stack(matrices)))
+    names = []
+    names_of_experts = []
+    for name in parameter_names(model):
+        if ".experts." in name:
+            names_of_experts.append(name)
+        else:
+            names.append(name)
+    exported, imported = renamed(names, {".router.": ".gate."})
+    for name in names_of_experts:
+        # One tensor (E, ...) here, one tensor per expert in transformers.
+        stem, _, matrix = llama_name(name).rpartition(".")
+        hf_names = [f"{stem}.{e}.{matrix}.weight" for e in range(moe.n_experts)]
+        for e, hf_name in enumerate(hf_names):
+            exported.append(Mapped(hf_name, (name,), lambda stack, e=e: stack[e].contiguous()))
+        imported.append(Mapped(name, tuple(hf_names), lambda *matrices: torch.stack(matrices)))
     config = {
         "model_type": "qwen3_moe",
         **shape_config(model),
@@ -278,21 +286,21 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     exported: list[Mapped] = []
     imported: list[Mapped] = []
     for name in parameter_names(model):
-        there = llama_name(name)
+        hf_name = llama_name(name)
         if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
             # Adjacent heads are a pair in diffllm; DiffLlama has all first heads of pairs first.
             to_halves = partial(with_swapped_axes, shape=(-1, 2, model.head_dim))
             to_adjacent = partial(with_swapped_axes, shape=(2, -1, model.head_dim))
-            exported.append(Mapped(there, (name,), to_halves))
-            imported.append(Mapped(name, (there,), to_adjacent))
+            exported.append(Mapped(hf_name, (name,), to_halves))
+            imported.append(Mapped(name, (hf_name,), to_adjacent))
         elif ".attention.wo." in name:
             norm = name.replace(".wo.", ".head_norm.")
-            exported.append(Mapped(there, (name, norm), times_head_norm))
-            imported.append(Mapped(name, (there,), same))
+            exported.append(Mapped(hf_name, (name, norm), times_head_norm))
+            imported.append(Mapped(name, (hf_name,), same))
             imported.append(Mapped(norm, (), partial(torch.ones, 2 * model.head_dim)))
         elif ".head_norm." not in name:
-            exported.append(Mapped(there, (name,), same))
-            imported.append(Mapped(name, (there,), same))
+            exported.append(Mapped(hf_name, (name,), same))
+            imported.append(Mapped(name, (hf_name,), same))
     config = {
         "model_type": "diffllama",
         **shape_config(model),
@@ -347,16 +355,19 @@ def times_head_norm(wo: Tensor, norm: Tensor) -> Tensor:
     return wo * norm.repeat(wo.shape[1] // len(norm))
 
 
-def layout_of(model: ModelConfig, own: bool = False) -> Layout:
+def layout_of(model: ModelConfig, only_own: bool = False) -> Layout:
     """Return the `Layout` of a Hugging Face model class that supports `model`.
 
-    Prefer a transformers class to the DiffLLM class in modeling_diffllm.py. If `own` is True, use
-    only the DiffLLM class. Raises ConfigError if no class supports `model`.
+    Prefer a transformers class to the DiffLLM class in modeling_diffllm.py. If `only_own` is
+    True, use only the DiffLLM class. Raises ConfigError if no class supports `model`.
     """
-    known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
-    for layout in [*known, own_layout]:
-        if found := layout(model):
-            return found
+    candidates = [own_layout]
+    if not only_own:
+        candidates = [llama_layout, qwen3_moe_layout, diffllama_layout, own_layout]
+    for candidate in candidates:
+        layout = candidate(model)
+        if layout:
+            return layout
     raise ConfigError(
         f"{type(model.attention).__name__} cannot be exported: neither transformers nor "
         f"modeling_diffllm.py supports this attention; supported are {', '.join(VARIANTS)}"

@@ -105,7 +105,8 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
     for key, computed in COMPUTED.items():
         if config.get(key, computed) != computed:
             raise ValueError(f"has {key}={config[key]}, but only {computed} is supported")
-    if others := set(config.get("layer_types", ())) - {"full_attention"}:
+    others = set(config.get("layer_types", ())) - {"full_attention"}
+    if others:
         raise ValueError(f"has layer_types {', '.join(others)}; only full_attention is supported")
     model = READERS[name](config)
     model.validate()
@@ -204,56 +205,58 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
 
 def rope_of(config: Config) -> RopeConfig:
     """Return the RoPE config of diffllm for a config.json of transformers 4 or 5."""
-    said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
-    if any(isinstance(value, dict) for value in said.values()):
+    settings = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
+    if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError("has RoPE settings that differ by layer, which is not supported")
-    kind = said.get("rope_type", said.get("type", "default"))
+    kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPES:
         raise ValueError(f"has RoPE of type {kind}, which is not one of {', '.join(ROPES)}")
-    if others := [key for key in said if key not in ROPE_KEYS]:
+    others = [key for key in settings if key not in ROPE_KEYS]
+    if others:
         raise ValueError(f"has unknown RoPE settings: {', '.join(others)}")
     older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}
     # transformers 4 reads the older keys, transformers 5 the newer: both must agree.
+    newer = {"type": kind, "rope_type": kind, **settings}
     for key, value in older.items():
-        if value is not None and {"type": kind, "rope_type": kind, **said}.get(key, value) != value:
-            raise ValueError(f"has two values of {key}: {value} and {said.get(key, kind)}")
+        if value is not None and newer.get(key, value) != value:
+            raise ValueError(f"has two values of {key}: {value} and {settings.get(key, kind)}")
     theta = config.get("rope_theta", 10_000.0)
-    rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
-    if said.get("partial_rotary_factor", 1.0) != 1.0:
-        factor = said["partial_rotary_factor"]
+    rope = RopeConfig(theta=settings.get("rope_theta", theta), scaling=ROPES[kind])
+    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+        factor = settings["partial_rotary_factor"]
         raise ValueError(f"has partial_rotary_factor={factor}, but only 1 is supported")
     if kind != "default":
-        rope.factor = said["factor"]
+        rope.factor = settings["factor"]
     if kind in ("llama3", "yarn"):
         longest = config.get("max_position_embeddings", 2048)
-        rope.original_seq_len = said.get("original_max_position_embeddings", longest)
+        rope.original_seq_len = settings.get("original_max_position_embeddings", longest)
     if kind == "llama3":
-        rope.low_freq_factor = said["low_freq_factor"]
-        rope.high_freq_factor = said["high_freq_factor"]
+        rope.low_freq_factor = settings["low_freq_factor"]
+        rope.high_freq_factor = settings["high_freq_factor"]
     if kind == "yarn":
-        rope.beta_slow = said.get("beta_slow", 1.0)
-        rope.beta_fast = said.get("beta_fast", 32.0)
-        if not said.get("truncate", True):
+        rope.beta_slow = settings.get("beta_slow", 1.0)
+        rope.beta_fast = settings.get("beta_fast", 32.0)
+        if not settings.get("truncate", True):
             rope.yarn_ramp = YarnRamp.exact
-        factor = said.get("attention_factor")
-        if factor is None and {"mscale", "mscale_all_dim"} <= said.keys() and rope.factor > 1:
-            weights = (said["mscale"], said["mscale_all_dim"])
-            above, below = (0.1 * weight * math.log(rope.factor) + 1 for weight in weights)
-            factor = above / below
+        factor = settings.get("attention_factor")
+        if factor is None and {"mscale", "mscale_all_dim"} <= settings.keys() and rope.factor > 1:
+            numerator = 0.1 * settings["mscale"] * math.log(rope.factor) + 1
+            denominator = 0.1 * settings["mscale_all_dim"] * math.log(rope.factor) + 1
+            factor = numerator / denominator
         if factor != attention_factor(rope):
             rope.attention_factor = factor
     return rope
 
 
-def config_from_values(cls: type[T], values: Any, where: str) -> T:
+def config_from_values(cls: type[T], values: Any, section: str) -> T:
     if "${" in str(values):  # OmegaConf would resolve ${oc.env:...} and read the environment.
-        raise ValueError(f"has an interpolation in its {where} settings")
+        raise ValueError(f"has an interpolation in its {section} settings")
     try:
-        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except (OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"has invalid {where} settings: {error}") from error
-    assert isinstance(made, cls)
-    return made
+        raise ValueError(f"has invalid {section} settings: {error}") from error
+    assert isinstance(config, cls)
+    return config
 
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -271,14 +274,14 @@ class ModelDirectory:
         self.path = path
         try:
             with readable(path / CONFIG):
-                config = read_json(
-                    path / CONFIG, follow=True
-                )  # Files in the hub's cache are links.
+                # Follow links: files in the hub's cache are links.
+                config = read_json(path / CONFIG, follow=True)
                 self.architecture, self.model = model_of(config)
         except (ConfigError, ArithmeticError) as error:
             raise CheckpointError(f"{path / CONFIG} describes an invalid model: {error}") from error
         self._places = self._placed()
-        moe, least = self.model.moe, self.model.n_layers
+        moe = self.model.moe
+        least = self.model.n_layers
         if self.architecture != ARCHITECTURE:  # Each expert has separate tensors.
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
         if len(self._places) < least:  # A forged config could describe billions of tensors.
@@ -286,22 +289,22 @@ class ModelDirectory:
                 f"{path} has {len(self._places)} tensors, but config.json needs at least {least}; "
                 "use config.json and all weight files of the same model"
             )
-        layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
-        self._made = {tensor.name: tensor for tensor in layout.imported}
-        self._check({tensor.name: tensor for tensor in layout.exported})
+        layout = layout_of(self.model, only_own=self.architecture == ARCHITECTURE)
+        self._imported = {rule.name: rule for rule in layout.imported}
+        self._check({rule.name: rule for rule in layout.exported})
 
     def tensor(self, name: str) -> Tensor:
         """Return the parameter with the diffllm name `name`, in float32."""
-        made = self._made[name]
+        rule = self._imported[name]
         try:
-            sources = {key: self._places[key].get_tensor(key).float() for key in made.sources}
+            sources = {key: self._places[key].get_tensor(key).float() for key in rule.sources}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        return made.of(sources)
+        return rule.of(sources)
 
     @property
     def names(self) -> list[str]:
-        return list(self._made)
+        return list(self._imported)
 
     @cached_property
     def tokenizer(self) -> Path:
@@ -361,22 +364,24 @@ class ModelDirectory:
         `exported` defines the name and the shape of each expected tensor. Allowed dtypes are
         float32, bfloat16 and float16.
         """
-        own = without_storage(self.model)
-        ours = {**dict(own.named_parameters()), **own.router_state()}
-        expected = {name: list(mapped.of(ours).shape) for name, mapped in exported.items()}
-        tied = {"lm_head.weight"} if self.model.tie_embeddings else set()
-        others = self._places.keys() - expected.keys() - tied
-        extra = [n for n in self._places if n in others and not n.endswith(".inv_freq")]
+        model = without_storage(self.model)
+        tensors = {**dict(model.named_parameters()), **model.router_state()}
+        expected = {name: list(rule.of(tensors).shape) for name, rule in exported.items()}
+        allowed = set(expected)
+        if self.model.tie_embeddings:
+            allowed.add("lm_head.weight")
+        # Older versions of transformers saved the frequencies of RoPE.
+        extra = [n for n in self._places if n not in allowed and not n.endswith(".inv_freq")]
         missing = [name for name in expected if name not in self._places]
         for verb, names in (("lacks", missing), ("has unknown", extra)):
             if names:
                 raise CheckpointError(f"{self.path} {verb} tensors: {listed(names)}")
         for name, shape in expected.items():
-            found = self._places[name].get_slice(name)
-            if found.get_shape() != shape or found.get_dtype() not in FLOATS:
-                about = f"{found.get_dtype()} {found.get_shape()}"
-                kinds = " or ".join(FLOATS)
+            tensor = self._places[name].get_slice(name)
+            if tensor.get_shape() != shape or tensor.get_dtype() not in FLOATS:
+                dtype_and_shape = f"{tensor.get_dtype()} {tensor.get_shape()}"
                 raise CheckpointError(
-                    f"the tensor {name} in {self.path} is {about}, but must be {kinds} {shape}; "
+                    f"the tensor {name} in {self.path} is {dtype_and_shape}, but must be "
+                    f"{' or '.join(FLOATS)} {shape}; "
                     "use weights that match config.json and are not quantized"
                 )

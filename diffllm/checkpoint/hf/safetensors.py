@@ -58,11 +58,11 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
     empty = without_storage(model)
     params = dict(empty.named_parameters())
     check_parameters(checkpoint, read_state(checkpoint), params)
-    kept = fp32_parameters(empty)
-    return {
-        **{name: p.detach().to(p.dtype if p in kept else dtype) for name, p in params.items()},
-        **empty.router_state(),
-    }
+    fp32_only = fp32_parameters(empty)
+    tensors = {}
+    for name, param in params.items():
+        tensors[name] = param.detach().to(param.dtype if param in fp32_only else dtype)
+    return {**tensors, **empty.router_state()}
 
 
 def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,19 +70,19 @@ def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
     Floating-point tensors are converted to float32.
     """
-    whole = {}
+    cpu_tensors = {}
     for name, tensor in tensors.items():
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        whole[f"model.{name}"] = torch.empty(tensor.shape, dtype=dtype)
-    load_tensors(checkpoint, whole, no_dist=True)
-    return {name: whole[f"model.{name}"] for name in tensors}
+        cpu_tensors[f"model.{name}"] = torch.empty(tensor.shape, dtype=dtype)
+    load_tensors(checkpoint, cpu_tensors, no_dist=True)
+    return {name: cpu_tensors[f"model.{name}"] for name in tensors}
 
 
 def write_safetensors(
     directory: Path,
     stem: str,
     checkpoint: Path,
-    ours: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     max_shard_size: str,
     exported: Sequence[Mapped] | None = None,
 ) -> int:
@@ -93,19 +93,22 @@ def write_safetensors(
 
     Args:
         directory: existing directory for the new files.
-        ours: meta tensors from `tensors_of`, by diffllm name.
-        exported: rules that compute the output tensors from the tensors named in `ours`. If None,
-            write the tensors named in `ours` without changes of names or shapes.
+        tensors: meta tensors from `tensors_of`, by diffllm name.
+        exported: rules that compute the output tensors from the tensors named in `tensors`. If
+            None, write the tensors named in `tensors` without changes of names or shapes.
     """
     if exported is None:
-        exported = [Mapped(name, (name,), same) for name in ours]
-    by_name = {tensor.name: tensor for tensor in exported}
-    empty = {name: tensor.of(ours) for name, tensor in by_name.items()}
+        exported = [Mapped(name, (name,), same) for name in tensors]
+    rules = {rule.name: rule for rule in exported}
+    empty = {name: rule.of(tensors) for name, rule in rules.items()}
 
     def values(names: Sequence[str]) -> dict[str, Tensor]:
-        sources = {source for name in names for source in by_name[name].sources}
-        read = loaded(checkpoint, {source: ours[source] for source in sources})
-        return {name: by_name[name].of(read).to(empty[name].dtype) for name in names}
+        sources = {}
+        for name in names:
+            for source in rules[name].sources:
+                sources[source] = tensors[source]
+        source_values = loaded(checkpoint, sources)
+        return {name: rules[name].of(source_values).to(empty[name].dtype) for name in names}
 
     pattern = stem.replace("{", "{{").replace("}", "}}") + "{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(

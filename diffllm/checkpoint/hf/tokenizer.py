@@ -63,7 +63,8 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
-    if obstacle := export_obstacle(model):
+    obstacle = export_obstacle(model)
+    if obstacle:
         raise DataError(
             f"the tokenizer {model} cannot be exported, because {obstacle}; train a model with a "
             "BPE tokenizer that has byte fallback and does not normalise texts"
@@ -85,11 +86,15 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
         fast.normalizer = normalizers.Prepend(" ")
         steps.append(decoders.Strip(" ", 1, 0))
     fast.decoder = decoders.Sequence(steps)
-    special = [i for i in range(len(pieces)) if processor.is_control(i) or processor.is_unknown(i)]
-    fast.add_special_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in special])
-    # sentencepiece never splits these symbols.
-    symbols = [i for i, piece in enumerate(content.pieces) if piece.type == USER_DEFINED]
-    fast.add_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in symbols])
+    special = []
+    symbols = []
+    for i, piece in enumerate(pieces):
+        if processor.is_control(i) or processor.is_unknown(i):
+            special.append(tokenizers.AddedToken(piece, normalized=False))
+        if content.pieces[i].type == USER_DEFINED:  # sentencepiece never splits these symbols.
+            symbols.append(tokenizers.AddedToken(piece, normalized=False))
+    fast.add_special_tokens(special)
+    fast.add_tokens(symbols)
     fast.encode_special_tokens = True
     return fast
 
@@ -106,12 +111,12 @@ def merges_of(content: Any) -> list[tuple[str, str]]:
         for token, piece in enumerate(content.pieces)
         if piece.type == NORMAL
     }
-    splits = [
-        (*order, -cut, (piece[:cut], piece[cut:]))
-        for piece, order in texts.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in texts and piece[cut:] in texts
-    ]
+    splits = []
+    for piece, order in texts.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in texts and right in texts:
+                splits.append((*order, -cut, (left, right)))
     return [pair for *_, pair in sorted(splits)]
 
 
