@@ -63,6 +63,7 @@ def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     `state` is the content of state.json. `files` contains the size and checksum of each tensor
     file, by file name.
     """
+    # The files must be on disk before the caller renames the directory to its final name.
     (path / "state.json").write_text(state, encoding="utf-8")
     sync(path / "state.json")
     # The manifest last: it contains the checksums of all other files.

@@ -209,6 +209,7 @@ class Checkpointer:
                     raise CheckpointError(part)
                 files |= part
             complete(hidden, step, state_json, files)
+            # The rename is the commit: a killed save leaves only the hidden directory.
             if os.path.lexists(final):
                 set_aside(final)
             publish(hidden, final, files_synced=True)
@@ -220,6 +221,7 @@ class Checkpointer:
             replace_file(saved, json.dumps({"step": step}) + "\n")
         except OSError as error:
             to_stderr(f"warning: {saved} cannot be written: {error.strerror or error}")
+        # The new checkpoint replaces a damaged one of a later step, see `set_aside`.
         self.skipped.discard(final)
         prune([p for p in list_checkpoints(self.directory) if p not in self.skipped], self.cfg)
         return None

@@ -75,7 +75,7 @@ def parallelize(
         for layer, next_layer in zip(layers, [*layers[1:], None], strict=True):
             modules = [getattr(layer.ffn, "experts", None), next_layer]
             layer.set_modules_to_forward_prefetch([m for m in modules if m is not None])
-    # The root last: FSDP2 leaves out the parameters that a layer has sharded. The backward pass
+    # The root last: FSDP2 omits the parameters that a layer has sharded. The backward pass
     # begins with the root's parameters, so keep them gathered.
     shard_dense(model, reshard_after_forward=False)
 

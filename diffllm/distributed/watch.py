@@ -90,6 +90,7 @@ class Watch:
         self.beats: dict[int, Beat] = {}
         self.heard = dict.fromkeys(range(self.size), self.answered)
         self._beat(0)
+        # Two threads: a hanging store must not stop the thread that judges.
         for work in (self._talk, self._judge):
             threading.Thread(target=work, name="watch", daemon=True).start()
 
@@ -151,9 +152,10 @@ class Watch:
             self.close()
             return
         if not is_failed_collective(error):
-            self.words = _shortened(error)
+            words = _shortened(error)
             if not isinstance(error, UserError):
-                self.words = f"{type(error).__name__}: {self.words}"
+                words = f"{type(error).__name__}: {words}"
+            self.words = words  # At once: another thread writes this attribute to the store.
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
             return

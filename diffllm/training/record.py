@@ -161,7 +161,7 @@ class Record:
         tokens = len(pending) * self.t.tokens
         flops_per_token = self.flops_per_token
         if self.keys_of_steps:
-            # Every rank counts the keys of its own queries; `write` runs at the same steps on all.
+            # Each rank counts its queries; all ranks call `write` at the same steps.
             keys = moved(torch.stack(self.keys_of_steps).sum(), self.t.device)
             dist.all_reduce(keys)
             self.visible_keys.add(int(keys.item()), tokens)

@@ -182,6 +182,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
     members = 2 if variant == "diff_v1" else 1  # Heads that the kernel reads as one head.
     attention = model.attention
     if isinstance(attention, StandardConfig) and attention.sink is Sink.one:
+        # The class has only learned logits: exp(0) is the constant 1 of this sink.
         zeros = partial(torch.zeros, decoder.layers[0].attention.n_query_heads)
         for layer in range(model.n_layers):
             exported.append(Mapped(f"model.layers.{layer}.self_attn.sink", (), zeros))
@@ -230,6 +231,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     class does not support a router bias, shared experts or a `routed_scaling` other than 1.
     """
     moe = model.moe
+    # The class has one value for each of these settings.
     fits = (
         moe.n_experts and moe.score is Score.softmax and not moe.n_shared
         and moe.routed_scaling == 1 and moe.bias_update_rate == 0

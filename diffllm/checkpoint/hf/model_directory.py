@@ -365,6 +365,7 @@ class ModelDirectory:
         float32, bfloat16 and float16.
         """
         model = without_storage(self.model)
+        # Meta tensors: only their shapes are used.
         tensors = {**dict(model.named_parameters()), **model.router_state()}
         expected = {name: list(rule.of(tensors).shape) for name, rule in exported.items()}
         allowed = set(expected)

@@ -100,6 +100,7 @@ def write_safetensors(
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in tensors]
     rules = {rule.name: rule for rule in exported}
+    # Meta tensors: the shapes decide which tensors share a file before any value is read.
     empty = {name: rule.of(tensors) for name, rule in rules.items()}
 
     def values(names: Sequence[str]) -> dict[str, Tensor]:

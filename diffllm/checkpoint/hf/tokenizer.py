@@ -114,9 +114,9 @@ def merges_of(content: Any) -> list[tuple[str, str]]:
     splits = []
     for piece, order in texts.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in texts and right in texts:
-                splits.append((*order, -cut, (left, right)))
+            pair = (piece[:cut], piece[cut:])
+            if pair[0] in texts and pair[1] in texts:
+                splits.append((*order, -cut, pair))
     return [pair for *_, pair in sorted(splits)]
 
 
