@@ -123,9 +123,9 @@ def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
     """Concatenate `w1` and `w3`, both (E, F, D), to (E, 2 F, D); return a view if possible."""
     n_experts, width, dim = w1.shape
-    behind = w1.data_ptr() + width * dim * w1.element_size()
-    one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
-    if one and strides_are_adjacent(w1, w3) and w3.data_ptr() == behind:
+    end_of_first = w1.data_ptr() + width * dim * w1.element_size()
+    share_storage = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
+    if share_storage and strides_are_adjacent(w1, w3) and w3.data_ptr() == end_of_first:
         return w1.as_strided((n_experts, 2 * width, dim), w1.stride())
     return torch.cat((w1, w3), 1)
 
@@ -146,12 +146,18 @@ def expert_linear(
         transposed: multiply by transposed weights: x is then (M, out), or (M, 2 out) with
             `beside`, and the result is (M, in).
     """
-    weight = weight if beside is None else joined(weight, beside)
-    weight = weight.transpose(1, 2) if transposed else weight
+    if beside is not None:
+        weight = joined(weight, beside)
+    if transposed:
+        weight = weight.transpose(1, 2)
     n_experts, out, width = weight.shape
     if takes_groups(x, n_experts, (out, width)):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    return torch.cat([rows @ w.T for rows, w in zip(of_experts(x, ends), weight, strict=True)])
+    # This loop waits for the device, because the values of `ends` determine shapes.
+    products = []
+    for rows, expert_weight in zip(of_experts(x, ends), weight, strict=True):
+        products.append(rows @ expert_weight.T)
+    return torch.cat(products)
 
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())

@@ -94,9 +94,8 @@ class MoE(nn.Module):
         # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
+        index = torch.arange(len(order), device=order.device)
+        inverse = torch.empty_like(order).scatter_(0, order, index)
         counts = torch.zeros_like(self.router.bias, dtype=torch.int64)
         counts = counts.scatter_add(0, slots, torch.ones_like(slots))
         sent = _Send.apply(rows, order, inverse)
@@ -137,12 +136,13 @@ class MoE(nn.Module):
         }
 
     def idle_parameters(self) -> int:
-        each = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
-        return (self.cfg.n_experts - self.cfg.top_k) * each
+        expert_size = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
+        return (self.cfg.n_experts - self.cfg.top_k) * expert_size
 
     def flops_per_token(self) -> int:
         """Count training FLOPs per token: 6 per weight, without the experts that are not chosen."""
-        return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
+        total = sum(p.numel() for p in self.parameters())
+        return 6 * (total - self.idle_parameters())
 
 
 class _Send(torch.autograd.Function):
