@@ -8,7 +8,9 @@ from diffllm.statistics.estimates import CONFIDENCE
 
 RESAMPLES = 2000
 LEAST_DOCUMENTS = 20
+"""Minimum number of documents of a held-out split."""
 LEAST_OF_ONE = 8
+"""Minimum number of documents for the interval of one model."""
 CHUNK_CELLS = 4_000_000
 """Largest number of counts in a chunk of draws, 32 MB."""
 Interval = tuple[float, float] | None

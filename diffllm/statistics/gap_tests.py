@@ -88,7 +88,10 @@ class Gap:
     def p(self) -> float | None:
         """Two-sided p-value of the null hypothesis "the gap is 0", or None if `error` is None."""
         below, above = self.p_below(), self.p_above()
-        return None if below is None or above is None else min(1.0, 2 * min(below, above))
+        if below is None or above is None:
+            return None
+        # With zero variance both one-sided p-values are 1, so the product must be limited.
+        return min(1.0, 2 * min(below, above))
 
 
 def paired(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:

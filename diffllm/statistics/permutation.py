@@ -79,6 +79,7 @@ def share_as_large(values: Array, assignments: Array) -> float:
     return float((sums >= threshold).mean())
 
 
+# Cached, because reports and studies test many gaps with equal numbers of seeds.
 @cache
 def signs(n: int) -> Array:
     """Return an array (count, n) of 1 and -1: in each row, one choice of signs for n values.
@@ -105,7 +106,8 @@ def chosen(n: int, total: int) -> Array:
         places = np.array([*combinations(range(total), n)])
     else:
         rng = np.random.default_rng((n, total))
-        drawn = rng.permuted(np.tile(np.arange(total), (DRAWS, 1)), axis=1)[:, :n]
+        rows = np.tile(np.arange(total), (DRAWS, 1))
+        drawn = rng.permuted(rows, axis=1)[:, :n]
         places = np.concatenate([np.arange(n)[None], drawn])
     marks = np.zeros((len(places), total))
     np.put_along_axis(marks, places, 1.0, axis=1)

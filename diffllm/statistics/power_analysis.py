@@ -26,6 +26,7 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
     """
     from scipy.special import nctdtr, stdtrit
 
+    # The gap in units of its standard error: the noncentrality of the t distribution.
     df = seeds - 1
     noncentrality = abs(gap) / (sd / math.sqrt(seeds))
     critical = stdtrit(df, 1 - alpha / sides)

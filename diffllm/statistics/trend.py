@@ -56,8 +56,10 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
     doublings = np.log2(x)
     centred = doublings - doublings.mean()
     slope = float(centred @ y / (centred @ centred))
-    start = float(y.mean() + slope * (doublings[0] - doublings.mean()))
-    end = float(y.mean() + slope * (doublings[-1] - doublings.mean()))
+    # The line passes through the mean of the points.
+    mean_x, mean_y = doublings.mean(), y.mean()
+    start = float(mean_y + slope * (doublings[0] - mean_x))
+    end = float(mean_y + slope * (doublings[-1] - mean_x))
     return Line(slope, start, end)
 
 
