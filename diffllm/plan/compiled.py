@@ -142,7 +142,9 @@ def viewed_node(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
+    if node.target is operator.getitem:  # a part of a tuple shares its memory
+        return True
+    return bool(getattr(node.target, "is_view", False))
 
 
 def reduces(node: fx.Node) -> bool:
@@ -175,6 +177,7 @@ def gpu_kernels() -> Iterator[None]:
     def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
         if total is not None:
             return total
+        # float32 as on a GPU, where the product sums in float32 without a copy.
         shape = grad_logits.shape[1], hidden.shape[1]
         return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
 

@@ -64,6 +64,7 @@ def bytes_of(value: Any) -> int:
 
 def process_group_of(args: tuple) -> dist.ProcessGroup:
     for arg in args:
+        # c10d operations get the group as an object, functional collectives get its name.
         if isinstance(arg, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(arg)

@@ -111,6 +111,7 @@ class MeasuredTraining:
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
+        # The last part that began before the peak contains the peak.
         parts = [part for event, _, part in self.parts if event <= peak.event]
         # All micro-batches except the last have the collectives of the first.
         starts = [call for _, call, part in self.parts if part == FORWARD]
@@ -128,6 +129,7 @@ class MeasuredTraining:
         micro, _ = cfg.micro_batches(dist.get_world_size())
         shape = (micro, cfg.seq_len)
         while True:
+            # Without names, because a name would keep the tensors in memory until the next batch.
             yield torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
     def begin(self, part: str) -> None:
