@@ -60,7 +60,9 @@ class Initializer:
         tile_rows = TILE
         if len(shape) == 1:  # A vector is a matrix of one row, in tiles of one row.
             tile_rows = 1
-            local, first, shape = local.unsqueeze(0), (0, *first), torch.Size((1, *shape))
+            local = local.unsqueeze(0)
+            first = (0, *first)
+            shape = torch.Size((1, *shape))
         matrices = matrices_held(local.shape[:-2], first[:-2], shape[:-2])
         target = local.detach().view(len(matrices), *local.shape[-2:])
         rows, columns = target.shape[-2:]

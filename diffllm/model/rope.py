@@ -226,7 +226,8 @@ def with_rounded_ramp(cfg: RopeConfig, head_dim: int) -> RopeConfig:
         return cfg
     assert cfg.original_seq_len is not None
     # The index last - 1/2 is rounded up to `last`.
-    slow = cfg.original_seq_len / (2 * math.pi) * cfg.theta ** (-(2 * last - 1) / head_dim)
+    frequency = cfg.theta ** (-(2 * last - 1) / head_dim)
+    slow = cfg.original_seq_len / (2 * math.pi) * frequency
     return replace(cfg, beta_slow=slow)
 
 
@@ -257,6 +258,7 @@ class RotaryEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Compute the cos and sin tables in float64; store the tables in float32."""
+        # float64, because the rounding error of a float32 angle grows with the position.
         positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies(self.cfg, self.head_dim))
         angles = angles.repeat(1, 2).unsqueeze(1)
@@ -277,13 +279,16 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     Computes x cos + rotate_half(x) sin in float32 or wider; the result has the dtype of x.
     """
     cos, sin = rope  # float32, so products with bf16 are float32
+    # A compiler fuses the formula into one kernel. In eager mode, fewer operations are faster.
     if not torch.compiler.is_compiling():
         return _Rotation.apply(x, cos, sin)
     low, high = x.chunk(2, dim=-1)
+    # Both halves of the tables are equal, so read only one.
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
-    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-    return rotated.to(x.dtype)
+    rotated_low = low * cos - high * sin
+    rotated_high = high * cos + low * sin
+    return torch.cat((rotated_low, rotated_high), dim=-1).to(x.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ def kurtosis(x: Tensor) -> Tensor:
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
-    return (squares.square().mean(-1) / variance.square().clamp_min(1e-30)).mean()
+    fourth_moment = squares.square().mean(-1)
+    return (fourth_moment / variance.square().clamp_min(1e-30)).mean()
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
@@ -148,13 +149,16 @@ def probe_stats(
     *parts, effective = attention.maps(x, q, k, probe.visible).values()
     # Without parts, the only map is a softmax map.
     entropies = [entropy(weights).mean() for weights in parts or [effective]]
-    first = probe.visible.int().argmax(-1, keepdim=True).expand(*effective.shape[:3], 1)
+    # argmax returns the first of equal values, here the first visible key.
+    first_keys = probe.visible.int().argmax(-1, keepdim=True)
+    first_keys = first_keys.expand(*effective.shape[:3], 1)
     stats = {
         "attn_logit_top1": scores.amax(),
         "attn_entropy": torch.stack(entropies).mean(),
         "attn_negative_share": negative_share(effective).mean(),
-        "sink_mass": effective.gather(-1, first).mean(),
+        "sink_mass": effective.gather(-1, first_keys).mean(),
     }
+    # A lambda that all heads share has another shape.
     lam = aux.get("lambda")
     if lam is not None and lam.ndim == 3 and lam.shape[-1] == effective.shape[1]:
         stats["lambda_head"] = lam.mean((0, 1))
@@ -167,13 +171,16 @@ def entropy(weights: Tensor) -> Tensor:
     The weights are first scaled to sum 1, because an attention sink makes the sum less than 1.
     """
     total = weights.sum(-1, keepdim=True)
-    return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
+    # If the total is 0, all weights are 0: a division by 1 gives the entropy 0, not NaN.
+    shares = weights / torch.where(total > 0, total, 1)
+    return torch.special.entr(shares).sum(-1)
 
 
 def negative_share(weights: Tensor) -> Tensor:
     """Return sum(|negative weights|) / sum(|all weights|), with sums over the last dimension."""
     total = weights.abs().sum(-1)
-    return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
+    negative = weights.clamp_max(0).abs().sum(-1)
+    return negative / torch.where(total > 0, total, 1)
 
 
 @cache

@@ -41,7 +41,11 @@ class Block(nn.Module):
         self.attention: Attention = cfg.attention.build(cfg, layer_idx)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.routes = cfg.moe.n_experts > 0 and layer_idx >= cfg.moe.n_dense_layers
-        self.ffn: Any = MoE(cfg.dim, cfg.moe) if self.routes else SwiGLU(cfg.dim, cfg.ffn_dim)
+        self.ffn: Any
+        if self.routes:
+            self.ffn = MoE(cfg.dim, cfg.moe)
+        else:
+            self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim)
 
     def forward(
         self,
@@ -155,7 +159,8 @@ class Transformer(nn.Module):
         padding = targets == PADDING if targets is not None and self.cfg.moe.n_experts else None
         stats: list[BlockStats] = []
         routed: list[Routed] = []
-        with sdpa_for_any_length(x.device) if caches else nullcontext():
+        context = sdpa_for_any_length(x.device) if caches else nullcontext()
+        with context:
             for i, layer in enumerate(self.layers):
                 cache = caches[i] if caches else None
                 x, layer_stats, layer_routed = layer(
@@ -164,6 +169,7 @@ class Transformer(nn.Module):
                 stats.append(layer_stats)
                 if layer_routed is not None:
                     routed.append(layer_routed)
+        # Select positions before the output layer, so that no other logits are computed.
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
             x = x[rows if last.dim() == 1 else rows[:, None], last]
@@ -306,6 +312,7 @@ def initialise(
     """
     names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
     init = Initializer(cfg.init_seed, names, shard)
+    # The order matters: the loop replaces the values of matrices that have another rule.
     init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
     for module in part.modules():
         if isinstance(module, nn.RMSNorm):

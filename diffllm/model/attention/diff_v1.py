@@ -177,7 +177,8 @@ class DiffV1Attention(Attention):
         """
         q, k, v = super().project(x, rope)
         # All heads of map 1 precede those of map 2, so that one kernel call computes both maps.
-        return even_heads_first(q), even_heads_first(k), v.unflatten(2, (-1, 2)).flatten(3)
+        v = v.unflatten(2, (-1, 2)).flatten(3)
+        return even_heads_first(q), even_heads_first(k), v
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
@@ -185,7 +186,9 @@ class DiffV1Attention(Attention):
         lam = self.lambda_value()
         if self.cfg.clamp:
             assert mask is None or isinstance(mask, Tensor)
-            context = weighted(self.maps(x, q, k, mask)["difference"], v).to(x.dtype)
+            # The clamp needs the map itself, which no fused kernel returns.
+            difference = self.maps(x, q, k, mask)["difference"]
+            context = weighted(difference, v).to(x.dtype)
         else:
             attn1, attn2 = self.attend(q, k, v, mask).chunk(2, dim=2)
             context = (attn1 - lam * attn2).to(x.dtype)
@@ -234,7 +237,9 @@ class DiffV1Attention(Attention):
             vector: Tensor = getattr(self, name)
             vectors.append(vector.to(at_least_float32(vector.dtype)))
         q1, k1, q2, k2 = vectors
-        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+        exp1 = torch.exp((q1 * k1).sum())
+        exp2 = torch.exp((q2 * k2).sum())
+        return exp1 - exp2 + self.lambda_init
 
     def reset_parameters(self, init: Initializer) -> None:
         for name in self.fp32_parameters:

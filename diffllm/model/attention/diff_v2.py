@@ -120,6 +120,7 @@ class DiffV2Attention(Attention):
     ) -> Tensor:
         attn1, attn2 = self.pair(self.attend(q, k, v, mask), dim=2)
         lam = self.lambda_values(x)
+        # lam is a float32 tensor of three dimensions, so the difference is computed in float32.
         context = (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
         if aux is not None:
             aux["context"], aux["lambda"] = context, lam

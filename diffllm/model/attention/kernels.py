@@ -186,6 +186,7 @@ def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -
     return Packed(documents.boundaries, length)
 
 
+# Cached, because all batches of one length have the same mask.
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
 
@@ -271,6 +272,7 @@ def flash_4_fault(device: torch.device, width: int) -> str:
         activate_flash_4()
         try_flash(device, width, documents=True)
     except Exception as error:
+        # A package built for another torch or GPU may raise any exception.
         restore_flash_attention_impl(_raise_warn=False)
         return f"flash-attn-4 fails: {type(error).__name__}: {error}".splitlines()[0]
     return ""

@@ -77,10 +77,12 @@ class Documents(NamedTuple):
         """
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
-        return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
+        is_same_document = self.ids[:, :, None] == self.ids[:, None, :]
+        return (is_same_document & causal).unsqueeze(1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    # A copy to a GPU is asynchronous only from pinned memory.
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
@@ -148,12 +150,14 @@ def attend(
         scale: factor on q k; None means 1 / sqrt(d).
     """
     if isinstance(mask, Sliced):
+        # The ranks exchange heads around the kernel, so the kernel gets whole sequences.
         kernel = functools.partial(attend, mask=mask.mask, backend=backend, scale=scale)
         return mask.slices.around(kernel, q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend is Backend.reference:
         assert not isinstance(mask, (Packed, BlockMask))
-        return weighted(attention_weights(q, k, mask, scale), repeated(v, k)).to(q.dtype)
+        weights = attention_weights(q, k, mask, scale)
+        return weighted(weights, repeated(v, k)).to(q.dtype)
     if q.shape[1] == 1 and (mask is None or (isinstance(mask, Tensor) and for_all_heads(mask))):
         return one_query(q, k, v, mask, scale)
     v = repeated(v, k)
@@ -235,14 +239,16 @@ cudnn_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention with torch's SDPA; for the arguments, see `attend`."""
-    dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
+    dtype, dv = q.dtype, v.shape[-1]
+    n_queries, n_keys = q.shape[1], k.shape[1]
     if q.device.type == "cpu":
         q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
         if in_float32(dtype, v.shape[-1]):
             q, k, v = q.float(), k.float(), v.float()
     elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
-        narrow = q.shape[-1] < dv and n_queries == n_keys
-        if not (narrow and cudnn_takes(dtype, q.shape[2], k.shape[2], q.shape[-1], dv)):
+        d, heads, groups = q.shape[-1], q.shape[2], k.shape[2]
+        is_narrow = d < dv and n_queries == n_keys
+        if not (is_narrow and cudnn_takes(dtype, heads, groups, d, dv)):
             q, k, v = same_width(q, k, v)  # FlashAttention supports grouped heads
     elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
         k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
@@ -400,5 +406,6 @@ def weighted(weights: Tensor, v: Tensor) -> Tensor:
     The result is (B, T, H, dv), in the dtype of `weights`. H / K consecutive query heads share one
     value head.
     """
-    v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
+    group_size = weights.shape[1] // v.shape[2]
+    v = v.repeat_interleave(group_size, dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))

@@ -18,7 +18,10 @@ from torch import Tensor
 
 
 class Slices(NamedTuple):
-    """The ranks that share each sequence, in the order of their slices."""
+    """The ranks that share each sequence, in the order of their slices.
+
+    `mean`, `gather`, `pick` and `around` are collectives: all these ranks must call them.
+    """
 
     group: Any
     """Name of the process group; a text, because compiled graphs compare texts cheaply."""
@@ -85,12 +88,11 @@ class Slices(NamedTuple):
         copies = max(1, self.size // n_values)
         values = max(1, n_values // self.size)
         times = n_keys // n_values
-        k = k.repeat_interleave(copies, 2)
-        v = v.repeat_interleave(copies, 2)
+        # Without names for the repeated keys and values, so that their memory is freed at once.
         sent = (
             self._units(q, n_keys, n_values),
-            self._units(k, n_keys * copies, n_values * copies),
-            self._units(v, n_values * copies, n_values * copies),
+            self._units(k.repeat_interleave(copies, 2), n_keys * copies, n_values * copies),
+            self._units(v.repeat_interleave(copies, 2), n_values * copies, n_values * copies),
         )
         widths = [part.shape[-1] for part in sent]
         # One exchange of q, k and v together, because each exchange waits for all ranks.
@@ -101,7 +103,8 @@ class Slices(NamedTuple):
         all_k = all_k.unflatten(-1, (times * values, d))
         all_v = all_v.unflatten(-1, (values, v.shape[-1]))
         out = kernel(all_q, all_k, all_v)
-        returned = self._exchange(out.reshape(batch, self.size, length, -1).transpose(0, 1))
+        out = out.reshape(batch, self.size, length, -1)
+        returned = self._exchange(out.transpose(0, 1))
         heads = returned.view(self.size, batch, length, times, values, -1, v.shape[-1])
         return heads.movedim(0, 3).reshape(batch, length, q.shape[2], v.shape[-1])
 

@@ -114,7 +114,9 @@ class StandardAttention(Attention):
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
-        return {"map": attention_weights(q, k, mask, scale)[:, :, -x.shape[1] :, 1:]}
+        weights = attention_weights(q, k, mask, scale)
+        # Drop the additional first query, if any, and the sink key.
+        return {"map": weights[:, :, -x.shape[1] :, 1:]}
 
     def reset_parameters(self, init: Initializer) -> None:
         if self.sink is not None:

@@ -52,8 +52,11 @@ class Experts(nn.Module):
         if fewest is not None and len(x) >= fewest * len(counts):
             gate_up = [expert_linear(x, self.w1, self.w3, ends, False)]
         else:
-            gate_up = [expert_linear(x, weight, None, ends, False) for weight in (self.w1, self.w3)]
-        return expert_linear(self.activation(weights, *gate_up), self.w2, None, ends, False)
+            gate = expert_linear(x, self.w1, None, ends, False)
+            up = expert_linear(x, self.w3, None, ends, False)
+            gate_up = [gate, up]
+        hidden = self.activation(weights, *gate_up)
+        return expert_linear(hidden, self.w2, None, ends, False)
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
@@ -117,7 +120,8 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
     _, width, dim = w1.shape
-    return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
+    halves = (2 * width * dim, dim, 1)
+    return w1.shape == w3.shape and w1.stride() == w3.stride() == halves
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
@@ -172,8 +176,9 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
         out = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
-            empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-            out.masked_fill_(empty[:, None, None], 0)
+            counts = ends.diff(prepend=ends.new_zeros(1))
+            is_unused = counts == 0
+            out.masked_fill_(is_unused[:, None, None], 0)
         return out
     pairs = zip(of_experts(grad, ends), of_experts(x, ends), strict=True)
     return torch.stack([rows_grad.T @ rows for rows_grad, rows in pairs])

@@ -88,14 +88,17 @@ class MoE(nn.Module):
         routing = self.router(rows)
         if padding is None:
             padding = x.new_zeros(x.shape[:2], dtype=torch.bool)
-        routing = routing._replace(shares=routing.shares.masked_fill(padding.view(-1, 1), 0))
+        shares = routing.shares.masked_fill(padding.view(-1, 1), 0)
+        routing = routing._replace(shares=shares)
         if aux is not None:
             aux["router"] = routing.shares.detach()
         # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
-        index = torch.arange(len(order), device=order.device)
-        inverse = torch.empty_like(order).scatter_(0, order, index)
+        inverse = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        # These counts include padding, because the experts process its rows.
         counts = torch.zeros_like(self.router.bias, dtype=torch.int64)
         counts = counts.scatter_add(0, slots, torch.ones_like(slots))
         sent = _Send.apply(rows, order, inverse)
@@ -120,7 +123,8 @@ class MoE(nn.Module):
         elif self.cfg.balance_loss:
             balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:
-            z = routing.logits.logsumexp(-1).square().masked_fill(padding.flatten(), 0).sum()
+            squares = routing.logits.logsumexp(-1).square()
+            z = squares.masked_fill(padding.flatten(), 0).sum()
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
@@ -152,7 +156,8 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.n = len(rows)
-        return rows.index_select(0, order // (len(order) // len(rows)))
+        top_k = len(order) // len(rows)
+        return rows.index_select(0, order // top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -172,7 +177,8 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        return grads[0].index_select(0, order // (len(order) // ctx.n)), None, None, None
+        top_k = len(order) // ctx.n
+        return grads[0].index_select(0, order // top_k), None, None, None
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -180,4 +186,5 @@ def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
 
     `rows` are sorted by expert, and rows[inverse] by token; `inverse` is (n k,).
     """
+    # One kernel that gathers and sums: indexing first would write all n k rows again.
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")
