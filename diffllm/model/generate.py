@@ -52,8 +52,11 @@ def generate(
         if not 1 <= len(text) <= model.cfg.seq_len:
             raise ValueError(f"prompt of {len(text)} tokens: must have 1 to {model.cfg.seq_len}")
     limits = [min(len(text) + max_new_tokens, model.cfg.seq_len) for text in texts]
-    repeats = [texts[:row].count(text) for row, text in enumerate(texts)]
-    generators = [torch.Generator().manual_seed(seed + number) for number in repeats]
+    generators = []
+    for row, text in enumerate(texts):
+        # Equal prompts need different seeds, or their continuations would be equal.
+        repeats = texts[:row].count(text)
+        generators.append(torch.Generator().manual_seed(seed + repeats))
     rows = [row for row, text in enumerate(texts) if len(text) < limits[row]]
     if not rows:
         return texts
@@ -61,21 +64,23 @@ def generate(
     device = model.tok_embeddings.weight.device
     caches = model.new_caches(len(rows), max(limits), dtype)
     logits = read_prompts(model, [texts[row] for row in rows], caches, device)
+    # All ranks of a sharded model draw equal tokens from equal seeds, so they reach the collectives
+    # of each forward pass together and leave the loop in the same iteration.
     while True:
-        for row, row_logits in zip(rows, logits[:, :vocab_size].float().split(1), strict=True):
+        logits = logits[:, :vocab_size].float()
+        for row, row_logits in zip(rows, logits.split(1), strict=True):
             token = draw_tokens(row_logits, temperature, top_p, generators[row])
             texts[row].append(int(token))
-        going = [
-            i
-            for i, row in enumerate(rows)
-            if len(texts[row]) < limits[row] and texts[row][-1] != stop_token
-        ]
-        if not going:
+        unfinished = []
+        for i, row in enumerate(rows):
+            if len(texts[row]) < limits[row] and texts[row][-1] != stop_token:
+                unfinished.append(i)
+        if not unfinished:
             return texts
-        if len(going) < len(rows):
-            rows = [rows[i] for i in going]
+        if len(unfinished) < len(rows):
+            rows = [rows[i] for i in unfinished]
             for cache in caches:
-                cache.keep(going)
+                cache.keep(unfinished)
         last = torch.tensor([texts[row][-1:] for row in rows], device=device)
         logits = model(last, caches=caches)[:, -1]
 
@@ -89,7 +94,9 @@ def read_prompts(
     padding is removed from the caches.
     """
     lengths = [len(prompt) for prompt in prompts]
-    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+    longest = max(lengths)
+    # Padding follows the prompt, so the causal mask hides it from the prompt's tokens.
+    padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
     last = torch.tensor(lengths, device=device) - 1
     logits = model(torch.tensor(padded, device=device), caches=caches, last=last)
     for cache in caches:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffllm.core.errors import ConfigError
 
-OUTPUTS = {"wo", "w2"}
+OUTPUT_MATRICES = {"wo", "w2"}
 TILE = 256
 """Rows and columns of a tile."""
 
@@ -60,26 +60,30 @@ class Initializer:
         tile_rows = TILE
         if len(shape) == 1:  # A vector is a matrix of one row, in tiles of one row.
             tile_rows = 1
-            local, first, shape = local.unsqueeze(0), (0, *first), torch.Size((1, *shape))
+            local = local.unsqueeze(0)
+            first = (0, *first)
+            shape = torch.Size((1, *shape))
         matrices = matrices_held(local.shape[:-2], first[:-2], shape[:-2])
         target = local.detach().view(len(matrices), *local.shape[-2:])
         rows, columns = target.shape[-2:]
         first_row, first_column = first[-2:]
 
         def fill(part: tuple[tuple[int, int], range, range]) -> None:
-            # Draw whole tiles: values that are drawn again depend on the number of values.
-            (at, matrix), of_rows, of_columns = part
-            row, column = of_rows.start // TILE, of_columns.start // TILE
+            (at, matrix), row_range, column_range = part
+            row = row_range.start // TILE
+            column = column_range.start // TILE
             text = f"{self.seed}:{self.names[param]}:{matrix}:{row}:{column}"
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             generator = torch.Generator(device="cpu")
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            # Draw whole tiles: values that are drawn again depend on the number of values.
             tile = torch.empty((tile_rows, TILE), dtype=torch.float32, device="cpu")
             fill_normal(tile.view(-1), std, truncate, generator)
-            values = tile[of_rows.start % TILE :, of_columns.start % TILE :]
-            top, left = of_rows.start - first_row, of_columns.start - first_column
-            place = target[at, top : top + len(of_rows), left : left + len(of_columns)]
-            place.copy_(values[: len(of_rows), : len(of_columns)])
+            height, width = len(row_range), len(column_range)
+            values = tile[row_range.start % TILE :, column_range.start % TILE :]
+            y = row_range.start - first_row
+            x = column_range.start - first_column
+            target[at, y : y + height, x : x + width].copy_(values[:height, :width])
 
         inference = torch.is_inference_mode_enabled()
 
@@ -98,7 +102,7 @@ class Initializer:
         """
         for param, name in self.names.items():
             if param.ndim > 1:
-                is_output = not OUTPUTS.isdisjoint(name.split("."))
+                is_output = not OUTPUT_MATRICES.isdisjoint(name.split("."))
                 self.normal_(param, out_std if is_output else std, truncate=3)
 
     def check_all_filled(self) -> None:
@@ -146,10 +150,12 @@ def fill_normal(
     values.normal_(0.0, std, generator=generator)
     if truncate is None:
         return
-    # NumPy, because torch would start more threads inside each thread of the pool.
-    here, bound = values.numpy(), np.float32(truncate * std)
-    missing = np.flatnonzero(np.abs(here) > bound)
+    # NumPy, because torch would start more threads inside each thread of the pool. The array shares
+    # the memory of `values`.
+    array = values.numpy()
+    bound = np.float32(truncate * std)
+    missing = np.flatnonzero(np.abs(array) > bound)
     while len(missing):
         others = torch.empty_like(values).normal_(0.0, std, generator=generator).numpy()
-        here[missing] = others[missing]
-        missing = missing[np.abs(here[missing]) > bound]
+        array[missing] = others[missing]
+        missing = missing[np.abs(array[missing]) > bound]

@@ -39,8 +39,8 @@ def write_factors(
     """
     device = tokens.device
     # SDPA, because flash-attn does not support float32.
-    own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
-    other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
+    cfg = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
+    baseline_cfg = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
 
     table = partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope)
     rope = build_part(table, "rope.", cfg, device)
@@ -49,18 +49,20 @@ def write_factors(
     positions = rope(0, tokens.shape[1]) if documents is None else rope.at(documents.positions)
     factors = []
     for i in range(cfg.n_layers):
-        goal = build_part(partial(Block, other, i), f"layers.{i}.", other, device)
-        reference, wanted = with_write(goal, reference, positions, documents, tokens)
-        block = build_part(partial(Block, own, i), f"layers.{i}.", own, device)
-        _, written = with_write(block, x, positions, documents, tokens)
-        factor = (wanted / written).item()
+        prefix = f"layers.{i}."
+        goal = build_part(partial(Block, baseline_cfg, i), prefix, baseline_cfg, device)
+        reference, goal_rms = with_write(goal, reference, positions, documents, tokens)
+        block = build_part(partial(Block, cfg, i), prefix, cfg, device)
+        _, rms = with_write(block, x, positions, documents, tokens)
+        factor = (goal_rms / rms).item()
         if not 0 < factor < float("inf"):
             raise ConfigError(
                 f"model.init_match=write cannot scale layer {i}: the RMS of the initial attention "
-                f"output is {written.item():.3g} in this model and {wanted.item():.3g} in the "
+                f"output is {rms.item():.3g} in this model and {goal_rms.item():.3g} in the "
                 "baseline, but both must be positive and finite; set model.init_match=none"
             )
         block.attention.wo.weight.mul_(factor)
+        # Run the layer again: the next layer must be measured on the output with the new scale.
         x, _ = with_write(block, x, positions, documents, tokens)
         factors.append(factor)
     return factors

@@ -11,21 +11,23 @@ from torch import Tensor
 from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.auto_setting import ASKED, AutoSetting
 
-GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
+GPU_CHUNK = 4096
+CPU_CHUNK = 512
+LARGE_CPU_CHUNK = 2048
 LARGE_WEIGHT = 2**22
 """Elements of an output weight whose float32 gradient (16 MiB) exceeds the caches of a CPU core."""
 LARGE_LOGITS = 2**25
 """Maximum number of logits in a chunk of more than `CPU_CHUNK` tokens (128 MiB in float32)."""
 
 
-def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:
+def loss_chunk(setting: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:
     """Return the number of tokens per chunk of logits, and the reason for this number.
 
-    The number is `asked` if given. Otherwise it depends on the device type and on the size of the
+    The number is `setting` if given. Otherwise it depends on the device type and on the size of the
     output weight.
     """
-    if asked is not None:
-        return AutoSetting(asked, ASKED)
+    if setting is not None:
+        return AutoSetting(setting, ASKED)
     if device.type == "cuda":
         return AutoSetting(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
     if vocab_size * dim >= LARGE_WEIGHT:
@@ -65,11 +67,14 @@ def chunk_loss(
     valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
     picked = log_probs.gather(1, index)
+    # logsumexp is logit - log p of any token, so a second reduction is not needed.
     lse = (logits.gather(1, index) - picked).squeeze(1)
-    nll, z = -(picked.squeeze(1) * valid).sum(), (lse.square() * valid).sum()
+    nll = -(picked.squeeze(1) * valid).sum()
+    z = (lse.square() * valid).sum()
     if not needs_grad:
         return nll, z, hidden.new_empty(0)
     scale = valid * (1 + 2 * z_weight * lse)
+    # In place, because the log probabilities are the largest tensor of a chunk.
     grad = log_probs.exp_().mul_(scale.unsqueeze(1))
     return nll, z, minus_one_hot(grad, index, valid).to(hidden.dtype)
 
@@ -118,11 +123,15 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = any(ctx.needs_input_grad[:2])
         nll = z = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden, grad_weight = torch.empty_like(hidden) if needs_grad else hidden, None
-        pieces = (x.split(chunk) for x in (hidden, targets, grad_hidden))
-        for h, t, grad_h in zip(*pieces, strict=True):
+        # Without a gradient, `hidden` only takes its place in the loop.
+        grad_hidden = torch.empty_like(hidden) if needs_grad else hidden
+        grad_weight = None
+        parts = hidden.split(chunk), targets.split(chunk), grad_hidden.split(chunk)
+        for h, t, grad_h in zip(*parts, strict=True):
             chunk_nll, chunk_z, grad_logits = compute(h, weight, t, z_weight, needs_grad)
-            nll, z = nll + chunk_nll, z + chunk_z
+            nll = nll + chunk_nll
+            z = z + chunk_z
+            # Gradients in the forward pass: a backward pass would compute all logits again.
             if needs_grad:
                 torch.mm(grad_logits, weight, out=grad_h)
                 grad_weight = add_weight_gradient(grad_weight, grad_logits, h)
@@ -135,12 +144,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Write in the final dtype: a product in float32 would allocate another large tensor.
-        hidden, weight = (
-            torch.mul(grad, grads[0].view(1), out=torch.empty_like(grad, dtype=ctx.dtype))
-            for grad in ctx.saved_tensors
-        )
-        return hidden, weight, None, None, None, None
+        scale = grads[0].view(1)
+        scaled = []
+        for grad in ctx.saved_tensors:
+            # Write in the final dtype: a product in float32 would allocate another large tensor.
+            out = torch.empty_like(grad, dtype=ctx.dtype)
+            scaled.append(torch.mul(grad, scale, out=out))
+        grad_hidden, grad_weight = scaled
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def chunked_cross_entropy(

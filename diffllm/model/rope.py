@@ -169,12 +169,12 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
     if cfg.scaling is RopeScaling.linear:
         return original / cfg.factor
     assert cfg.original_seq_len is not None
-    blend = llama3_kept if cfg.scaling is RopeScaling.llama3 else yarn_kept
-    kept = blend(cfg, original, cfg.original_seq_len).clamp(0, 1)
-    return kept * original + (1 - kept) * original / cfg.factor
+    blend = llama3_weights if cfg.scaling is RopeScaling.llama3 else yarn_weights
+    weights = blend(cfg, original, cfg.original_seq_len).clamp(0, 1)
+    return weights * original + (1 - weights) * original / cfg.factor
 
 
-def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
+def llama3_weights(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
     """Compute one weight per frequency for llama3 scaling, (d/2,).
 
     Weight 1 keeps the frequency, and weight 0 divides the frequency by `factor`. The weight rises
@@ -185,7 +185,7 @@ def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
-def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
+def yarn_weights(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
     """Compute one weight per frequency for YaRN scaling, (d/2,).
 
     Weight 1 keeps the frequency, and weight 0 divides the frequency by `factor`. The weight falls
@@ -194,11 +194,15 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
     `beta_slow` turns; see `YarnRamp` for rounding. The caller clamps the weights to [0, 1].
     """
     head_dim = 2 * len(original)
-    first, last = (yarn_pair(cfg, head_dim, turns) for turns in (cfg.beta_fast, cfg.beta_slow))
+    first = yarn_pair(cfg, head_dim, cfg.beta_fast)
+    last = yarn_pair(cfg, head_dim, cfg.beta_slow)
     if cfg.yarn_ramp is not YarnRamp.exact:
         first, last = math.floor(first), math.ceil(last)
+    # transformers limits the index of a pair by the number of channels, twice the number of pairs.
+    # Imported models need the same rule.
+    limit = len(original) if cfg.yarn_ramp is YarnRamp.olmo_core else head_dim
     first = max(first, 0)
-    last = min(last, (len(original) if cfg.yarn_ramp is YarnRamp.olmo_core else head_dim) - 1)
+    last = min(last, limit - 1)
     index = torch.arange(len(original), dtype=torch.float64, device="cpu")
     return 1 - (index - first) / max(last - first, 1e-3)
 
@@ -216,12 +220,14 @@ def with_rounded_ramp(cfg: RopeConfig, head_dim: int) -> RopeConfig:
     if cfg.yarn_ramp is not YarnRamp.olmo_core:
         return cfg
     cfg = replace(cfg, yarn_ramp=YarnRamp.transformers)
-    first, end = (yarn_pair(cfg, head_dim, turns) for turns in (cfg.beta_fast, cfg.beta_slow))
+    first = yarn_pair(cfg, head_dim, cfg.beta_fast)
+    end = yarn_pair(cfg, head_dim, cfg.beta_slow)
     if math.ceil(end) <= last or first >= last:  # the conventions are equal
         return cfg
     assert cfg.original_seq_len is not None
     # The index last - 1/2 is rounded up to `last`.
-    slow = cfg.original_seq_len / (2 * math.pi) * cfg.theta ** (-(2 * last - 1) / head_dim)
+    frequency = cfg.theta ** (-(2 * last - 1) / head_dim)
+    slow = cfg.original_seq_len / (2 * math.pi) * frequency
     return replace(cfg, beta_slow=slow)
 
 
@@ -252,6 +258,7 @@ class RotaryEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Compute the cos and sin tables in float64; store the tables in float32."""
+        # float64, because the rounding error of a float32 angle grows with the position.
         positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies(self.cfg, self.head_dim))
         angles = angles.repeat(1, 2).unsqueeze(1)
@@ -272,13 +279,16 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     Computes x cos + rotate_half(x) sin in float32 or wider; the result has the dtype of x.
     """
     cos, sin = rope  # float32, so products with bf16 are float32
+    # A compiler fuses the formula into one kernel. In eager mode, fewer operations are faster.
     if not torch.compiler.is_compiling():
         return _Rotation.apply(x, cos, sin)
     low, high = x.chunk(2, dim=-1)
+    # Both halves of the tables are equal, so read only one.
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
-    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-    return rotated.to(x.dtype)
+    rotated_low = low * cos - high * sin
+    rotated_high = high * cos + low * sin
+    return torch.cat((rotated_low, rotated_high), dim=-1).to(x.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -287,7 +297,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos and sin are (T, 1, d) or (B, T, 1, d).
     """
     half = x.shape[-1] // 2
-    out, turned = x * cos, x * sin
+    out = x * cos
+    turned = x * sin
     out[..., :half] -= turned[..., half:]
     out[..., half:] += turned[..., :half]
     return out.to(x.dtype)

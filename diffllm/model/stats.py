@@ -79,14 +79,18 @@ def kurtosis(x: Tensor) -> Tensor:
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
-    return (squares.square().mean(-1) / variance.square().clamp_min(1e-30)).mean()
+    fourth_moment = squares.square().mean(-1)
+    return (fourth_moment / variance.square().clamp_min(1e-30)).mean()
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
     """Stack each statistic over the layers that have it, for all statistics of the last layer."""
-    return {
-        name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
-    }
+    stacked = {}
+    for name in layers[-1]:
+        # Dense layers before the MoE layers have no statistics of a router.
+        values = [stats[name] for stats in layers if name in stats]
+        stacked[name] = torch.stack(values)
+    return stacked
 
 
 class Probe(NamedTuple):
@@ -107,8 +111,8 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
     keys = torch.arange(length, device=positions.device)
     visible = (keys <= positions[:, None])[None, None]
     if documents is not None:
-        same = documents.ids[:, positions, None] == documents.ids[:, None, :]
-        visible = visible & same[:, None]
+        in_document = documents.ids[:, positions, None] == documents.ids[:, None, :]
+        visible = visible & in_document[:, None]
     return Probe(positions, visible)
 
 
@@ -133,19 +137,28 @@ def probe_stats(
     Means are over sequences, heads and query positions, if not stated otherwise.
     """
     if slices:
-        x, q = (slices.pick(each, probe.positions) for each in (x, aux["q"]))
+        # Collectives: all ranks that share the sequences must reach these lines, in this order.
+        x = slices.pick(x, probe.positions)
+        q = slices.pick(aux["q"], probe.positions)
         k = slices.gather(aux["k"])
     else:
-        x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
+        x = x[:, probe.positions]
+        q = aux["q"][:, probe.positions]
+        k = aux["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
     *parts, effective = attention.maps(x, q, k, probe.visible).values()
-    first = probe.visible.int().argmax(-1, keepdim=True).expand(*effective.shape[:3], 1)
+    # Without parts, the only map is a softmax map.
+    entropies = [entropy(weights).mean() for weights in parts or [effective]]
+    # argmax returns the first of equal values, here the first visible key.
+    first_keys = probe.visible.int().argmax(-1, keepdim=True)
+    first_keys = first_keys.expand(*effective.shape[:3], 1)
     stats = {
         "attn_logit_top1": scores.amax(),
-        "attn_entropy": torch.stack([entropy(p).mean() for p in parts or [effective]]).mean(),
+        "attn_entropy": torch.stack(entropies).mean(),
         "attn_negative_share": negative_share(effective).mean(),
-        "sink_mass": effective.gather(-1, first).mean(),
+        "sink_mass": effective.gather(-1, first_keys).mean(),
     }
+    # A lambda that all heads share has another shape.
     lam = aux.get("lambda")
     if lam is not None and lam.ndim == 3 and lam.shape[-1] == effective.shape[1]:
         stats["lambda_head"] = lam.mean((0, 1))
@@ -158,13 +171,16 @@ def entropy(weights: Tensor) -> Tensor:
     The weights are first scaled to sum 1, because an attention sink makes the sum less than 1.
     """
     total = weights.sum(-1, keepdim=True)
-    return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
+    # If the total is 0, all weights are 0: a division by 1 gives the entropy 0, not NaN.
+    shares = weights / torch.where(total > 0, total, 1)
+    return torch.special.entr(shares).sum(-1)
 
 
 def negative_share(weights: Tensor) -> Tensor:
     """Return sum(|negative weights|) / sum(|all weights|), with sums over the last dimension."""
     total = weights.abs().sum(-1)
-    return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
+    negative = weights.clamp_max(0).abs().sum(-1)
+    return negative / torch.where(total > 0, total, 1)
 
 
 @cache
@@ -173,16 +189,19 @@ def group_of(name: str) -> str:
 
     For example, the group of `layers.3.attention.wq.weight` is "attention".
     """
+    # The order matters: norms, lambdas and routers are inside attention or feed-forward layers.
     parts = name.split(".")
-    belongs = {
-        "embedding": "tok_embeddings" in parts,
-        "output": parts[0] == "output",
-        "norm": any(part.endswith("norm") for part in parts),
-        "lambda": any("lambda" in part for part in parts),
-        "router": "router" in parts,
-        "attention": "attention" in parts,
-    }
-    return next((group for group, is_member in belongs.items() if is_member), "ffn")
+    if "tok_embeddings" in parts:
+        return "embedding"
+    if parts[0] == "output":
+        return "output"
+    if any(part.endswith("norm") for part in parts):
+        return "norm"
+    if "lambda" in name:
+        return "lambda"
+    if "router" in parts:
+        return "router"
+    return "attention" if "attention" in parts else "ffn"
 
 
 def component_of(name: str) -> str:
@@ -195,7 +214,9 @@ def component_of(name: str) -> str:
     if "attention" not in parts:
         renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}
         return renamed.get(group, group)
-    own = parts[parts.index("attention") + 1]
     if group == "norm":
         return "head norms"
-    return "lambda/gate" if group == "lambda" or "gate" in own else own
+    module_name = parts[parts.index("attention") + 1]
+    if group == "lambda" or "gate" in module_name:
+        return "lambda/gate"
+    return module_name

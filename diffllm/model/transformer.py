@@ -41,7 +41,11 @@ class Block(nn.Module):
         self.attention: Attention = cfg.attention.build(cfg, layer_idx)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.routes = cfg.moe.n_experts > 0 and layer_idx >= cfg.moe.n_dense_layers
-        self.ffn: Any = MoE(cfg.dim, cfg.moe) if self.routes else SwiGLU(cfg.dim, cfg.ffn_dim)
+        self.ffn: Any
+        if self.routes:
+            self.ffn = MoE(cfg.dim, cfg.moe)
+        else:
+            self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim)
 
     def forward(
         self,
@@ -151,17 +155,21 @@ class Transformer(nn.Module):
         else:
             rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
         length = tokens.shape[1] * (slices.size if slices else 1)
-        looked = None if probe is None else probe_at(probe, length, documents)
+        attention_probe = None if probe is None else probe_at(probe, length, documents)
         padding = targets == PADDING if targets is not None and self.cfg.moe.n_experts else None
         stats: list[BlockStats] = []
         routed: list[Routed] = []
-        with sdpa_for_any_length(x.device) if caches else nullcontext():
+        context = sdpa_for_any_length(x.device) if caches else nullcontext()
+        with context:
             for i, layer in enumerate(self.layers):
-                x, layer_stats, left = layer(
-                    x, rope, mask, caches[i] if caches else None, diagnose, looked, padding
+                cache = caches[i] if caches else None
+                x, layer_stats, layer_routed = layer(
+                    x, rope, mask, cache, diagnose, attention_probe, padding
                 )
                 stats.append(layer_stats)
-                routed += [left] if left else []
+                if layer_routed is not None:
+                    routed.append(layer_routed)
+        # Select positions before the output layer, so that no other logits are computed.
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
             x = x[rows if last.dim() == 1 else rows[:, None], last]
@@ -178,10 +186,10 @@ class Transformer(nn.Module):
         if not routed:
             return TrainOutput(objective, loss, stack_stats(stats), None)
         counts, balance, z = map(torch.stack, zip(*routed, strict=True))
-        together = Routed(counts, balance.sum(), z.sum())
-        objective = objective + self.cfg.moe.balance_loss * together.balance
-        objective = objective + self.cfg.moe.router_z_loss * together.z
-        return TrainOutput(objective, loss, stack_stats(stats), together)
+        total = Routed(counts, balance.sum(), z.sum())
+        objective = objective + self.cfg.moe.balance_loss * total.balance
+        objective = objective + self.cfg.moe.router_z_loss * total.z
+        return TrainOutput(objective, loss, stack_stats(stats), total)
 
     @property
     def mixtures(self) -> list[MoE]:
@@ -201,7 +209,8 @@ class Transformer(nn.Module):
 
     def active_parameters(self) -> int:
         total = sum(param.numel() for param in self.parameters())
-        return total - sum(mixture.idle_parameters() for mixture in self.mixtures)
+        idle = sum(mixture.idle_parameters() for mixture in self.mixtures)
+        return total - idle
 
     def whole_sequences(
         self,
@@ -213,9 +222,10 @@ class Transformer(nn.Module):
         """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences."""
         batch, length = tokens.shape
         start = slices.rank * length if slices else 0
-        whole = tokens.new_empty(batch, length * slices.size) if slices else tokens
-        self.check_length(whole.shape[1])
-        mask = self.layers[0].attention.training_mask(documents, whole, dtype)
+        # Masks depend only on the shape of the tokens, so the tokens of other ranks are not needed.
+        sequences = tokens.new_empty(batch, length * slices.size) if slices else tokens
+        self.check_length(sequences.shape[1])
+        mask = self.layers[0].attention.training_mask(documents, sequences, dtype)
         positions = documents and documents.positions[:, start : start + length]
         rope = self.rope(start, length) if positions is None else self.rope.at(positions)
         return rope, Sliced(mask, slices) if slices else mask
@@ -224,6 +234,7 @@ class Transformer(nn.Module):
         self.check_length(cache.length + tokens.shape[1])
         if cache.lengths is None:
             return self.rope(cache.length, tokens.shape[1]), None
+        # Rows of different lengths: a row must not see the unused slots after its last token.
         slots = torch.arange(cache.length + 1, device=tokens.device)
         mask = slots <= cache.lengths.view(-1, 1, 1, 1)
         return self.rope.at(cache.lengths.unsqueeze(1)), mask
@@ -261,11 +272,12 @@ class Transformer(nn.Module):
         `dtype` is the dtype of activations. `documents` tells whether attention is limited to keys
         of the same document.
         """
-        found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
-        found["loss_chunk"] = loss_chunk(
-            self.cfg.loss_chunk, device, self.cfg.vocab_size, self.cfg.dim
-        )
-        return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
+        cfg = self.cfg
+        settings = cfg.attention.choices(cfg, device, dtype, documents)
+        settings["loss_chunk"] = loss_chunk(cfg.loss_chunk, device, cfg.vocab_size, cfg.dim)
+        if self.mixtures:
+            settings |= self.mixtures[0].choices(device, dtype)
+        return settings
 
     def flops_per_token(self, visible_keys: float | None = None) -> float:
         """Count the FLOPs of all matrix products per training token, forward and backward.
@@ -273,12 +285,13 @@ class Transformer(nn.Module):
         `visible_keys` is the mean number of keys that a query sees. The default is
         (cfg.seq_len + 1) / 2, the mean under a causal mask without document masking.
         """
+        # Variants of users may define this method without the second parameter.
         keys = () if visible_keys is None else (visible_keys,)
-        layers = sum(
-            layer.attention.flops_per_token(self.cfg.seq_len, *keys) + layer.ffn.flops_per_token()
-            for layer in self.layers
-        )
-        return layers + 6 * self.output_weight.numel()
+        flops = 0
+        for layer in self.layers:
+            attention_flops = layer.attention.flops_per_token(self.cfg.seq_len, *keys)
+            flops += attention_flops + layer.ffn.flops_per_token()
+        return flops + 6 * self.output_weight.numel()
 
     def flops_per_visible_key(self) -> float:
         """Count the additional training FLOPs per token if each query sees one more key."""
@@ -299,6 +312,7 @@ def initialise(
     """
     names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
     init = Initializer(cfg.init_seed, names, shard)
+    # The order matters: the loop replaces the values of matrices that have another rule.
     init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
     for module in part.modules():
         if isinstance(module, nn.RMSNorm):

@@ -49,20 +49,24 @@ class Cluster:
 
         Raises ConfigError if `gpu` is unknown, unless both peak_flops and memory_gib are set.
         """
-        known = device_named(self.gpu)
-        peak = self.peak_flops or (known and known.peak_flops)
-        memory = self.memory_gib or (known and known.memory_gib)
+        name, peak, memory = self.gpu, self.peak_flops, self.memory_gib
+        in_table = device_named(self.gpu)
+        if in_table:
+            name = in_table.name
+            peak = peak or in_table.peak_flops
+            memory = memory or in_table.memory_gib
         if not peak or not memory:
             names = ", ".join(device.name for device in DEVICES)
             raise ConfigError(
                 f"gpu={self.gpu} is unknown; choose from {names}, "
                 "or set peak_flops= and memory_gib="
             )
-        return Device(known.name if known else self.gpu, peak, memory)
+        return Device(name, peak, memory)
 
     def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
         """Count the given ranks in each node; return the smallest count above 0."""
-        return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
+        ranks_by_node = Counter(rank // self.gpus_per_node for rank in ranks)
+        return min(ranks_by_node.values())
 
     def seconds(self, call: Call) -> float:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
@@ -71,15 +75,19 @@ class Cluster:
         one network card per node. The number of rings is the smallest number of participating ranks
         in any of these nodes.
         """
-        n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
-        nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
+        n = len(call.ranks)
+        near = self.fewest_in_a_node(call.ranks)
+        nvlink = 1e9 * self.nvlink_gbs
+        network = 1e9 * self.network_gbs
         sent = call.kind.on_the_wire(call.size, n)
         if near == n:
             return sent / nvlink
         if call.kind is Collective.all_to_all:
+            # Both parts are sent at the same time. The node with the fewest ranks is the slowest,
+            # because it sends the largest share to other nodes.
             outside = call.size * (n - near) / n
             return max((sent - outside) / nvlink, outside / network)
         return sent / min(nvlink, network * near)
 
 
-OWN_KEYS = {f.name: f for f in fields(Cluster)}
+CLUSTER_KEYS = {f.name: f for f in fields(Cluster)}

@@ -48,7 +48,7 @@ def compiling() -> Iterator[None]:
     """
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        in_memory = written(graph.graph)
+        in_memory = nodes_in_memory(graph.graph)
 
         def run(args: list[Any]) -> Any:
             return AllocatingInterpreter(graph, in_memory).boxed_run(args)
@@ -62,11 +62,11 @@ def compiling() -> Iterator[None]:
         decompositions=select_decomp_table,
     )
     torch._dynamo.reset()
-    real = torch.compile
+    real_compile = torch.compile
 
     def compile(function: Any, fullgraph: bool = False, **_: Any) -> Any:
         # Static, because there is one shape. Options of Inductor have no effect here.
-        return real(function, fullgraph=fullgraph, backend=backend, dynamic=False)
+        return real_compile(function, fullgraph=fullgraph, backend=backend, dynamic=False)
 
     with patch.object(torch, "compile", compile):
         yield
@@ -85,13 +85,16 @@ class AllocatingInterpreter(fx.Interpreter):
         self.in_memory = in_memory
 
     def run_node(self, n: fx.Node) -> Any:
-        whole = viewed_node(n)
-        if whole.op == "call_function" and whole not in self.in_memory:
+        source = viewed_node(n)
+        if source.op == "call_function" and source not in self.in_memory:
+            # A fused node holds its inputs, so that they live until the kernel that reads them.
             return [self.env[read] for read in n.all_input_nodes]
         if n.op != "call_function" or is_view(n) or is_called(n.target):
             return super().run_node(n)
-        if fuses(n):  # a fused kernel reuses the memory of its inputs
-            self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))
+        if fuses(n):
+            # A fused kernel reuses the memory of its inputs: free inputs with their last use here.
+            for last_used in self.user_to_last_uses.get(n, ()):
+                self.env[last_used] = None
         return allocate_result(n)
 
 
@@ -112,19 +115,24 @@ def allocate_result(node: fx.Node) -> Any:
     if "val" in node.meta:
         return tree_map(memory_for, node.meta["val"])
     # A random operation is wrapped to save the random state, so only the parts have shapes.
-    parts = {n.args[1]: allocate_result(n) for n in node.users if n.target is operator.getitem}
+    parts = {}
+    for user in node.users:
+        if user.target is operator.getitem:
+            parts[user.args[1]] = allocate_result(user)
     return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
-def written(graph: fx.Graph) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+def nodes_in_memory(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose results take memory; see the docstring of this module."""
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
-        kernel = node.op == "call_function" and not fuses(node)  # reads and writes whole tensors
-        if kernel or node.op == "output":
-            found.update(viewed_node(n) for n in node.all_input_nodes)
-        if kernel or reduces(node):
-            found.add(node)
-    return {node for node in found if node.op == "call_function"}
+        # Kernels that are not fused read and write whole tensors.
+        is_kernel_call = node.op == "call_function" and not fuses(node)
+        if is_kernel_call or node.op == "output":
+            nodes.update(map(viewed_node, node.all_input_nodes))
+        if is_kernel_call or reduces(node):
+            nodes.add(node)
+    return {node for node in nodes if node.op == "call_function"}
 
 
 def viewed_node(node: fx.Node) -> fx.Node:
@@ -134,7 +142,9 @@ def viewed_node(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
+    if node.target is operator.getitem:  # a part of a tuple shares its memory
+        return True
+    return bool(getattr(node.target, "is_view", False))
 
 
 def reduces(node: fx.Node) -> bool:
@@ -167,6 +177,7 @@ def gpu_kernels() -> Iterator[None]:
     def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
         if total is not None:
             return total
+        # float32 as on a GPU, where the product sums in float32 without a copy.
         shape = grad_logits.shape[1], hidden.shape[1]
         return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
 

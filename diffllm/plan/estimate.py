@@ -12,7 +12,7 @@ from diffllm.config.overrides import key_of_word
 from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.model import Transformer, without_storage
-from diffllm.plan.cluster import OWN_KEYS, Cluster
+from diffllm.plan.cluster import CLUSTER_KEYS, Cluster
 from diffllm.plan.step import Call, Collective, Step
 from diffllm.training.memory import GIB, TrainingState, training_state
 
@@ -62,8 +62,8 @@ class RunPlan:
 
         The step uses `policy`. `say` receives a message before the simulation.
         """
-        what = self.words or [f"{RECOMPUTE}={policy.name}"]
-        say(f"simulating a step with {' '.join(what)}")
+        words = self.words or [f"{RECOMPUTE}={policy.name}"]
+        say(f"simulating a step with {' '.join(words)}")
         from diffllm.plan.simulate import simulate  # takes a second
 
         cfg = replace(self.cfg, activation_checkpointing=policy)
@@ -148,26 +148,26 @@ class RunPlan:
         for call in self.step.calls:
             near = self.cluster.fewest_in_a_node(call.ranks)
             groups[call.kind, len(call.ranks), near].append(call)
-        found = []
+        flows = []
         for (kind, ranks, near), members in groups.items():
             sent = sum(kind.on_the_wire(call.size, ranks) for call in members)
             seconds = sum(map(self.cluster.seconds, members))
-            found.append(Flow(kind, ranks, near, len(members), sent, seconds))
-        return sorted(found, key=lambda flow: -flow.seconds)
+            flows.append(Flow(kind, ranks, near, len(members), sent, seconds))
+        return sorted(flows, key=lambda flow: -flow.seconds)
 
     @property
     def communication_seconds(self) -> float:
         return sum(flow.seconds for flow in self.flows)
 
 
-def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
+def plan(cluster: Cluster, set_fields: set[str], overrides: list[str]) -> RunPlan:
     """Return the plan of a run on a cluster, without simulated steps.
 
-    `RunPlan.simulated` adds a simulated step. `given` contains the names of the fields of
+    `RunPlan.simulated` adds a simulated step. `set_fields` contains the names of the fields of
     `cluster` that the user set. Raises ConfigError for an invalid config or an unknown GPU.
     """
     cfg, assumed = planned_config(cluster, overrides)
-    return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
+    return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, set_fields), *assumed])
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
@@ -183,7 +183,8 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
     except ConfigError as error:
         # An unknown key may be a misspelt key of the cluster.
         unknown = re.match(r"unknown key (\w+);", str(error))
-        if unknown and (close := did_you_mean(unknown[1], OWN_KEYS)):
+        close = did_you_mean(unknown[1], CLUSTER_KEYS) if unknown else ""
+        if unknown and close:
             raise ConfigError(f"unknown key {unknown[1]}{close}") from error
         raise
     assumed = []
@@ -194,53 +195,55 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
         groups = max(1, cluster.gpus // cfg.parallel.context)
         batch = micro * groups
         cfg = replace(cfg, micro_batch_size=micro, global_batch_size=batch)
-        of = "rank" if groups == cluster.gpus else "group of context ranks"
+        unit = "rank" if groups == cluster.gpus else "group of context ranks"
         if "micro_batch_size" not in keys:
-            assumed.append(Assumption("micro_batch_size", micro, f"sequences per {of}"))
-        why = f"one micro-batch per {of} and step"
-        assumed.append(Assumption("global_batch_size", batch, why))
+            assumed.append(Assumption("micro_batch_size", micro, f"sequences per {unit}"))
+        reason = f"one micro-batch per {unit} and step"
+        assumed.append(Assumption("global_batch_size", batch, reason))
     cfg.check_world(cluster.gpus)
     return cfg, assumed
 
 
-def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Assumption]:
+def assumptions(cfg: TrainConfig, cluster: Cluster, set_fields: set[str]) -> list[Assumption]:
     device = cluster.device
-    values = {
+    device_values = {
         "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name} in its data sheet"),
         "memory_gib": (device.memory_gib, f"GiB of {device.name}"),
     }
-    names = [name for name in ("gpu", "gpus") if name not in given]
-    names += ["mfu", "reserve_gib", "nvlink_gbs", "network_gbs", "gpus_per_node", *values]
-    found = []
+    names = [name for name in ("gpu", "gpus") if name not in set_fields]
+    names += ["mfu", "reserve_gib", "nvlink_gbs", "network_gbs", "gpus_per_node", *device_values]
+    assumed = []
     for name in names:
-        value, why = values.get(name, (getattr(cluster, name), OWN_KEYS[name].metadata["help"]))
-        found.append(Assumption(name, value, why, name in given))
+        if name in device_values:
+            value, reason = device_values[name]
+        else:
+            value, reason = getattr(cluster, name), CLUSTER_KEYS[name].metadata["help"]
+        assumed.append(Assumption(name, value, reason, name in set_fields))
     if cfg.precision is Precision.auto:
-        found.append(Assumption("precision", "bf16", "choice of auto on a GPU"))
+        assumed.append(Assumption("precision", "bf16", "choice of auto on a GPU"))
     if cfg.compile is None:
-        found.append(Assumption("compile", True, "choice of null on a GPU"))
+        assumed.append(Assumption("compile", True, "choice of null on a GPU"))
     if cfg.data.mask_documents:
-        keys, why = cfg.visible_keys, "mean keys per query; determines FLOPs"
+        keys = cfg.visible_keys
+        reason = "mean keys per query; determines FLOPs"
         if keys is None:
-            keys, why = (
-                (cfg.seq_len + 1) / 2,
-                "whole sequences; masked documents need fewer FLOPs",
-            )
-        given_keys = cfg.visible_keys is not None
-        found.append(Assumption("data.visible_keys", keys, why, given_keys))
-    return found
+            keys = (cfg.seq_len + 1) / 2
+            reason = "whole sequences; masked documents need fewer FLOPs"
+        has_visible_keys = cfg.visible_keys is not None
+        assumed.append(Assumption("data.visible_keys", keys, reason, has_visible_keys))
+    return assumed
 
 
 def idealised(cfg: TrainConfig) -> dict[str, str]:
     """Return the simplifying assumptions of a plan for `cfg`, as {topic: description}."""
-    found = {
+    topics = {
         "collectives": "at line rate, without latency, one at a time; hidden if faster than the "
         "computation",
     }
     if cfg.data.mask_documents:
-        found["documents"] = "memory excludes document masks"
+        topics["documents"] = "memory excludes document masks"
     if cfg.parallel.context > 1:
-        found["probes"] = "not counted; in steps with probes, ranks gather the keys"
+        topics["probes"] = "not counted; in steps with probes, ranks gather the keys"
     if cfg.model.moe.n_experts:
-        found["routing"] = "assumed balanced: all experts get the same number of tokens"
-    return found
+        topics["routing"] = "assumed balanced: all experts get the same number of tokens"
+    return topics

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 from diffllm.plan.step import Call, Collective, Kind, Peak
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-
-
 SILENT = ("barrier", "waittensor", "wraptensorautograd")
+"""Operations of these namespaces that send no tensor; names without underscores."""
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
@@ -41,23 +40,31 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
     name = func._schema.name.partition("::")[2].replace("_", "")
     if name in SILENT:
         return None
-    kind = next((kind for kind in Collective if kind.value.replace("-", "") in name), None)
-    if kind is None:
+    # Names contain the kind with additions, such as all_gather_into_tensor and _allgather_base_.
+    kinds = [kind for kind in Collective if kind.value.replace("-", "") in name]
+    if not kinds:
         raise NotImplementedError(
             f"unknown collective {func}: the number of sent bytes cannot be computed; "
             f"use one of {', '.join(kind.value for kind in Collective)}"
         )
-    size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
+    sizes = [bytes_of(part) for part in (*args, out)]
     ranks = tuple(sorted(dist.get_process_group_ranks(process_group_of(args))))
-    return Call(kind, size, ranks) if len(ranks) > 1 else None
+    if len(ranks) < 2:
+        return None
+    return Call(kinds[0], max(sizes), ranks)
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
+def bytes_of(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(value))
+
+
 def process_group_of(args: tuple) -> dist.ProcessGroup:
     for arg in args:
+        # c10d operations get the group as an object, functional collectives get its name.
         if isinstance(arg, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(arg)
@@ -85,21 +92,24 @@ class Memory:
     def patched(self) -> Iterator[None]:
         """Record storage resizes in this context; ignore memory of DTensor's shape inference."""
         resize = torch.UntypedStorage.resize_
-        shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+        infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def found_out(*args: Any, **kwargs: Any) -> Any:
+        def infer_without_memory(*args: Any, **kwargs: Any) -> Any:
             with patch.object(self, "pretended", True):
-                return shapes(*args, **kwargs)
+                return infer_shapes(*args, **kwargs)
 
-        def resized(storage: torch.UntypedStorage, size: int) -> None:
+        # FSDP2 frees and refills gathered parameters by a resize of the storage. A resize is no
+        # operation of the dispatcher, so `Observer` does not see it.
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            if block := self.live.get(storage._cdata):
+            block = self.live.get(storage._cdata)
+            if block:
                 self.events.append((block, size - block.size))
                 block.size = size
 
         with (
-            patch.object(torch.UntypedStorage, "resize_", resized),
-            patch.object(ShardingPropagator, shapes.__name__, found_out),
+            patch.object(torch.UntypedStorage, "resize_", resize_and_record),
+            patch.object(ShardingPropagator, infer_shapes.__name__, infer_without_memory),
         ):
             yield
 
@@ -108,8 +118,11 @@ class Memory:
         key = storage._cdata
         if key in self.live:
             return self.live[key]
-        block = MemoryBlock(0 if self.pretended else storage.nbytes(), len(self.events))
-        weakref.finalize(storage, self._freed, key).atexit = False
+        size = 0 if self.pretended else storage.nbytes()
+        block = MemoryBlock(size, born=len(self.events))
+        # The storage, not the tensor, because views share the storage of a tensor.
+        finalizer = weakref.finalize(storage, self._freed, key)
+        finalizer.atexit = False
         self.live[key] = block
         self.events.append((block, block.size))
         return block
@@ -133,12 +146,15 @@ class Memory:
 
     def peak(self, start: int) -> Peak:
         """Return the largest memory use from just before `events[start]` until now."""
-        totals = list(accumulate((change for _, change in self.events), initial=0))
-        at = max(range(start, len(totals)), key=totals.__getitem__)
+        changes = [change for _, change in self.events]
+        totals = list(accumulate(changes, initial=0))
+        event = max(range(start, len(totals)), key=totals.__getitem__)
+        # Blocks get their kinds after their allocation, so the sums by kind need a second pass.
         by_kind: Counter[Kind] = Counter()
-        for block, change in self.events[:at]:
-            by_kind[block.kind or Kind.working] += change
-        return Peak(totals[at], {kind: by_kind[kind] for kind in Kind}, at)
+        for block, change in self.events[:event]:
+            kind = block.kind or Kind.working
+            by_kind[kind] += change
+        return Peak(totals[event], {kind: by_kind[kind] for kind in Kind}, event)
 
 
 class Observer(TorchDispatchMode):
@@ -166,11 +182,12 @@ class Observer(TorchDispatchMode):
             if tensor.device.type != "meta" and not is_traceable_wrapper_subclass(tensor):
                 self.memory.block(tensor)
         # Operations of FSDP copy tensors to and from buffers of collectives.
-        moves = getattr(func, "namespace", None) == "fsdp"
-        if call := call_of(func, args, out):
+        is_communication = getattr(func, "namespace", None) == "fsdp"
+        call = call_of(func, args, out)
+        if call:
             self.calls.append(call)
-            moves = call.kind is not Collective.all_to_all
-        if moves:
+            is_communication = call.kind is not Collective.all_to_all
+        if is_communication:
             for tensor in tensors_in((args, kwargs, out)):
                 block = self.memory.block(tensor)
                 block.kind = block.kind or Kind.communication

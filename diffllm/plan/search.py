@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, combinations, product
 
+from diffllm.config import TrainConfig
 from diffllm.config.overrides import key_of_word
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import Reduce
@@ -24,7 +25,9 @@ def longest_sequence(plan: RunPlan, say: Say) -> int | None:
     from diffllm.plan.simulate import simulate  # takes a second
 
     cfg, cluster = plan.cfg, plan.cluster
-    batch = cluster.gpus // cfg.parallel.context * cfg.micro_batches(cluster.gpus)[1]
+    # Keep the number of micro-batches per step, because gradients are accumulated between them.
+    _, micro_batches = cfg.micro_batches(cluster.gpus)
+    batch = cluster.gpus // cfg.parallel.context * micro_batches
 
     def peak(length: int) -> int:
         say(f"simulating a step with seq_len={length}")
@@ -34,7 +37,8 @@ def longest_sequence(plan: RunPlan, say: Say) -> int | None:
         )
         return simulate(longer, cluster.gpus, cluster.rank).peak.total
 
-    return longest(peak, plan.memory - plan.reserve, math.lcm(LENGTH_UNIT, cfg.parallel.context))
+    unit = math.lcm(LENGTH_UNIT, cfg.parallel.context)
+    return longest(peak, plan.memory - plan.reserve, unit)
 
 
 def longest(peak: Callable[[int], int], room: float, unit: int) -> int | None:
@@ -53,14 +57,18 @@ def longest(peak: Callable[[int], int], room: float, unit: int) -> int | None:
     last_fits = None
     while high - low > max(unit, low // 50):
         root = low + (high - low) * below / (below - above)
-        length = min(max(int(root) // unit * unit, low + unit), high - unit)
+        length = int(root) // unit * unit
+        length = min(max(length, low + unit), high - unit)
         over = peak(length) - room
         fits = over <= 0
         # If the same end moves twice, halve the value of the other end, so that both ends move.
+        is_repeated = fits == last_fits
         if fits:
-            low, below, above = length, over, above / 2 if last_fits is True else above
+            low, below = length, over
+            above = above / 2 if is_repeated else above
         else:
-            high, above, below = length, over, below / 2 if last_fits is False else below
+            high, above = length, over
+            below = below / 2 if is_repeated else below
         last_fits = fits
     return low
 
@@ -79,15 +87,21 @@ def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
     together, and so on. Within a kind, prefer the smallest change that fits. `say` receives a
     message before each simulated step.
     """
+    # Each simulation takes seconds, and the search needs some outcomes twice.
     outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
-            tried = [merged(values) for values in product(*chosen)]
+            changes = [merged(values) for values in product(*chosen)]
             # Try the largest valid change first: if it does not fit, smaller changes do not either.
-            farthest = next(filter(None, map(outcome_of, reversed(tried))), None)
-            if farthest and farthest.fits:
-                return next(made for made in map(outcome_of, tried) if made and made.fits)
+            valid_plans = filter(None, map(outcome_of, reversed(changes)))
+            largest = next(valid_plans, None)
+            if largest is None or not largest.fits:
+                continue
+            for change in changes:
+                changed = outcome_of(change)
+                if changed and changed.fits:
+                    return changed
     return None
 
 
@@ -99,31 +113,38 @@ def options(plan: RunPlan) -> list[list[Words]]:
     """
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
-    waits = count > 1 and cfg.parallel.reduce is not Reduce.every
-    batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
     # Without a given batch size, a smaller micro-batch would reduce the batch.
-    same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
-    shard, replicas = cfg.parallel.shard, cfg.parallel.replicate
-
-    def shards(times: int) -> Words:  # more replicas save no memory
-        if shard == -1:
-            return ()
-        return (f"parallel.shard={times * shard if replicas == -1 else -1}",)
-
-    kinds: list[list[Words]] = [
-        [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
-        [("parallel.reduce=every",)] if waits else [],
-        [(f"{RECOMPUTE}={policy.name}",) for policy in stronger(cfg.activation_checkpointing)],
-        [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
-        [(f"gpus={times * gpus}", *shards(times)) for times in MORE_GPUS],
-    ]
+    batch_words: Words = ()
+    if not any(word.startswith("global_batch_size=") for word in plan.overrides):
+        batch_words = (f"global_batch_size={cfg.global_batch_size}",)
+    smaller_batches: list[Words] = []
+    for halvings in range(1, micro.bit_length()):
+        smaller_batches.append((f"micro_batch_size={micro // 2**halvings}", *batch_words))
+    kinds = [smaller_batches]
+    if count > 1 and cfg.parallel.reduce is not Reduce.every:
+        kinds.append([("parallel.reduce=every",)])
+    kinds.append([(f"{RECOMPUTE}={policy.name}",) for policy in stronger(cfg)])
+    if cfg.parallel.sizes(gpus)[0] > 1:
+        kinds.append([("parallel.replicate=1", "parallel.shard=-1")])
+    kinds.append([more_gpus(plan, times) for times in MORE_GPUS])
     return [kind for kind in kinds if kind]
 
 
-def stronger(policy: ActivationCheckpointing) -> list[ActivationCheckpointing]:
-    """Return the policies that recompute more than `policy`, the weakest first."""
-    every = list(ActivationCheckpointing)
-    return every[every.index(policy) + 1 :]
+def more_gpus(plan: RunPlan, times: int) -> Words:
+    gpus = f"gpus={times * plan.cluster.gpus}"
+    shard = plan.cfg.parallel.shard
+    # With shard=-1 the shards grow with the GPUs. Otherwise the shards must grow here, because
+    # more replicas save no memory.
+    if shard == -1:
+        return (gpus,)
+    new_shard = times * shard if plan.cfg.parallel.replicate == -1 else -1
+    return (gpus, f"parallel.shard={new_shard}")
+
+
+def stronger(cfg: TrainConfig) -> list[ActivationCheckpointing]:
+    """Return the policies that recompute more than the policy of `cfg`, the weakest first."""
+    policies = list(ActivationCheckpointing)
+    return policies[policies.index(cfg.activation_checkpointing) + 1 :]
 
 
 def merged(values: Iterable[Words]) -> Words:
@@ -142,18 +163,24 @@ def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
     `parallel` can help; for other `words`, return `plan` itself. `say` receives a message before
     the simulation.
     """
-    spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
-    if not spreads and plan.state.total > plan.memory - plan.reserve:
+    can_spread = any(word.startswith(("parallel.", "gpus=")) for word in words)
+    if not can_spread and plan.state.total > plan.memory - plan.reserve:
         return plan
-    gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
-    cluster = replace(plan.cluster, gpus=gpus[0]) if gpus else plan.cluster
-    added = [word for word in words if not word.startswith("gpus=")]
-    keys = set(map(key_of_word, added))
-    overrides = [*(word for word in plan.overrides if key_of_word(word) not in keys), *added]
+    cluster = plan.cluster
+    added = []
+    for word in words:
+        if word.startswith("gpus="):
+            cluster = replace(cluster, gpus=int(word.removeprefix("gpus=")))
+        else:
+            added.append(word)
+    added_keys = set(map(key_of_word, added))
+    overrides = [word for word in plan.overrides if key_of_word(word) not in added_keys]
+    overrides += added
     try:
         cfg, assumed = planned_config(cluster, overrides)
         changed = RunPlan(cfg, overrides, cluster, assumed, words)
         if len(words) == 1 and key_of_word(words[0]) == RECOMPUTE:
+            # A complete plan already contains the step of each policy.
             return replace(changed, steps=plan.steps)
         return changed.simulated(cfg.activation_checkpointing, say)
     except ConfigError:

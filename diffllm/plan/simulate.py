@@ -94,9 +94,9 @@ class MeasuredTraining:
         self.parts: list[tuple[int, int, str]] = []
         """Parts of a step: index of the first event, index of the first call, and name."""
         self.activations = 0
-        states = [value for state in t.optimizer.state.values() for value in state.values()]
         self.memory.label(map(local, t.params.values()), Kind.parameters)
-        self.memory.label(map(local, states), Kind.optimizer)
+        for state in t.optimizer.state.values():
+            self.memory.label(map(local, state.values()), Kind.optimizer)
         self.memory.label_since(0, Kind.other)
         t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD), prepend=True)
         t.model.register_forward_hook(self.forward_ends)
@@ -111,21 +111,25 @@ class MeasuredTraining:
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
+        # The last part that began before the peak contains the peak.
         parts = [part for event, _, part in self.parts if event <= peak.event]
         # All micro-batches except the last have the collectives of the first.
         starts = [call for _, call, part in self.parts if part == FORWARD]
-        first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
+        calls_of_first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
+        n_skipped = max(0, micro_batches - len(starts))
         return Step(
             activations=self.activations,
             peak=peak,
             when=parts[-1] if parts else "build",
-            calls=[*first * max(0, micro_batches - len(starts)), *self.calls],
+            calls=calls_of_first * n_skipped + self.calls,
         )
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         cfg = self.t.cfg
-        shape = (cfg.micro_batches(dist.get_world_size())[0], cfg.seq_len)
+        micro, _ = cfg.micro_batches(dist.get_world_size())
+        shape = (micro, cfg.seq_len)
         while True:
+            # Without names, because a name would keep the tensors in memory until the next batch.
             yield torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
     def begin(self, part: str) -> None:
@@ -136,8 +140,8 @@ class MeasuredTraining:
     def forward_ends(self, *_: object) -> None:
         gc.collect()  # compilation leaves reference cycles that contain activations
         self.memory.label_since(self.parts[-1][0], Kind.activations)
-        kept = [each for each in self.memory.live.values() if each.kind is Kind.activations]
-        self.activations = sum(block.size for block in kept)
+        blocks = [block for block in self.memory.live.values() if block.kind is Kind.activations]
+        self.activations = sum(block.size for block in blocks)
         self.begin("backward pass")
 
 

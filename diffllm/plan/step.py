@@ -19,7 +19,9 @@ class Collective(Enum):
         """
         if self is Collective.broadcast:
             return size
-        return (2 if self is Collective.all_reduce else 1) * size * (ranks - 1) / ranks
+        # An all-reduce is a reduce-scatter and then an all-gather.
+        passes = 2 if self is Collective.all_reduce else 1
+        return passes * size * (ranks - 1) / ranks
 
 
 class Call(NamedTuple):

@@ -6,15 +6,18 @@ import numpy as np
 
 from diffllm.statistics.estimates import CONFIDENCE
 
-DRAWS = 2000
+RESAMPLES = 2000
 LEAST_DOCUMENTS = 20
+"""Minimum number of documents of a held-out split."""
 LEAST_OF_ONE = 8
-CELLS = 4_000_000
+"""Minimum number of documents for the interval of one model."""
+CHUNK_CELLS = 4_000_000
+"""Largest number of counts in a chunk of draws, 32 MB."""
 Interval = tuple[float, float] | None
 
 
 def of_documents(
-    nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
+    nats: np.ndarray, tokens: np.ndarray, draws: int = RESAMPLES, seed: int = 0
 ) -> Interval:
     """Return the 95% bootstrap interval of a loss, or of a loss gap, in nats per token.
 
@@ -25,12 +28,13 @@ def of_documents(
             difference of these sums between two models.
         tokens: (documents,), number of tokens of each document.
     """
-    sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
+    sums = np.asarray(nats, np.float64)[:, None]
+    weights = np.asarray(tokens, np.float64)[:, None]
     return of_columns(sums, weights, draws, seed)[0]
 
 
 def of_columns(
-    sums: np.ndarray, weights: np.ndarray, draws: int = DRAWS, seed: int = 0
+    sums: np.ndarray, weights: np.ndarray, draws: int = RESAMPLES, seed: int = 0
 ) -> list[Interval]:
     """Return the 95% confidence interval of each of K weighted means, by resampling documents.
 
@@ -39,17 +43,20 @@ def of_columns(
     in at least one draw, all weights of mean k are 0. All intervals are None if fewer than
     LEAST_OF_ONE documents have a weight above 0.
     """
-    there = (weights > 0).any(1)
-    if there.sum() < LEAST_OF_ONE:
+    has_weight = (weights > 0).any(1)
+    if has_weight.sum() < LEAST_OF_ONE:
         return [None] * sums.shape[1]
-    sums, weights = sums[there], weights[there]
-    draw = drawn_documents(np.random.default_rng(seed), len(sums), draws)
+    sums, weights = sums[has_weight], weights[has_weight]
+    count_chunks = drawn_documents(np.random.default_rng(seed), len(sums), draws)
     with np.errstate(invalid="ignore"):
-        found = np.concatenate([(texts @ sums) / (texts @ weights) for texts in draw])
-    low, high = low_and_high(found, expanded_tail((1 - CONFIDENCE) / 2, len(sums) - 1))
-    pairs = zip(low.tolist(), high.tolist(), strict=True)
-    # Without weight a mean is NaN, for which the comparison is false.
-    return [pair if pair[0] <= pair[1] else None for pair in pairs]
+        means = [(counts @ sums) / (counts @ weights) for counts in count_chunks]
+    tail = expanded_tail((1 - CONFIDENCE) / 2, len(sums) - 1)
+    ends = low_and_high(np.concatenate(means), tail)
+    intervals: list[Interval] = []
+    for low, high in ends.T.tolist():
+        # Without weight a mean is NaN, for which the comparison is false.
+        intervals.append((low, high) if low <= high else None)
+    return intervals
 
 
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
@@ -58,10 +65,13 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
     Each chunk has shape (draws in this chunk, documents). A draw takes `documents` - 1 documents
     with replacement.
     """
-    size = max(1, CELLS // documents)
+    size = max(1, CHUNK_CELLS // documents)
+    shares = np.full(documents, 1 / documents)
     for start in range(0, draws, size):
         count = min(size, draws - start)
-        yield rng.multinomial(documents - 1, np.full(documents, 1 / documents), size=count)
+        # With n - 1 draws of n documents, the variance of a mean has no bias; with n draws, it is
+        # too small by the factor (n - 1) / n.
+        yield rng.multinomial(documents - 1, shares, size=count)
 
 
 def low_and_high(draws: np.ndarray, tail: float) -> np.ndarray:

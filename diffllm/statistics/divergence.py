@@ -17,13 +17,16 @@ class Share:
         """Clopper-Pearson 95% confidence interval of the probability that a run diverges."""
         from scipy.special import betaincinv  # binomtest's root finder is exact to 2e-12 only
 
-        k, n, tail = self.diverged, self.runs, (1 - CONFIDENCE) / 2
+        k, n = self.diverged, self.runs
+        tail = (1 - CONFIDENCE) / 2
+        # The beta distributions are not defined if no run or all runs diverged.
         low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
         high = float(betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
         return low, high
 
 
 def diverged_more(candidate: Share, base: Share) -> bool:
+    # Products of integers compare the shares exactly, and an arm may have no runs.
     return candidate.diverged * base.runs > base.diverged * candidate.runs
 
 

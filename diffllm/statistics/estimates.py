@@ -42,8 +42,10 @@ class Estimate:
         """
         if self.low is None or self.high is None:
             return self
-        ends = max(low, self.low), min(high, self.high)
-        return replace(self, low=ends[0], high=ends[1], uninformative=ends == (low, high))
+        cut_low = max(low, self.low)
+        cut_high = min(high, self.high)
+        is_uninformative = (cut_low, cut_high) == (low, high)
+        return replace(self, low=cut_low, high=cut_high, uninformative=is_uninformative)
 
     @property
     def holds_zero(self) -> bool:
@@ -58,13 +60,16 @@ def estimate(values: Sequence[float]) -> Estimate:
     if not len(values):
         raise ValueError("an estimate needs at least one value")
     sample = np.asarray(values, dtype=np.float64)
-    n, mean = len(sample), float(sample.mean())
+    n = len(sample)
+    mean = float(sample.mean())
     if n == 1:
         return Estimate(mean)
     deviation = float(sample.std(ddof=1))
+    # The mean of equal values can differ from them in the last bit.
     if deviation <= ROUNDING * float(np.abs(sample).max()):
         deviation = 0.0
-    return Estimate(mean, *t_interval(mean, deviation / math.sqrt(n), n - 1), n)
+    low, high = t_interval(mean, deviation / math.sqrt(n), n - 1)
+    return Estimate(mean, low, high, n)
 
 
 def wilson(share: float, examples: float) -> tuple[float, float]:
@@ -79,7 +84,10 @@ def wilson(share: float, examples: float) -> tuple[float, float]:
     z2 = float(ndtri((1 + CONFIDENCE) / 2)) ** 2 / examples
     centre = share + z2 / 2
     half = math.sqrt(z2 * (share * (1 - share) + z2 / 4))
-    return max(0.0, (centre - half) / (1 + z2)), min(1.0, (centre + half) / (1 + z2))
+    low = (centre - half) / (1 + z2)
+    high = (centre + half) / (1 + z2)
+    # Rounding can move an end beyond 0 or 1.
+    return max(0.0, low), min(1.0, high)
 
 
 def t_interval(
@@ -128,9 +136,13 @@ class Times:
     """Whether each run reached the target loss."""
 
     @classmethod
-    def of(cls, found: Iterable[tuple[float, bool]]) -> "Times":
-        pairs = list(found)
-        return cls([tokens for tokens, _ in pairs], [reached for _, reached in pairs])
+    def of(cls, runs: Iterable[tuple[float, bool]]) -> "Times":
+        tokens = []
+        reached = []
+        for run_tokens, has_reached in runs:
+            tokens.append(run_tokens)
+            reached.append(has_reached)
+        return cls(tokens, reached)
 
     @property
     def count(self) -> int:
@@ -152,7 +164,7 @@ class Times:
             return None
         from scipy.stats import ecdf
 
-        missing = ecdf(self.censored).sf
+        survival = ecdf(self.censored).sf
         # The tolerance includes a survival function that is 0.5 except for rounding.
-        half = missing.quantiles[missing.probabilities <= 0.5 + 1e-12]
-        return float(half[0]) if len(half) else None
+        at_most_half = survival.quantiles[survival.probabilities <= 0.5 + 1e-12]
+        return float(at_most_half[0]) if len(at_most_half) else None

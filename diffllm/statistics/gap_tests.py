@@ -15,7 +15,7 @@ ALPHA = 0.05
 """Probability that a family of tests without true differences shows at least one difference."""
 MOST_ALPHA = 0.1
 """Largest accepted alpha."""
-FEWEST = 3
+FEWEST_FOR_CORRELATION = 3
 """Fewest common seeds for a correlation. With two seeds a correlation is always 1 or -1."""
 
 
@@ -88,58 +88,70 @@ class Gap:
     def p(self) -> float | None:
         """Two-sided p-value of the null hypothesis "the gap is 0", or None if `error` is None."""
         below, above = self.p_below(), self.p_above()
-        return None if below is None or above is None else min(1.0, 2 * min(below, above))
+        if below is None or above is None:
+            return None
+        # With zero variance both one-sided p-values are 1, so the product must be limited.
+        return min(1.0, 2 * min(below, above))
 
 
-def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the mean of `own` - `base` over the seeds that both contain, for a paired t test.
+def paired(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
+    """Return the mean of `candidate` - `base` over their common seeds, for a paired t test.
 
     Return None if no seed is in both. Two runs with the same seed have the same data order and
     initial parameters. The effects of both therefore cancel in the difference.
 
     Args:
-        own, base: value of each run by seed, such as the final loss.
+        candidate, base: value of each run by seed, such as the final loss.
     """
-    first, second = common_seeds(own, base)
-    if not len(first):
+    first, second = common_seeds(candidate, base)
+    n = len(first)
+    if n == 0:
         return None
-    differences, n = first - second, len(first)
+    differences = first - second
     mean = float(differences.mean())
     if n == 1:
         return Gap(mean, 1, 1)
     deviation = float(differences.std(ddof=1))
-    none = deviation <= ROUNDING * largest_magnitude(first, second)
-    return Gap(mean, n, n, 0.0 if none else deviation / float(np.sqrt(n)), n - 1, none)
+    # Differences of equal losses are rounding errors of the losses, so compare with the losses.
+    if deviation <= ROUNDING * largest_magnitude(first, second):
+        return Gap(mean, n, n, 0.0, n - 1, zero_variance=True)
+    return Gap(mean, n, n, deviation / float(np.sqrt(n)), n - 1)
 
 
-def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the mean of `own` minus the mean of `base`, for Welch's t test of independent samples.
+def welch(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
+    """Return the mean of `candidate` minus the mean of `base`, for Welch's t test.
 
-    Return None if `own` or `base` is empty.
+    The test treats the samples as independent. Return None if `candidate` or `base` is empty.
     """
-    first, second = in_seed_order(own), in_seed_order(base)
-    sizes = len(first), len(second)
-    if not all(sizes):
+    first, second = in_seed_order(candidate), in_seed_order(base)
+    n, m = len(first), len(second)
+    if n == 0 or m == 0:
         return None
     mean = float(first.mean() - second.mean())
-    if min(sizes) == 1:
-        return Gap(mean, *sizes)
-    deviations = [float(sample.std(ddof=1)) for sample in (first, second)]
-    if max(deviations) <= ROUNDING * largest_magnitude(first, second):
-        return Gap(mean, *sizes, 0.0, sum(sizes) - 2, zero_variance=True)
-    unit = max(deviations)  # avoids the underflow of squares in scipy's ttest_ind
-    shares = [(d / unit) ** 2 / n for d, n in zip(deviations, sizes, strict=True)]
-    df = sum(shares) ** 2 / sum(s**2 / (n - 1) for s, n in zip(shares, sizes, strict=True))
-    return Gap(mean, *sizes, unit * math.sqrt(sum(shares)), df)
+    if min(n, m) == 1:
+        return Gap(mean, n, m)
+    first_sd = float(first.std(ddof=1))
+    second_sd = float(second.std(ddof=1))
+    # Squares of tiny deviations underflow (also in scipy's ttest_ind), so scale the deviations.
+    unit = max(first_sd, second_sd)
+    if unit <= ROUNDING * largest_magnitude(first, second):
+        return Gap(mean, n, m, 0.0, n + m - 2, zero_variance=True)
+    first_part = (first_sd / unit) ** 2 / n
+    second_part = (second_sd / unit) ** 2 / m
+    variance = first_part + second_part
+    # Welch-Satterthwaite degrees of freedom.
+    df = variance**2 / (first_part**2 / (n - 1) + second_part**2 / (m - 1))
+    return Gap(mean, n, m, unit * math.sqrt(variance), df)
 
 
-def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
-    """Return Pearson's correlation of `own` and `base` over their common seeds.
+def seed_correlation(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
+    """Return Pearson's correlation of `candidate` and `base` over their common seeds.
 
-    Return None with fewer than FEWEST common seeds, or if all values of one variant are equal.
+    Return None with fewer than FEWEST_FOR_CORRELATION common seeds, or if all values of one variant
+    are equal.
     """
-    first, second = common_seeds(own, base)
-    if len(first) < FEWEST:
+    first, second = common_seeds(candidate, base)
+    if len(first) < FEWEST_FOR_CORRELATION:
         return None
     floor = ROUNDING * largest_magnitude(first, second)
     if min(first.std(ddof=1), second.std(ddof=1)) <= floor:
@@ -169,11 +181,15 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
     """
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
-    interval, below, above = gap.interval(1 - 2 * alpha), gap.p_below(margin), gap.p_above(-margin)
+    below = gap.p_below(margin)
+    above = gap.p_above(-margin)
+    # The interval at this level is within ±margin if and only if both tests are significant.
+    interval = gap.interval(1 - 2 * alpha)
     if interval is None or below is None or above is None:
         return None
-    inside = -margin < interval[0] and interval[1] < margin
-    return Equivalence(max(below, above), *interval, inside)
+    low, high = interval
+    is_inside = -margin < low and high < margin
+    return Equivalence(max(below, above), low, high, is_inside)
 
 
 def holm(p: Sequence[float | None]) -> list[float | None]:
@@ -193,18 +209,24 @@ def holm(p: Sequence[float | None]) -> list[float | None]:
 
 
 def common_seeds(
-    own: Mapping[Seed, float], base: Mapping[Seed, float]
+    candidate: Mapping[Seed, float], base: Mapping[Seed, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    seeds = [seed for seed in own if seed in base]
-    return in_seed_order({s: own[s] for s in seeds}), in_seed_order({s: base[s] for s in seeds})
+    candidate_values = {}
+    base_values = {}
+    for seed, value in candidate.items():
+        if seed in base:
+            candidate_values[seed] = value
+            base_values[seed] = base[seed]
+    return in_seed_order(candidate_values), in_seed_order(base_values)
 
 
 def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
     """Return the values as float64, sorted by seed; raise ValueError unless all are finite."""
-    found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
-    if not np.isfinite(found).all():
+    seeds = sorted(values)  # type: ignore[type-var]
+    ordered = np.array([values[seed] for seed in seeds], dtype=np.float64)
+    if not np.isfinite(ordered).all():
         raise ValueError("a loss is not finite; use arm_gap for arms with diverged runs")
-    return found
+    return ordered
 
 
 def largest_magnitude(*samples: np.ndarray) -> float:

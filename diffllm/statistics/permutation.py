@@ -16,7 +16,7 @@ import numpy as np
 from diffllm.statistics.estimates import Times
 
 DRAWS = 20_000
-ROUNDING = 1e-9
+SUM_ROUNDING = 1e-9
 """Sums that differ by less than this share of the largest sum count as equal."""
 
 Array = np.ndarray
@@ -32,32 +32,39 @@ def sign_flip(differences: Array) -> float:
     return share_as_large(np.asarray(differences, np.float64), signs(len(differences)))
 
 
-def label(own: Array, base: Array) -> float:
-    """Return the p-value of a label-permutation test for "`own` has the larger mean".
+def label(candidate: Array, base: Array) -> float:
+    """Return the p-value of a label-permutation test for "`candidate` has the larger mean".
 
     Args:
-        own, base: (n,) and (m,), values of two independent samples.
+        candidate, base: (n,) and (m,), values of two independent samples.
     """
-    values = np.concatenate([own, base]).astype(np.float64)
-    return share_as_large(values, chosen(len(own), len(values)))
+    values = np.concatenate([candidate, base]).astype(np.float64)
+    return share_as_large(values, chosen(len(candidate), len(values)))
 
 
-def log_rank(own: Times, base: Times) -> float | None:
-    """Return the log-rank p-value for "`own` needs fewer tokens to the target loss than `base`".
+def log_rank(candidate: Times, base: Times) -> float | None:
+    """Return the log-rank p-value that `candidate` needs fewer tokens to a loss than `base`.
 
-    Return None if no run reaches the target loss, or if `own` or `base` contains no run.
+    Return None if no run reaches the target loss, or if `candidate` or `base` contains no run.
     """
-    if not own.count + base.count or not own.tokens or not base.tokens:
+    if not candidate.count + base.count or not candidate.tokens or not base.tokens:
         return None
-    tokens = np.array([*own.tokens, *base.tokens], np.float64)
-    reached = np.array([*own.reached, *base.reached], bool)
+    tokens = np.array([*candidate.tokens, *base.tokens], np.float64)
+    reached = np.array([*candidate.reached, *base.reached], bool)
     at_risk = (tokens[None, :] >= tokens[:, None]).sum(axis=1)
     events = np.unique(tokens[reached])
-    rates = [reached[tokens == time].sum() / at_risk[tokens == time][0] for time in events]
-    hazard = np.append(0.0, np.cumsum(rates))[np.searchsorted(events, tokens, side="right")]
-    # The log-rank statistic is the sum of these scores over `own`; scores depend on no labels.
+    rates = []
+    for time in events:
+        is_at_time = tokens == time
+        rates.append(reached[is_at_time].sum() / at_risk[is_at_time][0])
+    # Nelson-Aalen estimate of the cumulative hazard at the tokens of each run.
+    hazards = np.append(0.0, np.cumsum(rates))
+    hazard = hazards[np.searchsorted(events, tokens, side="right")]
+    # The log-rank statistic is the sum of these scores over `candidate`. The scores do not depend
+    # on the labels, so a permutation of labels needs no new scores.
     scores = reached - hazard
-    return label(scores[: len(own.tokens)], scores[len(own.tokens) :])
+    n = len(candidate.tokens)
+    return label(scores[:n], scores[n:])
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
@@ -68,10 +75,11 @@ def share_as_large(values: Array, assignments: Array) -> float:
         assignments: (count, n), weights of the n values in each sum. Row 0 gives the observed sum.
     """
     sums = assignments @ values
-    enough = sums[0] - ROUNDING * np.abs(values).sum()
-    return float((sums >= enough).mean())
+    threshold = sums[0] - SUM_ROUNDING * np.abs(values).sum()
+    return float((sums >= threshold).mean())
 
 
+# Cached, because reports and studies test many gaps with equal numbers of seeds.
 @cache
 def signs(n: int) -> Array:
     """Return an array (count, n) of 1 and -1: in each row, one choice of signs for n values.
@@ -81,7 +89,8 @@ def signs(n: int) -> Array:
     """
     if 2**n <= DRAWS:
         # Bit j of row i is the sign of difference j; row 0 has only positive signs.
-        return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
+        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
+        return 1.0 - 2.0 * bits
     drawn = np.random.default_rng(n).integers(0, 2, (DRAWS, n))
     return np.concatenate([np.ones((1, n)), 1.0 - 2.0 * drawn])
 
@@ -97,8 +106,9 @@ def chosen(n: int, total: int) -> Array:
         places = np.array([*combinations(range(total), n)])
     else:
         rng = np.random.default_rng((n, total))
-        drawn = rng.permuted(np.tile(np.arange(total), (DRAWS, 1)), axis=1)[:, :n]
+        rows = np.tile(np.arange(total), (DRAWS, 1))
+        drawn = rng.permuted(rows, axis=1)[:, :n]
         places = np.concatenate([np.arange(n)[None], drawn])
-    found = np.zeros((len(places), total))
-    np.put_along_axis(found, places, 1.0, axis=1)
-    return found
+    marks = np.zeros((len(places), total))
+    np.put_along_axis(marks, places, 1.0, axis=1)
+    return marks

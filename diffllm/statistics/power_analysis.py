@@ -26,7 +26,9 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
     """
     from scipy.special import nctdtr, stdtrit
 
-    df, noncentrality = seeds - 1, abs(gap) / (sd / math.sqrt(seeds))
+    # The gap in units of its standard error: the noncentrality of the t distribution.
+    df = seeds - 1
+    noncentrality = abs(gap) / (sd / math.sqrt(seeds))
     critical = stdtrit(df, 1 - alpha / sides)
     if noncentrality > CERTAIN + critical:
         return 1.0
@@ -36,8 +38,8 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
     return float(power)
 
 
-def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
-    """Return the fewest seeds, at least 2, that give the power `wanted`.
+def least_seeds(power: Callable[[int], float], goal: float) -> int | None:
+    """Return the fewest seeds, at least 2, that give the power `goal`.
 
     Return None if 2^k seeds are not enough, for the largest 2^k that is at most MOST_SEEDS.
 
@@ -45,13 +47,16 @@ def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
         power: returns the power for a number of seeds; must not decrease with more seeds.
     """
     low, high = 1, 2
-    while power(high) < wanted:
+    while power(high) < goal:
         low, high = high, 2 * high
         if high > MOST_SEEDS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(middle) >= wanted else (middle, high)
+        if power(middle) >= goal:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -59,13 +64,13 @@ def chance_of_less(
     power: Callable[[float, int], float],
     pilot: SeedSpread,
     scale: float,
-    wanted: float,
+    goal: float,
     less: float,
 ) -> float | None:
     """Return the probability that the true power of a study planned from a pilot is below `less`.
 
     The pilot yields a random estimate of the standard deviation between seeds. The study then has
-    the number of seeds that would give the power `wanted` if the true standard deviation were
+    the number of seeds that would give the power `goal` if the true standard deviation were
     `scale` times this estimate. Return None if `least_seeds` finds no number of seeds for the power
     `less`.
 
@@ -82,12 +87,12 @@ def chance_of_less(
         return 0.0
     # All estimates below a threshold lead to too few seeds. The square of an estimate has a
     # chi-square distribution.
-    largest = largest_sd(lambda sd: power(sd, enough - 1), wanted, pilot.sd)
+    largest = largest_sd(lambda sd: power(sd, enough - 1), goal, pilot.sd)
     return float(chdtr(pilot.df, pilot.df * (largest / (scale * pilot.sd)) ** 2))
 
 
-def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> float:
-    """Return the standard deviation at which a test has the power `wanted`.
+def largest_sd(power: Callable[[float], float], goal: float, start: float) -> float:
+    """Return the standard deviation at which a test has the power `goal`.
 
     Args:
         power: returns the power for a standard deviation; must be a decreasing function.
@@ -95,8 +100,9 @@ def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> 
     """
     from scipy.optimize import brentq
 
+    # Search over the logarithm, because the scale of the losses is unknown.
     def excess(doublings: float) -> float:
-        return power(start * 2.0**doublings) - wanted
+        return power(start * 2.0**doublings) - goal
 
     low = high = 0
     while excess(low) < 0:

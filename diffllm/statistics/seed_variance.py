@@ -25,7 +25,8 @@ class SeedSpread:
         from scipy.special import chdtri
 
         tail = (1 - CONFIDENCE) / 2
-        low, high = (self.sd * np.sqrt(self.df / chdtri(self.df, p)) for p in (tail, 1 - tail))
+        low = self.sd * np.sqrt(self.df / chdtri(self.df, tail))
+        high = self.sd * np.sqrt(self.df / chdtri(self.df, 1 - tail))
         return float(low), float(high)
 
     @property
@@ -51,7 +52,9 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
         return None
     variance, df = pooled_variance(samples)
     sd = float(np.sqrt(variance))
-    return SeedSpread(0.0 if sd <= ROUNDING * largest_magnitude(*samples) else sd, df)
+    if sd <= ROUNDING * largest_magnitude(*samples):
+        sd = 0.0
+    return SeedSpread(sd, df)
 
 
 def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
@@ -60,8 +63,12 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
     Args:
         samples: arrays (n, ...). The length n is at least 2 and can vary between samples.
     """
-    df = sum(len(sample) - 1 for sample in samples)
-    squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
+    df = 0
+    squares = []
+    for sample in samples:
+        deviations = sample - sample.mean(axis=0)
+        squares.append((deviations**2).sum(axis=0))
+        df += len(sample) - 1
     return np.sum(squares, axis=0) / df, df
 
 
@@ -90,15 +97,21 @@ def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
     """
     if len(arms) < 2:
         return None
-    seeds = sorted(set.intersection(*(set(arm) for arm in arms)))  # type: ignore[type-var]
+    seeds = set.intersection(*map(set, arms))
     if len(seeds) < 2:
         return None
-    losses = np.stack([in_seed_order({seed: arm[seed] for seed in seeds}) for arm in arms])
+    rows = []
+    for arm in arms:
+        rows.append(in_seed_order({seed: arm[seed] for seed in seeds}))
+    losses = np.stack(rows)
     centred = losses - losses.mean(axis=1, keepdims=True)
     within = float((centred**2).sum()) / (len(arms) * (len(seeds) - 1))
-    rest = centred - centred.mean(axis=0)
+    # The residual of a two-way analysis of variance, arms by seeds. The variance of a difference of
+    # two arms, averaged over all pairs of arms, is twice the variance of this residual.
+    residuals = centred - centred.mean(axis=0)
     df = (len(arms) - 1) * (len(seeds) - 1)
-    error = float((rest**2).sum()) / df
+    error = float((residuals**2).sum()) / df
     floor = (ROUNDING * float(np.abs(losses).max())) ** 2
     sd = 0.0 if error <= floor else float(np.sqrt(2 * error))
-    return Pairs(SeedSpread(sd, df), 1 - error / within if within > floor else None, len(seeds))
+    correlation = 1 - error / within if within > floor else None
+    return Pairs(SeedSpread(sd, df), correlation, len(seeds))

@@ -5,7 +5,7 @@ import math
 from diffllm.statistics.permutation import DRAWS
 
 
-def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> float:
+def smallest_p(test: str, candidate_seeds: int, base_seeds: int, sides: int = 1) -> float:
     """Return the smallest p-value that a permutation test can give for these numbers of seeds.
 
     Args:
@@ -14,9 +14,9 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
         sides: 1 or 2; a two-sided p-value is twice the one-sided p-value.
     """
     if test == "paired":
-        assignments = 2 ** min(own_seeds, base_seeds)
+        assignments = 2 ** min(candidate_seeds, base_seeds)
     elif test == "log_rank":
-        assignments = math.comb(own_seeds + base_seeds, own_seeds)
+        assignments = math.comb(candidate_seeds + base_seeds, candidate_seeds)
     else:
         raise ValueError(f"test={test} must be paired or log_rank")
     one_sided = 1 / assignments if assignments <= DRAWS else 1 / (1 + DRAWS)
@@ -31,8 +31,10 @@ def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int 
     result of `smallest_p` is never below `sides` / (1 + DRAWS).
     """
     n = 2
-    while (p := smallest_p(test, n, n, sides)) * tests >= alpha:
+    p = smallest_p(test, n, n, sides)
+    while p * tests >= alpha:
         if p <= sides / (1 + DRAWS):
             return None
         n += 1
+        p = smallest_p(test, n, n, sides)
     return n

@@ -56,8 +56,11 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
     doublings = np.log2(x)
     centred = doublings - doublings.mean()
     slope = float(centred @ y / (centred @ centred))
-    at_ends = (float(y.mean() + slope * (end - doublings.mean())) for end in doublings[[0, -1]])
-    return Line(slope, *at_ends)
+    # The line passes through the mean of the points.
+    mean_x, mean_y = doublings.mean(), y.mean()
+    start = float(mean_y + slope * (doublings[0] - mean_x))
+    end = float(mean_y + slope * (doublings[-1] - mean_x))
+    return Line(slope, start, end)
 
 
 Curve = tuple[np.ndarray, np.ndarray]
@@ -75,19 +78,26 @@ def gap_trend(candidate: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Tr
         candidate, base: curve of each run by seed.
     """
     seeds = sorted(candidate.keys() & base.keys())  # type: ignore[type-var]
-    x, ys = common_points([side[seed] for side in (candidate, base) for seed in seeds], WINDOW)
+    curves = [candidate[seed] for seed in seeds]
+    curves += [base[seed] for seed in seeds]
+    x, ys = common_points(curves, WINDOW)
     if len(x) < FEWEST_POINTS:
         return None
-    lines = [fit_line(x, y) for y in ys]
-    candidate_lines = dict(zip(seeds, lines[: len(seeds)], strict=True))
-    base_lines = dict(zip(seeds, lines[len(seeds) :], strict=True))
-    slope = paired(
-        {seed: line.slope for seed, line in candidate_lines.items()},
-        {seed: line.slope for seed, line in base_lines.items()},
-    )
+    candidate_slopes = {}
+    base_slopes = {}
+    start_gaps = []
+    end_gaps = []
+    for seed, y, base_y in zip(seeds, ys[: len(seeds)], ys[len(seeds) :], strict=True):
+        line = fit_line(x, y)
+        base_line = fit_line(x, base_y)
+        candidate_slopes[seed] = line.slope
+        base_slopes[seed] = base_line.slope
+        start_gaps.append(line.start - base_line.start)
+        end_gaps.append(line.end - base_line.end)
+    slope = paired(candidate_slopes, base_slopes)
     assert slope is not None  # Without common seeds there are no common x values.
-    start = float(np.mean([candidate_lines[seed].start - base_lines[seed].start for seed in seeds]))
-    end = float(np.mean([candidate_lines[seed].end - base_lines[seed].end for seed in seeds]))
+    start = float(np.mean(start_gaps))
+    end = float(np.mean(end_gaps))
     return Trend(slope, start, end, len(x), float(x[0]), float(x[-1]))
 
 
@@ -102,7 +112,17 @@ def common_points(
         curves: arrays (x, y) of each curve.
         window: points with x below `window` times the largest common x are ignored.
     """
-    finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
-    common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)
-    common = common[common >= window * common[-1]] if len(common) else common
-    return common, [y[np.intersect1d(x, common, return_indices=True)[1]] for x, y in finite]
+    if not curves:
+        return np.zeros(0), []
+    finite_curves = []
+    for x, y in curves:
+        is_finite = np.isfinite(y)
+        finite_curves.append((x[is_finite], y[is_finite]))
+    common = reduce(np.intersect1d, [x for x, _ in finite_curves])
+    if len(common):
+        common = common[common >= window * common[-1]]
+    ys = []
+    for x, y in finite_curves:
+        _, places, _ = np.intersect1d(x, common, return_indices=True)
+        ys.append(y[places])
+    return common, ys

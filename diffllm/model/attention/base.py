@@ -146,7 +146,9 @@ class KVCache:
         including the new tokens. Raises ValueError if S would exceed S_max, or if T > 1 and the
         cached sequences differ in length. The cache is unchanged after an error.
         """
-        start, end = self.length, self.length + k.shape[1]
+        start = self.length
+        end = start + k.shape[1]
+        # Check before any change, so that the cache is unchanged after an error.
         if end > self.k.shape[2]:
             raise ValueError(f"KV cache of {self.k.shape[2]} positions is full: {end} needed")
         if self.lengths is not None and k.shape[1] > 1:
@@ -158,6 +160,7 @@ class KVCache:
             if self.lengths is None:
                 cached[:, :, start:end] = new.transpose(1, 2)
             else:
+                # Each row gets its new token at its own end.
                 rows = torch.arange(len(self.lengths), device=cached.device)
                 cached[rows, :, self.lengths] = new[:, 0].to(cached.dtype)
         if self.lengths is not None:
@@ -169,20 +172,22 @@ class KVCache:
 
     def truncate(self, lengths: list[int]) -> None:
         self.length = max(lengths)
-        same = len(set(lengths)) == 1
-        self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
+        # Equally long rows need no mask, and allow several tokens per call.
+        are_equal = len(set(lengths)) == 1
+        self.lengths = None if are_equal else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
         """Return a new cache with `count` copies of the cached sequence; the cache must have B = 1.
 
         Each copy has free space for `room` more positions.
         """
-        made = copy.copy(self)
-        made.k, made.v = (
-            F.pad(x[:, :, : self.length].expand(count, -1, -1, -1), (0, 0, 0, room))
-            for x in (self.k, self.v)
-        )
-        return made
+        padding = (0, 0, 0, room)
+        used_k = self.k[:, :, : self.length]
+        used_v = self.v[:, :, : self.length]
+        copies = copy.copy(self)
+        copies.k = F.pad(used_k.expand(count, -1, -1, -1), padding)
+        copies.v = F.pad(used_v.expand(count, -1, -1, -1), padding)
+        return copies
 
     def keep(self, rows: list[int]) -> None:
         self.k, self.v = self.k[rows], self.v[rows]
@@ -327,9 +332,10 @@ class Attention(nn.Module):
 
         `visible_keys` is the mean number of keys that a query sees; None means (seq_len + 1) / 2.
         """
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
+        matrices = sum(param.numel() for param in self.parameters() if param.ndim == 2)
         width = self.head_dim + self.value_dim
         keys = (seq_len + 1) / 2 if visible_keys is None else visible_keys
+        # 2 FLOPs per multiplication and addition, once forward and twice backward.
         return 6 * (matrices + self.n_query_heads * width * keys)
 
     def context_degrees(self) -> list[int]:

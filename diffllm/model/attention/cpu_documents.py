@@ -35,7 +35,8 @@ def document_attention(
         scale: factor on the products of queries and keys.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    logsumexp = q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    logsumexp = q.new_empty((q.shape[1], len(q)), dtype=sum_dtype)
     for (*parts, out_part), rows in documents((q, k, v, out), boundaries):
         result, sums = FORWARD(*parts, 0.0, True, scale=scale)
         out_part.copy_(result)
@@ -57,9 +58,10 @@ def document_attention_backward(
     """Return the gradients of q, k and v; `out` and `logsumexp` are the results of the forward."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for parts, rows in documents((grad, q, k, v, out, *grads), boundaries):
-        found = BACKWARD(*parts[:5], logsumexp[None, :, rows], 0.0, True, scale=scale)
-        for part, values in zip(parts[5:], found, strict=True):
-            part.copy_(values)
+        inputs, grad_parts = parts[:5], parts[5:]
+        results = BACKWARD(*inputs, logsumexp[None, :, rows], 0.0, True, scale=scale)
+        for grad_part, values in zip(grad_parts, results, strict=True):
+            grad_part.copy_(values)
     return grads[0], grads[1], grads[2]
 
 
@@ -74,7 +76,8 @@ def documents(
 
 @document_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    sums = q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    sums = q.new_empty((q.shape[1], len(q)), dtype=sum_dtype)
     return v.new_empty(v.shape), sums
 
 

@@ -32,6 +32,7 @@ from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope
 
 FAST_WIDTH = 128
+"""Largest width of values at which many GPU kernels are fast; not measured."""
 
 
 class Values(Enum):
@@ -175,7 +176,9 @@ class DiffV1Attention(Attention):
         reordered: first heads 0, 2, 4, ... (for map 1), then heads 1, 3, 5, ... (for map 2).
         """
         q, k, v = super().project(x, rope)
-        return even_heads_first(q), even_heads_first(k), v.unflatten(2, (-1, 2)).flatten(3)
+        # All heads of map 1 precede those of map 2, so that one kernel call computes both maps.
+        v = v.unflatten(2, (-1, 2)).flatten(3)
+        return even_heads_first(q), even_heads_first(k), v
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
@@ -183,7 +186,9 @@ class DiffV1Attention(Attention):
         lam = self.lambda_value()
         if self.cfg.clamp:
             assert mask is None or isinstance(mask, Tensor)
-            context = weighted(self.maps(x, q, k, mask)["difference"], v).to(x.dtype)
+            # The clamp needs the map itself, which no fused kernel returns.
+            difference = self.maps(x, q, k, mask)["difference"]
+            context = weighted(difference, v).to(x.dtype)
         else:
             attn1, attn2 = self.attend(q, k, v, mask).chunk(2, dim=2)
             context = (attn1 - lam * attn2).to(x.dtype)
@@ -199,19 +204,21 @@ class DiffV1Attention(Attention):
         # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)
-        low, high = (
-            super(DiffV1Attention, self).attend(q, k, half, mask) for half in v.chunk(2, -1)
-        )
+        low_v, high_v = v.chunk(2, -1)
+        low = super().attend(q, k, low_v, mask)
+        high = super().attend(q, k, high_v, mask)
         return torch.cat((low, high), dim=-1)
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         map1, map2 = attention_weights(q, k, mask).chunk(2, dim=1)
         difference = map1 - self.lambda_value() * map2
-        difference = clamped(difference) if self.cfg.clamp else difference
+        if self.cfg.clamp:
+            difference = clamped(difference)
         return {"map 1": map1, "map 2": map2, "difference": difference}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        return dict(zip(("map 1", "map 2"), attention_scores(q, k).chunk(2, dim=1), strict=True))
+        logits1, logits2 = attention_scores(q, k).chunk(2, dim=1)
+        return {"map 1": logits1, "map 2": logits2}
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
@@ -225,9 +232,14 @@ class DiffV1Attention(Attention):
 
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.
         """
-        vectors: list[Tensor] = [getattr(self, name) for name in self.fp32_parameters]
-        q1, k1, q2, k2 = (vector.to(at_least_float32(vector.dtype)) for vector in vectors)
-        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+        vectors = []
+        for name in self.fp32_parameters:
+            vector: Tensor = getattr(self, name)
+            vectors.append(vector.to(at_least_float32(vector.dtype)))
+        q1, k1, q2, k2 = vectors
+        exp1 = torch.exp((q1 * k1).sum())
+        exp2 = torch.exp((q2 * k2).sum())
+        return exp1 - exp2 + self.lambda_init
 
     def reset_parameters(self, init: Initializer) -> None:
         for name in self.fp32_parameters:

@@ -14,7 +14,8 @@ from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 
-FIXED = 0.5
+FIXED_LAMBDA = 0.5
+"""Default of `lambda_value`."""
 
 
 class Pairing(Enum):
@@ -65,7 +66,7 @@ class DiffV2Config(AttentionConfig):
         "constant; 1.",
     )
     lambda_value: float = key(
-        FIXED,
+        FIXED_LAMBDA,
         effect="numbers",
         help="Constant lambda, only for lambda_form=fixed.",
     )
@@ -79,7 +80,7 @@ class DiffV2Config(AttentionConfig):
         return DiffV2Attention(model, self)
 
     def validate(self, model: ModelConfig) -> None:
-        if self.lambda_value != FIXED and self.lambda_form is not Lambda.fixed:
+        if self.lambda_value != FIXED_LAMBDA and self.lambda_form is not Lambda.fixed:
             raise ConfigError(
                 f"model.attention.lambda_value={self.lambda_value} needs "
                 f"model.attention.lambda_form=fixed, not {self.lambda_form.name}"
@@ -119,6 +120,7 @@ class DiffV2Attention(Attention):
     ) -> Tensor:
         attn1, attn2 = self.pair(self.attend(q, k, v, mask), dim=2)
         lam = self.lambda_values(x)
+        # lam is a float32 tensor of three dimensions, so the difference is computed in float32.
         context = (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
         if aux is not None:
             aux["context"], aux["lambda"] = context, lam
@@ -130,7 +132,8 @@ class DiffV2Attention(Attention):
         return {"map 1": map1, "map 2": map2, "difference": map1 - lam * map2}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        return dict(zip(("map 1", "map 2"), self.pair(attention_scores(q, k), dim=1), strict=True))
+        logits1, logits2 = self.pair(attention_scores(q, k), dim=1)
+        return {"map 1": logits1, "map 2": logits2}
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Split 2H heads along `dim` into the first heads and the second heads of all H pairs."""

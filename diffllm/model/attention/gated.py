@@ -71,7 +71,8 @@ class GatedAttention(Attention):
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
-        gate = torch.sigmoid(self.w_gate(x)).unflatten(-1, (self.n_heads, self.gate_width))
+        gate = torch.sigmoid(self.w_gate(x))
+        gate = gate.unflatten(-1, (self.n_heads, self.gate_width))
         if self.gate_scale != 1:
             gate = gate * self.gate_scale
         if aux is not None:

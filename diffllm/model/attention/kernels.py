@@ -85,8 +85,8 @@ def training_kernel(
     if documents and explicit_mask:
         return AutoSetting(Kernel.masked, "no other kernel masks documents in this map")
     if device.type == "cuda" and not flash_takes(dtype, width):
-        why = f"head width {width}" if dtype in HALF else f"in {dtype_name(dtype)}"
-        return AutoSetting(Kernel.masked if documents else Kernel.efficient, why)
+        reason = f"head width {width}" if dtype in HALF else f"in {dtype_name(dtype)}"
+        return AutoSetting(Kernel.masked if documents else Kernel.efficient, reason)
     if device.type != "cuda" and documents:
         kernel = Kernel.cpu_documents if device.type == "cpu" else Kernel.masked
         return AutoSetting(kernel, f"documents on the {device.type}")
@@ -98,15 +98,16 @@ def training_kernel(
     if device.type == "cuda":
         return AutoSetting(Kernel.sdpa, "torch uses the first kernel that supports these heads")
     if in_float32(dtype, width):
-        where = "on this CPU" if width > NARROW else f"at head width {width}"
-        return AutoSetting(Kernel.cpu_float32, f"faster than bf16 {where}")
+        condition = "on this CPU" if width > NARROW else f"at head width {width}"
+        return AutoSetting(Kernel.cpu_float32, f"faster than bf16 {condition}")
     return AutoSetting(Kernel.cpu, f"on the {device.type}")
 
 
 def document_kernel(device: torch.device, width: int) -> AutoSetting:
     if capability(device)[0] not in HOPPER_OR_BLACKWELL:
         return AutoSetting(Kernel.varlen, "documents")
-    if not (fault := flash_4_fault(device, width)):
+    fault = flash_4_fault(device, width)
+    if not fault:
         return AutoSetting(Kernel.varlen_4, "flash-attn-4 is written for these GPUs; not measured")
     if width not in FLEX_WIDTHS:
         return AutoSetting(Kernel.varlen, f"head width {width}; {fault}")
@@ -185,6 +186,7 @@ def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -
     return Packed(documents.boundaries, length)
 
 
+# Cached, because all batches of one length have the same mask.
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
 
@@ -270,6 +272,7 @@ def flash_4_fault(device: torch.device, width: int) -> str:
         activate_flash_4()
         try_flash(device, width, documents=True)
     except Exception as error:
+        # A package built for another torch or GPU may raise any exception.
         restore_flash_attention_impl(_raise_warn=False)
         return f"flash-attn-4 fails: {type(error).__name__}: {error}".splitlines()[0]
     return ""

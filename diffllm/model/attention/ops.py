@@ -29,6 +29,7 @@ fused kernel is faster in float32 at all tested head widths (64 to 256: 1.4 to 2
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
+"""Largest head width of FlashAttention kernels."""
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
 """Module of flash-attn-4 for torch's dispatcher, and its registered name."""
@@ -76,10 +77,12 @@ class Documents(NamedTuple):
         """
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
-        return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
+        is_same_document = self.ids[:, :, None] == self.ids[:, None, :]
+        return (is_same_document & causal).unsqueeze(1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    # A copy to a GPU is asynchronous only from pinned memory.
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
@@ -147,12 +150,14 @@ def attend(
         scale: factor on q k; None means 1 / sqrt(d).
     """
     if isinstance(mask, Sliced):
+        # The ranks exchange heads around the kernel, so the kernel gets whole sequences.
         kernel = functools.partial(attend, mask=mask.mask, backend=backend, scale=scale)
         return mask.slices.around(kernel, q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend is Backend.reference:
         assert not isinstance(mask, (Packed, BlockMask))
-        return weighted(attention_weights(q, k, mask, scale), repeated(v, k)).to(q.dtype)
+        weights = attention_weights(q, k, mask, scale)
+        return weighted(weights, repeated(v, k)).to(q.dtype)
     if q.shape[1] == 1 and (mask is None or (isinstance(mask, Tensor) and for_all_heads(mask))):
         return one_query(q, k, v, mask, scale)
     v = repeated(v, k)
@@ -182,9 +187,13 @@ def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tens
     The zeros do not change the products of queries and keys. The attention output has the padded
     width; its channels after the first dv are zero.
     """
-    width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
-    q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    return q, k, v
+    width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple  # rounded up
+    return padded(q, width), padded(k, width), padded(v, width)
+
+
+def padded(heads: Tensor, width: int) -> Tensor:
+    missing = width - heads.shape[-1]
+    return heads if missing == 0 else F.pad(heads, (0, missing))
 
 
 def in_float32(dtype: torch.dtype, width: int) -> bool:
@@ -216,10 +225,10 @@ def cudnn_takes(dtype: torch.dtype, heads: int, groups: int, d: int, dv: int) ->
     """
     if not torch.cuda.is_available():
         return False
-    q, k, v = (
-        torch.empty(1, n, 128, width, dtype=dtype, device="cuda", requires_grad=True)
-        for n, width in ((heads, d), (groups, d), (groups, dv))
-    )
+    empty = functools.partial(torch.empty, dtype=dtype, device="cuda", requires_grad=True)
+    q = empty(1, heads, 128, d)
+    k = empty(1, groups, 128, d)
+    v = empty(1, groups, 128, dv)
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=heads != groups)
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
@@ -230,20 +239,23 @@ cudnn_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention with torch's SDPA; for the arguments, see `attend`."""
-    dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
+    dtype, dv = q.dtype, v.shape[-1]
+    n_queries, n_keys = q.shape[1], k.shape[1]
     if q.device.type == "cpu":
         q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
         if in_float32(dtype, v.shape[-1]):
             q, k, v = q.float(), k.float(), v.float()
     elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
-        narrow = q.shape[-1] < dv and n_queries == n_keys
-        if not (narrow and cudnn_takes(dtype, q.shape[2], k.shape[2], q.shape[-1], dv)):
+        d, heads, groups = q.shape[-1], q.shape[2], k.shape[2]
+        is_narrow = d < dv and n_queries == n_keys
+        if not (is_narrow and cudnn_takes(dtype, heads, groups, d, dv)):
             q, k, v = same_width(q, k, v)  # FlashAttention supports grouped heads
     elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
-        k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
-    causal = False
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    is_causal = False
     if mask is None and n_queries == n_keys:  # `if` turns a symbol of torch.compile into a bool
-        causal = True
+        is_causal = True
     elif mask is None and n_queries < n_keys:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler: 1 s
 
@@ -253,7 +265,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=causal,
+        is_causal=is_causal,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
@@ -270,12 +282,13 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
     values = v.transpose(1, 2)
-    out = [
-        F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        for queries, keys in zip(
-            grouped.split(v.shape[2], 1), k.transpose(1, 2).split(v.shape[2], 1), strict=True
+    query_parts = grouped.split(v.shape[2], 1)
+    key_parts = k.transpose(1, 2).split(v.shape[2], 1)
+    out = []
+    for queries, keys in zip(query_parts, key_parts, strict=True):
+        out.append(
+            F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         )
-    ]
     return torch.cat(out, dim=1).view(batch, 1, heads, v.shape[-1])
 
 
@@ -303,7 +316,8 @@ def varlen(
     `documents` contains the document boundaries. For q, k, v, scale and backend, see `attend`.
     """
     dv, shape = v.shape[-1], q.shape[:3]
-    q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v, multiple=8))
+    q, k, v = same_width(q, k, v, multiple=8)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     ends, longest = documents
     if backend is Backend.flash and not sdpa_is_flash_4():
         from flash_attn import flash_attn_varlen_func
@@ -326,10 +340,13 @@ def varlen_on_cpu(
 ) -> Tensor:
     """Compute causal attention within each document on a CPU; for the arguments, see `varlen`."""
     dtype, dv, shape = q.dtype, v.shape[-1], q.shape[:3]
-    q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v))
+    q, k, v = same_width(q, k, v)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if in_float32(dtype, v.shape[-1]):
         q, k, v = q.float(), k.float(), v.float()
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    # `document_attention` needs one key head and one value head per query head.
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     out = document_attention(q, k, v, documents.boundaries, scale)[0]
     return out.view(*shape, -1)[..., :dv].to(dtype)
 
@@ -367,7 +384,8 @@ def attention_weights(
     if mask is None:
         visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
         mask = visible.tril(n_keys - n_queries)
-    return torch.softmax(attention_scores(q, k, scale).masked_fill(~mask, float("-inf")), dim=-1)
+    scores = attention_scores(q, k, scale).masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1)
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -378,7 +396,8 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = at_least_float32(q.dtype)
     q = q.unflatten(2, (k.shape[2], -1))
-    return torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype)).flatten(1, 2) * scale
+    products = torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype))
+    return products.flatten(1, 2) * scale
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
@@ -387,5 +406,6 @@ def weighted(weights: Tensor, v: Tensor) -> Tensor:
     The result is (B, T, H, dv), in the dtype of `weights`. H / K consecutive query heads share one
     value head.
     """
-    v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
+    group_size = weights.shape[1] // v.shape[2]
+    v = v.repeat_interleave(group_size, dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))

@@ -18,7 +18,10 @@ from torch import Tensor
 
 
 class Slices(NamedTuple):
-    """The ranks that share each sequence, in the order of their slices."""
+    """The ranks that share each sequence, in the order of their slices.
+
+    `mean`, `gather`, `pick` and `around` are collectives: all these ranks must call them.
+    """
 
     group: Any
     """Name of the process group; a text, because compiled graphs compare texts cheaply."""
@@ -51,23 +54,26 @@ class Slices(NamedTuple):
         from torch.distributed._functional_collectives import all_reduce
 
         length = x.shape[1]
-        own = positions - self.rank * length
-        inside = (own >= 0) & (own < length)
-        rows = x.detach()[:, own.clamp(0, length - 1)]
-        mask = inside.view(1, -1, *[1] * (x.ndim - 2))
+        offsets = positions - self.rank * length
+        is_inside = (offsets >= 0) & (offsets < length)
+        rows = x.detach()[:, offsets.clamp(0, length - 1)]
+        mask = is_inside.view(1, -1, *[1] * (x.ndim - 2))
+        # Exactly one rank holds each position, so the sum adds zeros to its entry.
         return all_reduce(torch.where(mask, rows, 0), "sum", self.group)
 
     def heads(self, n_heads: int, n_keys: int, n_values: int) -> list[int]:
         """Return the query heads that this rank has between the exchanges, in their order."""
-        queries, copies = n_heads // n_keys, max(1, self.size // n_values)
-        values, share = max(1, n_values // self.size), queries // copies
-        found: list[int] = []
+        queries = n_heads // n_keys
+        copies = max(1, self.size // n_values)
+        values = max(1, n_values // self.size)
+        share = queries // copies
+        heads: list[int] = []
         for key in range(0, n_keys, n_values):
             for unit in range(self.rank * values, (self.rank + 1) * values):
                 value, copy = divmod(unit, copies)
                 first = (key + value) * queries + copy * share
-                found += range(first, first + share)
-        return found
+                heads += range(first, first + share)
+        return heads
 
     def around(
         self, kernel: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
@@ -82,23 +88,30 @@ class Slices(NamedTuple):
         copies = max(1, self.size // n_values)
         values = max(1, n_values // self.size)
         times = n_keys // n_values
+        # Without names for the repeated keys and values, so that their memory is freed at once.
         sent = (
             self._units(q, n_keys, n_values),
             self._units(k.repeat_interleave(copies, 2), n_keys * copies, n_values * copies),
             self._units(v.repeat_interleave(copies, 2), n_values * copies, n_values * copies),
         )
         widths = [part.shape[-1] for part in sent]
-        whole = self._exchange(torch.cat(sent, dim=-1)).transpose(0, 1)
-        parts = whole.reshape(batch, self.size * length, -1).split(widths, dim=-1)
-        shapes = ((-1, d), (times * values, d), (values, v.shape[-1]))
-        out = kernel(*(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True)))
-        returned = self._exchange(out.reshape(batch, self.size, length, -1).transpose(0, 1))
+        # One exchange of q, k and v together, because each exchange waits for all ranks.
+        sequences = self._exchange(torch.cat(sent, dim=-1)).transpose(0, 1)
+        sequences = sequences.reshape(batch, self.size * length, -1)
+        all_q, all_k, all_v = sequences.split(widths, dim=-1)
+        all_q = all_q.unflatten(-1, (-1, d))
+        all_k = all_k.unflatten(-1, (times * values, d))
+        all_v = all_v.unflatten(-1, (values, v.shape[-1]))
+        out = kernel(all_q, all_k, all_v)
+        out = out.reshape(batch, self.size, length, -1)
+        returned = self._exchange(out.transpose(0, 1))
         heads = returned.view(self.size, batch, length, times, values, -1, v.shape[-1])
         return heads.movedim(0, 3).reshape(batch, length, q.shape[2], v.shape[-1])
 
     def _units(self, x: Tensor, n_keys: int, n_values: int) -> Tensor:
         """Group the heads of x (B, t, heads, width) by rank: (C, B, t, heads of a rank * width)."""
-        times, values = n_keys // n_values, max(1, n_values // self.size)
+        times = n_keys // n_values
+        values = max(1, n_values // self.size)
         per_rank = x.shape[2] // (times * self.size * values)
         grouped = x.reshape(*x.shape[:2], times, self.size, values, per_rank, x.shape[3])
         return grouped.movedim(3, 0).flatten(3)
@@ -107,8 +120,8 @@ class Slices(NamedTuple):
         """Send x[c] to rank c, for each rank c; return the received parts in the order of ranks."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        each = [1] * self.size
-        return all_to_all_single_autograd(x.contiguous(), each, each, self.group)
+        sizes = [1] * self.size
+        return all_to_all_single_autograd(x.contiguous(), sizes, sizes, self.group)
 
 
 def degrees(n_heads: int, n_keys: int, n_values: int) -> list[int]:

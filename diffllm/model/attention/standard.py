@@ -114,7 +114,9 @@ class StandardAttention(Attention):
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
-        return {"map": attention_weights(q, k, mask, scale)[:, :, -x.shape[1] :, 1:]}
+        weights = attention_weights(q, k, mask, scale)
+        # Drop the additional first query, if any, and the sink key.
+        return {"map": weights[:, :, -x.shape[1] :, 1:]}
 
     def reset_parameters(self, init: Initializer) -> None:
         if self.sink is not None:
@@ -140,13 +142,16 @@ def with_sink(
         given, q and the mask have an additional first query, whose output the caller must drop.
     """
     d = q.shape[-1]
+    # If T = S, an additional query keeps T = S, so that kernels still apply their causal mask.
     if mask is not None or q.shape[1] == k.shape[1]:
         q = prepend_zeros(q)
     k, v = prepend_zeros(k), prepend_zeros(v)
     if mask is not None:
         mask = F.pad(mask, (1, 0, 1, 0), value=True)
     if logit is not None:
-        scaled = (logit * math.sqrt(d)).to(q.dtype).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
+        # The kernel multiplies by 1 / sqrt(d), so multiply the logit by sqrt(d).
+        scaled = (logit * math.sqrt(d)).to(q.dtype)
+        scaled = scaled.view(1, 1, -1, 1).expand(*q.shape[:3], 1)
         rest = q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)
         q = torch.cat((q, scaled, rest), dim=-1)
         marks = k.new_zeros(*k.shape[:3], SINK_CHANNELS)

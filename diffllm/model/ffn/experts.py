@@ -52,8 +52,11 @@ class Experts(nn.Module):
         if fewest is not None and len(x) >= fewest * len(counts):
             gate_up = [expert_linear(x, self.w1, self.w3, ends, False)]
         else:
-            gate_up = [expert_linear(x, weight, None, ends, False) for weight in (self.w1, self.w3)]
-        return expert_linear(self.activation(weights, *gate_up), self.w2, None, ends, False)
+            gate = expert_linear(x, self.w1, None, ends, False)
+            up = expert_linear(x, self.w3, None, ends, False)
+            gate_up = [gate, up]
+        hidden = self.activation(weights, *gate_up)
+        return expert_linear(hidden, self.w2, None, ends, False)
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
@@ -117,15 +120,16 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
     _, width, dim = w1.shape
-    return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
+    halves = (2 * width * dim, dim, 1)
+    return w1.shape == w3.shape and w1.stride() == w3.stride() == halves
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
     """Concatenate `w1` and `w3`, both (E, F, D), to (E, 2 F, D); return a view if possible."""
     n_experts, width, dim = w1.shape
-    behind = w1.data_ptr() + width * dim * w1.element_size()
-    one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
-    if one and strides_are_adjacent(w1, w3) and w3.data_ptr() == behind:
+    end_of_first = w1.data_ptr() + width * dim * w1.element_size()
+    share_storage = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
+    if share_storage and strides_are_adjacent(w1, w3) and w3.data_ptr() == end_of_first:
         return w1.as_strided((n_experts, 2 * width, dim), w1.stride())
     return torch.cat((w1, w3), 1)
 
@@ -146,12 +150,18 @@ def expert_linear(
         transposed: multiply by transposed weights: x is then (M, out), or (M, 2 out) with
             `beside`, and the result is (M, in).
     """
-    weight = weight if beside is None else joined(weight, beside)
-    weight = weight.transpose(1, 2) if transposed else weight
+    if beside is not None:
+        weight = joined(weight, beside)
+    if transposed:
+        weight = weight.transpose(1, 2)
     n_experts, out, width = weight.shape
     if takes_groups(x, n_experts, (out, width)):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    return torch.cat([rows @ w.T for rows, w in zip(of_experts(x, ends), weight, strict=True)])
+    # This loop waits for the device, because the values of `ends` determine shapes.
+    products = []
+    for rows, expert_weight in zip(of_experts(x, ends), weight, strict=True):
+        products.append(rows @ expert_weight.T)
+    return torch.cat(products)
 
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
@@ -166,8 +176,9 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
         out = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
-            empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-            out.masked_fill_(empty[:, None, None], 0)
+            counts = ends.diff(prepend=ends.new_zeros(1))
+            is_unused = counts == 0
+            out.masked_fill_(is_unused[:, None, None], 0)
         return out
     pairs = zip(of_experts(grad, ends), of_experts(x, ends), strict=True)
     return torch.stack([rows_grad.T @ rows for rows_grad, rows in pairs])

@@ -88,7 +88,8 @@ class MoE(nn.Module):
         routing = self.router(rows)
         if padding is None:
             padding = x.new_zeros(x.shape[:2], dtype=torch.bool)
-        routing = routing._replace(shares=routing.shares.masked_fill(padding.view(-1, 1), 0))
+        shares = routing.shares.masked_fill(padding.view(-1, 1), 0)
+        routing = routing._replace(shares=shares)
         if aux is not None:
             aux["router"] = routing.shares.detach()
         # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
@@ -97,6 +98,7 @@ class MoE(nn.Module):
         inverse = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
+        # These counts include padding, because the experts process its rows.
         counts = torch.zeros_like(self.router.bias, dtype=torch.int64)
         counts = counts.scatter_add(0, slots, torch.ones_like(slots))
         sent = _Send.apply(rows, order, inverse)
@@ -121,7 +123,8 @@ class MoE(nn.Module):
         elif self.cfg.balance_loss:
             balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:
-            z = routing.logits.logsumexp(-1).square().masked_fill(padding.flatten(), 0).sum()
+            squares = routing.logits.logsumexp(-1).square()
+            z = squares.masked_fill(padding.flatten(), 0).sum()
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
@@ -137,12 +140,13 @@ class MoE(nn.Module):
         }
 
     def idle_parameters(self) -> int:
-        each = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
-        return (self.cfg.n_experts - self.cfg.top_k) * each
+        expert_size = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
+        return (self.cfg.n_experts - self.cfg.top_k) * expert_size
 
     def flops_per_token(self) -> int:
         """Count training FLOPs per token: 6 per weight, without the experts that are not chosen."""
-        return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
+        total = sum(p.numel() for p in self.parameters())
+        return 6 * (total - self.idle_parameters())
 
 
 class _Send(torch.autograd.Function):
@@ -152,7 +156,8 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.n = len(rows)
-        return rows.index_select(0, order // (len(order) // len(rows)))
+        top_k = len(order) // len(rows)
+        return rows.index_select(0, order // top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -172,7 +177,8 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        return grads[0].index_select(0, order // (len(order) // ctx.n)), None, None, None
+        top_k = len(order) // ctx.n
+        return grads[0].index_select(0, order // top_k), None, None, None
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -180,4 +186,5 @@ def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
 
     `rows` are sorted by expert, and rows[inverse] by token; `inverse` is (n k,).
     """
+    # One kernel that gathers and sums: indexing first would write all n k rows again.
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

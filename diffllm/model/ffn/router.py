@@ -145,6 +145,7 @@ class MoEConfig:
 
 EPS = 1e-20
 PARTS = 3
+"""Number of bf16 numbers, with 8 significant bits each, for the 24 bits of a float32."""
 HIGH_BITS = -(1 << 16)
 """Mask of the bits that a float32 shares with bf16."""
 FLOAT32 = "float32"
@@ -191,7 +192,9 @@ class Router(nn.Module):
         else:
             scores = logits.sigmoid()
             shares = scores / (scores.sum(-1, keepdim=True) + EPS)
-        experts = (scores.detach() + self.bias).topk(self.cfg.top_k, sorted=False).indices
+        # The bias decides the choice only: weights are the scores without the bias.
+        biased = scores.detach() + self.bias
+        experts = biased.topk(self.cfg.top_k, sorted=False).indices
         weights = scores.gather(1, experts)
         if self.cfg.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + EPS)
@@ -239,6 +242,7 @@ def tokens_per_expert(experts: Tensor, n_experts: int, padding: Tensor) -> Tenso
 
     `experts` (N, k) int64 holds the chosen experts, `padding` (N,) boolean is True for padding.
     """
+    # Sums of 0 and 1 in integers are exact for any number of tokens.
     real = (~padding).long().unsqueeze(1).expand_as(experts)
     return real.new_zeros(n_experts).scatter_add(0, experts.flatten(), real.flatten())
 
@@ -263,13 +267,18 @@ def sequence_balance(
     n_experts, top_k = shares.shape[1], experts.shape[1]
     length = padding.shape[1]
     real = (~padding).to(shares.dtype)
-    chosen = torch.zeros_like(shares).scatter(1, experts, 1.0).view(-1, length, n_experts)
+    chosen = torch.zeros_like(shares).scatter(1, experts, 1.0)
+    chosen = chosen.view(-1, length, n_experts) * real.unsqueeze(2)
     # Means over all T positions: without padding, the share of tokens is exactly 1.
-    means = torch.cat(((chosen * real.unsqueeze(2)).mean(1), real.mean(1, keepdim=True)), 1)
-    means = slices.mean(means) if slices else means
-    load = means[:, :-1] / means[:, -1:].clamp_min(EPS) * (n_experts / top_k)
+    means = torch.cat((chosen.mean(1), real.mean(1, keepdim=True)), 1)
+    if slices:
+        # Collective: all ranks that share the sequences must reach this line. One call for both.
+        means = slices.mean(means)
+    token_share = means[:, -1:].clamp_min(EPS)
+    load = means[:, :-1] / token_share * (n_experts / top_k)
+    mean_shares = shares.view(-1, length, n_experts).mean(1)
     # The number of tokens cancels: it is a factor of the loss and the divisor of P.
-    return length * (load * shares.view(-1, length, n_experts).mean(1)).sum()
+    return length * (load * mean_shares).sum()
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
@@ -294,7 +303,9 @@ class SplitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        out = float32_mm(x, torch.cat(split(weight)).t())
+        # One product with the parts side by side reads x only once.
+        parts = torch.cat(split(weight))
+        out = float32_mm(x, parts.t())
         return out.unflatten(1, (PARTS, -1)).sum(1)
 
     @staticmethod
@@ -302,7 +313,8 @@ class SplitProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (grad,) = grads
         grad_x = grad.to(x.dtype) @ weight.to(x.dtype)
-        grad_weight = float32_mm(torch.cat(split(grad), 1).t(), x)
+        parts = torch.cat(split(grad), 1)
+        grad_weight = float32_mm(parts.t(), x)
         return grad_x, grad_weight.unflatten(0, (PARTS, -1)).sum(0)
 
 
