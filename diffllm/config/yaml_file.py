@@ -29,7 +29,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         event = self.peek_event()
         nodes_before = self.nodes
         if isinstance(event, yaml.AliasEvent):
-            # An alias of its own parent would be expanded without end.
+            # The alias may be inside the value that it repeats: the expansion would not end.
             if not hasattr(self.anchors.get(event.anchor), "size"):
                 raise ValueError(f"has the alias {event.anchor[:40]} before its value is complete")
             self.nodes += self.anchors[event.anchor].size
