@@ -41,10 +41,12 @@ def is_within(key: str, sections: Iterable[str]) -> bool:
 
 
 def what_differs(changes: Changes) -> str:
-    what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
-    return f"{what} ({changes_text(changes)})"
+    subject = "other plugin code" if changes.keys() == {"plugins"} else "another config"
+    return f"{subject} ({changes_text(changes)})"
 
 
 def changes_text(changes: Changes, origin: str = "the run") -> str:
-    values = [(key, *pair) for key, pair in changes.items()]
-    return listed([f"{key}: {old} in {origin}, {new} in this command" for key, old, new in values])
+    parts = []
+    for key, (old, new) in changes.items():
+        parts.append(f"{key}: {old} in {origin}, {new} in this command")
+    return listed(parts)

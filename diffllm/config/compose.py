@@ -42,6 +42,7 @@ from diffllm.model.attention.base import AttentionConfig
 @contextmanager
 def hydra() -> Iterator[ConfigLoader]:
     """Initialize Hydra with the built-in YAML files, and yield the config loader of Hydra."""
+    # Hydra cannot be initialized twice in a process, and the calling script may have done so.
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
@@ -49,8 +50,10 @@ def hydra() -> Iterator[ConfigLoader]:
 
 def yaml_names(group: str) -> list[str]:
     # Hydra's own listing is slower.
-    places = (config_directory(), *directories())
-    return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})
+    names = set()
+    for directory in (config_directory(), *directories()):
+        names |= {path.stem for path in directory.glob(f"{group}/*.yaml")}
+    return sorted(names)
 
 
 def variants() -> list[str]:
@@ -79,7 +82,10 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_secrets(overrides)
             check_interpolations(overrides)
             check_computed(overrides)
-            typed = [part for word in overrides for part in with_recipe(word)]
+            expanded: list[str] = []
+            for word in overrides:
+                expanded += with_recipe(word)
+            typed = expanded
             parsed = [parsed_override(for_hydra(word)) for word in typed]
             check_overrides(parsed, yaml_names)
             overrides = [str(override.input_line) for override in parsed]
@@ -88,7 +94,8 @@ def compose_config(overrides: list[str]) -> DictConfig:
                 overrides.insert(0, "experiment=quickstart")
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             # A key such as data.paths selects a source, whose YAML requires a second composition.
-            if source := implied_source(cfg, parsed):
+            source = implied_source(cfg, parsed)
+            if source:
                 overrides = [*source, *overrides]
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
             check_booleans(cfg, parsed)
@@ -96,6 +103,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
         except COMPOSING as error:
             raise ConfigError(explain(error, typed)) from error
         except RecursionError:
+            # Hydra's parser calls itself at each bracket.
             deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
             raise ConfigError(
                 f"{deepest[:40]}... has too many nested brackets; remove some levels of brackets"
@@ -117,10 +125,11 @@ def deciding_words(overrides: list[Override]) -> list[str]:
     words = []
     for override in overrides:
         name = override.key_or_group
-        inside = [part for key, part in declared.items() if is_within(key, [name])]
-        if not inside:  # an entry of a mapping, a group without keys, or an unknown key
-            inside = [declaration_of(name, declared)]
-        if any(part.computes and "seed" not in part.kinds for part in inside):
+        parts = [part for key, part in declared.items() if is_within(key, [name])]
+        if not parts:
+            # The override sets an entry of a mapping, a group without keys, or an unknown key.
+            parts = [declaration_of(name, declared)]
+        if any(part.computes and "seed" not in part.kinds for part in parts):
             words.append(str(override.input_line))
     return words
 
@@ -159,12 +168,19 @@ def typed_config(composed: DictConfig) -> TrainConfig:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{one_line(error)}") from error
     assert isinstance(cfg, TrainConfig)
-    used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
+    config_classes = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
     names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
-    cfg.resolved.schemas = {g: names[g, cls] for g, cls in used.items() if (g, cls) in names}
+    schemas = {}
+    for group, config_class in config_classes.items():
+        # The default class of `data` is not registered.
+        if (group, config_class) in names:
+            schemas[group] = names[group, config_class]
+    cfg.resolved.schemas = schemas
     check_fields(cfg)
     check_values(cfg)
-    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens", *REMOVED]
+    keys = [key for key, _, _ in leaves(cfg)]
+    # A corpus, a tokenizer and tokens are compared by content, and old runs have removed keys.
+    keys += ["corpus", "tokenizer", "tokens", *REMOVED]
     for name in cfg.run.allow_changes:
         if not any(is_within(key, [name]) for key in keys):
             raise ConfigError(f"run.allow_changes: {unknown_key(name, keys)}")
@@ -177,14 +193,16 @@ def checked(cfg: TrainConfig) -> TrainConfig:
     check_fields(cfg)
     try:
         composed = OmegaConf.structured(cfg)
-    except OmegaConfBaseException as error:  # the error names a key without its section
-        named = [key for key, _, _ in leaves(cfg) if f".{key}".endswith(f".{error.full_key}")]
-        key = named[0] if len(named) == 1 else error.full_key
+    except OmegaConfBaseException as error:
+        # The error names a key without its section.
+        ending = f".{error.full_key}"
+        candidates = [key for key, _, _ in leaves(cfg) if f".{key}".endswith(ending)]
+        key = candidates[0] if len(candidates) == 1 else error.full_key
         raise ConfigError(f"{key}: {one_line(error)}") from error
-    again = typed_config(composed)
-    check_paths(again)
-    again.resolved.schemas = dict(cfg.resolved.schemas)
-    return again
+    copy = typed_config(composed)
+    check_paths(copy)
+    copy.resolved.schemas = dict(cfg.resolved.schemas)
+    return copy
 
 
 def check_interpolated(cfg: DictConfig, prefix: str = "") -> None:
@@ -193,7 +211,9 @@ def check_interpolated(cfg: DictConfig, prefix: str = "") -> None:
     An example is data.paths=${seed}. OmegaConf does not check the type of such a value.
     """
     for name in cfg:
-        node, key = cfg._get_node(name), f"{prefix}{name!s}"
+        # `cfg[name]` would resolve the interpolation.
+        node = cfg._get_node(name)
+        key = f"{prefix}{name!s}"
         if not isinstance(node, DictConfig | ListConfig) or node._is_missing():
             continue
         if node._is_interpolation() and not isinstance(cfg[name], type(node) | None):
@@ -209,14 +229,18 @@ def check_fields(cfg: TrainConfig) -> None:
     The override +model.foo=1, for example, adds such an attribute.
     """
     for prefix, node in sections(cfg):
-        known = [f.name for f in fields(node)]
-        for unknown in vars(node).keys() - known:
-            names = [*GROUPS, *(name for name, _, _ in leaves(cfg))]
-            raise ConfigError(unknown_key(f"{prefix}{unknown}", names))
+        field_names = [f.name for f in fields(node)]
+        for unknown in vars(node).keys() - field_names:
+            keys = [key for key, _, _ in leaves(cfg)]
+            raise ConfigError(unknown_key(f"{prefix}{unknown}", [*GROUPS, *keys]))
 
 
-LENGTHS = ("steps", *(n for n, d in class_declarations(TrainConfig).items() if d.fact == "steps"))
-"""The key `steps`, and the keys that determine the steps."""
+BUDGETS = tuple(
+    key for key, declared in class_declarations(TrainConfig).items() if declared.fact == "steps"
+)
+"""The keys that determine the steps."""
+LENGTHS = ("steps", *BUDGETS)
+# In floating point, 0.07 * 100 is 7.000000000000001, which must not become 8.
 ROUNDING = 1e-6
 
 
@@ -261,7 +285,7 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
         if is_within(name, replaced) and OmegaConf.select(cfg, name) is not None:
             overridden.append(name)
     if overridden:
-        for name in LENGTHS[1:]:
+        for name in BUDGETS:
             if name not in overridden:
                 OmegaConf.update(cfg, name, None)
     remaining = lengths_in(cfg)
@@ -274,7 +298,7 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
 
 def lengths_in(cfg: DictConfig) -> list[str]:
     """Return the keys of a composed config that determine the steps."""
-    return [name for name in LENGTHS[1:] if OmegaConf.select(cfg, name) is not None]
+    return [name for name in BUDGETS if OmegaConf.select(cfg, name) is not None]
 
 
 def steps_to_train(cfg: TrainConfig, flops_per_token: float | None = None) -> int:
@@ -291,7 +315,8 @@ def steps_to_train(cfg: TrainConfig, flops_per_token: float | None = None) -> in
         name, value = "max_tokens", cfg.max_tokens
         steps = value / tokens_per_step
     elif cfg.epochs is not None:
-        from diffllm.data.preparation.prepare import prepare  # takes seconds
+        # These imports take seconds, and only `epochs` needs them.
+        from diffllm.data.preparation.prepare import prepare
         from diffllm.data.sequences import sequences_of_epoch
 
         name, value = "epochs", cfg.epochs

@@ -1,7 +1,6 @@
 """Describe all config groups and keys, for `train.py --help` and docs/configuration.md."""
 
 import inspect
-import itertools
 import json
 import re
 import shutil
@@ -49,8 +48,11 @@ class Key(NamedTuple):
 
     @property
     def line(self) -> str:
-        allowed = f"({', '.join(self.allowed)})" if self.allowed else ""
-        return " ".join(filter(None, [first_sentence(self.meaning), allowed]))
+        sentence = first_sentence(self.meaning)
+        if not self.allowed:
+            return sentence
+        allowed = f"({', '.join(self.allowed)})"
+        return f"{sentence} {allowed}" if sentence else allowed
 
 
 class KeySection(NamedTuple):
@@ -99,7 +101,8 @@ def section_text(section: KeySection) -> str:
 def rows(pairs: Iterable[tuple[str, str]]) -> str:
     """Format pairs (name, description) as two columns; wrap lines to the width of a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-    indent, lines = " " * 38, []
+    indent = " " * 38
+    lines = []
     for name, words in pairs:
         first = f"  {name:<34}  "
         if len(first) > len(indent):
@@ -113,13 +116,12 @@ def rows(pairs: Iterable[tuple[str, str]]) -> str:
 
 def choices() -> dict[str, dict[str, str]]:
     """Return {config group: {YAML file name: first sentence of the comment in this file}}."""
-    return {
-        group: {
-            name: first_sentence(yaml_comment(group, name)).rstrip(".:")
-            for name in yaml_names(group)
-        }
-        for group in GROUPS
-    }
+    by_group: dict[str, dict[str, str]] = {}
+    for group in GROUPS:
+        by_group[group] = {}
+        for name in yaml_names(group):
+            by_group[group][name] = first_sentence(yaml_comment(group, name)).rstrip(".:")
+    return by_group
 
 
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
@@ -127,17 +129,18 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
 
     `name` is the dotted key of `cfg`, or "" for the whole config.
     """
-    config, inside = OmegaConf.get_type(cfg), []
+    config = OmegaConf.get_type(cfg)
     assert isinstance(config, type)
     hints = get_type_hints(config)
     keys = []
+    nested_sections = []
     for field in fields(config):
         full = f"{name}.{field.name}" if name else field.name
         node = cfg._get_node(field.name)
         if full == FILLED_IN:
             continue
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
-            inside.append((node, full))
+            nested_sections.append((node, full))
             continue
         declared = hints[field.name]
         kinds = [kind for kind in (declared, *get_args(declared)) if isinstance(kind, EnumType)]
@@ -146,7 +149,7 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
         declared = declared_in(config, field.name) or UNDECLARED
         keys.append(Key(full, default_text(node), allowed, declared.help, declared.effect))
     yield KeySection(name, config, keys)
-    for node, full in inside:
+    for node, full in nested_sections:
         yield from sections_of(node, full)
 
 
@@ -156,14 +159,18 @@ def first_sentence(text: str) -> str:
 
 def default_text(node: Any) -> str:
     value = node._value()
-    value = value._value() if isinstance(value, Node) else value  # the value of a union is a node
+    if isinstance(value, Node):
+        # The value of a union is a node.
+        value = value._value()
     if isinstance(value, str):
-        if found := OF_STEPS.fullmatch(value):
-            return f"{float(found[1]):.0%} of steps, at most {int(found[2]):,}"
+        share = OF_STEPS.fullmatch(value)
+        if share:
+            return f"{float(share[1]):.0%} of steps, at most {int(share[2]):,}"
         if value in AUTO.values():
             return "auto"
-        if found := ENVIRONMENT.fullmatch(value):
-            return f"${found[1]} or {found[2]}"
+        variable = ENVIRONMENT.fullmatch(value)
+        if variable:
+            return f"${variable[1]} or {variable[2]}"
         value = re.sub(r"\$\{([\w.]+)\}", r"\1", value)
         return value if value == value.strip() else repr(value)
     if isinstance(value, Enum):
@@ -190,11 +197,19 @@ def yaml_comment(group: str, name: str) -> str:
     Omit the line with @package, and indented lines, because they contain example commands. If the
     file is missing or has no comment at the top, return "".
     """
-    places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
-    text = next((file.read_text(encoding="utf-8") for file in places if file.is_file()), "")
-    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    kept = (line for line in lines if not line.startswith(("# @package", "#  ")))
-    return " ".join(line.lstrip("# ") for line in kept)
+    text = ""
+    for directory in (config_directory(), *directories()):
+        file = directory / group / f"{name}.yaml"
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            break
+    sentences = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith(("# @package", "#  ")):
+            sentences.append(line.lstrip("# "))
+    return " ".join(sentences)
 
 
 def first_paragraph(cls: type) -> str:

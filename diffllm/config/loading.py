@@ -54,17 +54,18 @@ def configs_of(comparison: list[Callable[[], TrainConfig]]) -> list[TrainConfig]
     Raises ConfigError if a config is invalid. If parallel.context does not fit the attention of a
     config, the message names the values that fit all configs.
     """
-    configs, refused = [], []
+    configs = []
+    errors = []
     for load in comparison:
         try:
             configs.append(load())
         except ContextError as error:
-            refused.append(error)
-    if refused:
-        allowed = [error.allowed for error in refused]
+            errors.append(error)
+    if errors:
+        allowed = [error.allowed for error in errors]
         allowed += [cfg.context_degrees() for cfg in configs]
         common = sorted(set(allowed[0]).intersection(*allowed[1:]))
-        raise ConfigError(f"{refused[0]}; all runs allow {', '.join(map(str, common))}")
+        raise ConfigError(f"{errors[0]}; all runs allow {', '.join(map(str, common))}")
     return configs
 
 
@@ -82,8 +83,10 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     """
     has_length = bool(lengths_in(composed))
     if has_length:
+        # The steps are still unknown, and some checks compare other keys with the steps.
         composed.steps = MOST_STEPS
-    cfg = typed_config(composed)  # report errors before preparing a corpus
+    # Report errors before the steps are computed, because `epochs` prepares the corpus.
+    cfg = typed_config(composed)
     check_paths(cfg)
     # FLOPs per token, which determine the steps of a budget, depend on the width.
     matched = matched_width(cfg)
@@ -103,13 +106,14 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 def matched_width(cfg: TrainConfig) -> Matched | None:
     """Solve the width for model.match_params_to or model.match_flops_to; None without both."""
-    for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
+    targets = {"params": cfg.model.match_params_to, "flops": cfg.model.match_flops_to}
+    for cost, target in targets.items():
         if target is not None:
-            setting = f"model.match_{by}_to={target}"
+            setting = f"model.match_{cost}_to={target}"
             check_choice(setting, target, variants())
-            if by == "flops":
+            if cost == "flops":
                 check_keys_of_flops(cfg, setting)
-            return match(cfg.model, target, variant_config(target), by, cfg.visible_keys)
+            return match(cfg.model, target, variant_config(target), cost, cfg.visible_keys)
     return None
 
 

@@ -40,17 +40,19 @@ class Matched:
 
     @property
     def difference_percent(self) -> float:
-        own, wanted = getattr(self, self.by), getattr(self, f"target_{self.by}")
-        return 100 * (own - wanted) / wanted
+        cost = getattr(self, self.by)
+        target_cost = getattr(self, f"target_{self.by}")
+        return 100 * (cost - target_cost) / target_cost
 
     def numbers(self) -> dict[str, Any]:
         return {**asdict(self), "difference_percent": self.difference_percent}
 
     def text(self) -> str:
-        own, wanted = getattr(self, self.by), getattr(self, f"target_{self.by}")
+        cost = getattr(self, self.by)
+        target_cost = getattr(self, f"target_{self.by}")
         return (
-            f"{self.key} {self.ffn_dim:,} gives {own:,.0f} {UNITS[self.by]}, "
-            f"{self.difference_percent:+.3f}% against {self.target}'s {wanted:,.0f} "
+            f"{self.key} {self.ffn_dim:,} gives {cost:,.0f} {UNITS[self.by]}, "
+            f"{self.difference_percent:+.3f}% against {self.target}'s {target_cost:,.0f} "
             f"at {self.key} {self.target_ffn_dim:,}"
         )
 
@@ -59,7 +61,7 @@ def match(
     model: ModelConfig,
     target: str,
     target_attention: AttentionConfig,
-    by: str = "params",
+    cost: str = "params",
     visible_keys: float | None = None,
 ) -> Matched:
     """Solve the feed-forward width at which `model` costs as much as a target model.
@@ -71,39 +73,50 @@ def match(
 
     Args:
         target: name of the target variant.
-        by: cost to match: "params" (parameters) or "flops" (training FLOPs per token).
+        cost: "params" (parameters) or "flops" (training FLOPs per token).
         visible_keys: mean number of keys that a query sees, for FLOPs; None without document masks.
     """
-    key, unit = f"model.match_{by}_to={target}", UNITS[by]
+    key = f"model.match_{cost}_to={target}"
     target_model = replace(model, attention=target_attention)
     try:
         target_model.validate()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    of = partial(totals, visible_keys=visible_keys)
-    goal, own = of(target_model), of(model)
-    wanted = goal[by]
+    costs_of = partial(totals, visible_keys=visible_keys)
+    target_costs = costs_of(target_model)
+    costs = costs_of(model)
+    target_cost = target_costs[cost]
     name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
-    start = width = model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
-    if own[by] != wanted:
-        a_step = Fraction(of(widened(model, 2 * width))[by] - own[by]) / width
-        exact = width + Fraction(wanted - own[by]) / a_step
+    target_width = model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
+    width = target_width
+    if costs[cost] != target_cost:
+        # Both costs are linear in the width, so two widths determine the slope. Fractions are
+        # exact, so that the rounded width does not depend on rounding errors.
+        doubled_costs = costs_of(widened(model, 2 * width))
+        slope = Fraction(doubled_costs[cost] - costs[cost]) / width
+        exact = width + Fraction(target_cost - costs[cost]) / slope
         for modulus in MODULI:
             width = max(1, round(exact / modulus)) * modulus
-            own = of(widened(model, width))
-            if abs(own[by] - wanted) <= TOLERANCE * Fraction(wanted):
+            costs = costs_of(widened(model, width))
+            if abs(costs[cost] - target_cost) <= TOLERANCE * Fraction(target_cost):
                 break
         else:
             raise ConfigError(
-                f"{key}: no model.{name} gives {wanted:,.0f} {unit} with an error of at most "
-                f"{float(TOLERANCE):.1%}. The closest value, model.{name}={width}, gives "
-                f"{own[by]:,.0f}; choose a config with a larger model.{name}"
+                f"{key}: no model.{name} gives {target_cost:,.0f} {UNITS[cost]} with an error of "
+                f"at most {float(TOLERANCE):.1%}. The closest value, model.{name}={width}, gives "
+                f"{costs[cost]:,.0f}; choose a config with a larger model.{name}"
             )
     return Matched(
-        target=target, target_params=round(goal["params"]), target_ffn_dim=start,
-        params=round(own["params"]), ffn_dim=width, key=name,
-        by=by, target_flops=goal["flops"], flops=own["flops"],
-    )  # fmt: skip
+        target=target,
+        target_params=round(target_costs["params"]),
+        target_ffn_dim=target_width,
+        params=round(costs["params"]),
+        ffn_dim=width,
+        key=name,
+        by=cost,
+        target_flops=target_costs["flops"],
+        flops=costs["flops"],
+    )
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:

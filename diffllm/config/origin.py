@@ -78,10 +78,13 @@ class Origin:
         """
         if self.chosen:
             return self.chosen
-        own = self.model.attention
-        base = next(name for name, cls in VARIANTS.items() if type(own) is cls)
-        names = [base, *(name for name in variants() if name.startswith(f"{base}_"))]
-        return next((name for name in names if not differing(own, name)), base)
+        attention = self.model.attention
+        base = next(name for name, cls in VARIANTS.items() if type(attention) is cls)
+        names = [name for name in variants() if name.startswith(f"{base}_")]
+        for name in (base, *names):
+            if not differing(attention, name):
+                return name
+        return base
 
     @property
     def tokenizer(self) -> Path:
@@ -144,16 +147,24 @@ def origin_of(path: Path, step: int = 0) -> Origin:
             if step and run is not path:
                 raise CheckpointError(f"{path} is a checkpoint, so remove @{step} from resume")
             step = step if run is path else step_of(path)
-            names = chosen["attention"], chosen["model"]
-            return Origin(path, cfg.model, step, *names, run, facts=facts)
+            return Origin(
+                path,
+                cfg.model,
+                step,
+                chosen["attention"],
+                chosen["model"],
+                run,
+                facts=facts,
+            )
     if (path / CONFIG).is_file():
         if step:
             raise CheckpointError(f"{path} is a model directory, so remove @{step} from resume")
-        directory, name = ModelDirectory(path), name_from(path)
-        return Origin(path, directory.model, name=name, directory=directory)
-    missing = ": it does not exist" * (not path.exists()) + similar_path(path, os.path.isdir)
+        directory = ModelDirectory(path)
+        return Origin(path, directory.model, name=name_from(path), directory=directory)
+    reason = "" if path.exists() else ": it does not exist"
     raise CheckpointError(
-        f"{path} is neither a run, a checkpoint of a run nor a model directory{missing}"
+        f"{path} is neither a run, a checkpoint of a run nor a model directory{reason}"
+        f"{similar_path(path, os.path.isdir)}"
     )
 
 
@@ -200,44 +211,51 @@ def compose_with_origin(words: list[str]) -> DictConfig:
     Other overrides in `words` take precedence over the values of this model. Raises ConfigError
     for an invalid override, and CheckpointError if PATH contains no model.
     """
-    given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
-    named = named_in(unquoted(given.get("resume", "")))
+    typed_values = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        typed_values[key.lstrip("+")] = value
+    named = named_in(unquoted(typed_values.get("resume", "")))
     if named is None:
         return compose_config(words)
     origin = origin_of(named.path, named.step)
-    composed = compose_config([*implied(origin, given), *words])
-    if "model" not in given:
+    # Of two overrides of one key, the last one applies.
+    composed = compose_config([*implied(origin, typed_values), *words])
+    if "model" not in typed_values:
         composed.resolved.choices["model"] = origin.name
-    if "experiment" not in given:
+    if "experiment" not in typed_values:
         # The user did not type the implied overrides.
-        composed.resolved.defaults = defaults_text([f"resume={given['resume']}"])
+        composed.resolved.defaults = defaults_text([f"resume={typed_values['resume']}"])
     return composed
 
 
-def implied(origin: Origin, given: dict[str, str]) -> list[str]:
+def implied(origin: Origin, typed_values: dict[str, str]) -> list[str]:
     """Return overrides that set the model, attention and tokenizer of `origin`.
 
-    `given` contains the user's overrides as {key: value}. If they already choose the model, the
-    attention or the tokenizer, the result does not set it. The result does not set RoPE settings
-    that the YAML of an experiment sets.
+    `typed_values` contains the user's overrides as {key: value}. If they already choose the model,
+    the attention or the tokenizer, the result does not set it. The result does not set RoPE
+    settings that the YAML of an experiment sets.
     """
     words = []
-    other = rope_of_experiment(given["experiment"]) if "experiment" in given else set()
-    if "model" not in given:
+    rope_keys: set[str] = set()
+    if "experiment" in typed_values:
+        rope_keys = rope_of_experiment(typed_values["experiment"])
+    if "model" not in typed_values:
         # The YAML also sets the learning rate. Imported models have no YAML.
         if not origin.architecture and origin.name in yaml_names("model"):
             words.append(f"model={origin.name}")
         declared = declarations(origin.model)
         for key, value in flatten(yaml_dict(origin.model)).items():
-            set_elsewhere = key.startswith("attention.") or key in other
+            set_elsewhere = key.startswith("attention.") or key in rope_keys
             if is_of_model(declaration_of(key, declared)) and not set_elsewhere:
                 words.append(f"model.{key}={as_text(value)}")
-    if "attention" not in given:
+    if "attention" not in typed_values:
         words.append(f"attention={origin.attention}")
-        known = origin.attention in variants()
-        own = differing(origin.model.attention, origin.attention) if known else {}
-        words += [f"model.attention.{key}={as_text(value)}" for key, value in own.items()]
-    if given.get("data") != "tokens" and "data.tokenizer" not in given:
+        # The run may have used a YAML that is not in the search path of this process.
+        if origin.attention in variants():
+            changes = differing(origin.model.attention, origin.attention)
+            words += [f"model.attention.{key}={as_text(value)}" for key, value in changes.items()]
+    if typed_values.get("data") != "tokens" and "data.tokenizer" not in typed_values:
         words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
     check_shared(words, str(origin.path))
     return words
@@ -245,11 +263,10 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
 
 def rope_of_experiment(name: str) -> set[str]:
     """Return the keys in `model` of the RoPE settings that the YAML of an experiment sets."""
-    found = set()
-    for model in ("tiny", "dense_7b"):  # with different values, so that every value is found
-        without, own = (
-            dict(compose_config([f"model={model}", f"experiment={each}"]).model.rope)
-            for each in ("none", name)
-        )
-        found |= {f"rope.{key}" for key in own if own[key] != without[key]}
-    return found
+    keys = set()
+    # The models have different values, so that each value of the experiment changes at least one.
+    for model in ("tiny", "dense_7b"):
+        default = dict(compose_config([f"model={model}", "experiment=none"]).model.rope)
+        rope = dict(compose_config([f"model={model}", f"experiment={name}"]).model.rope)
+        keys |= {f"rope.{key}" for key in rope if rope[key] != default[key]}
+    return keys

@@ -48,32 +48,34 @@ SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
 ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*|auto_tokens:)\}")
 
 
-def check_interpolations(words: list[str], where: str = "") -> None:
+def check_interpolations(words: list[str], prefix: str = "") -> None:
     """Raise ConfigError if an override contains a disallowed interpolation.
 
     The allowed forms of ${...} are ${key} and ${of_steps:...}.
-    `where` is the start of the error message, for example a file name.
+    `prefix` is the start of the error message, for example a file name.
     """
     for word in words:
-        if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
-            at = f"{where}{word.partition('=')[0]}"
+        # Hydra removes backslashes, so `\\${` is an interpolation, too.
+        if "${" in ALLOWED.sub("", word.replace("\\", "")):
+            key = word.partition("=")[0]
             raise ConfigError(
-                f"{at}: this interpolation is not allowed; use ${{KEY}}, such as ${{seq_len}}, or "
+                f"{prefix}{key}: this interpolation is not allowed; use ${{KEY}}, such as "
+                "${seq_len}, or "
                 "${of_steps:SHARE,MOST}, such as ${of_steps:0.1,1000}"
             )
 
 
-def check_shared(words: list[str], where: str) -> None:
+def check_shared(words: list[str], source: str) -> None:
     """Raise ConfigError if overrides from a file set `plugins` or Hydra's own keys (hydra.*).
 
     Also raise ConfigError for interpolations that `check_interpolations` does not allow. Error
-    messages start with `where`, which names the file.
+    messages start with `source`, which names the file.
     """
-    check_interpolations(words, f"{where}: ")
+    check_interpolations(words, f"{source}: ")
     for word in words:
         if re.match(r"[\s+~]*(plugins|hydra)\b", word):
             raise ConfigError(
-                f"{where}: {word}: a file cannot set plugins or Hydra's own keys; "
+                f"{source}: {word}: a file cannot set plugins or Hydra's own keys; "
                 "remove this override from the file"
             )
 
@@ -137,10 +139,10 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
             raise ConfigError(f"{override.input_line}: the value must be true or false")
 
 
-def unknown_key(key: str, known: Sequence[str]) -> str:
+def unknown_key(key: str, keys: Sequence[str]) -> str:
     if key in REMOVED:
         return removal(key)
-    return f"unknown key {key}{suggestion(key) or did_you_mean(key, known)}"
+    return f"unknown key {key}{suggestion(key) or did_you_mean(key, keys)}"
 
 
 def flag_suggestion(word: str) -> str:
@@ -198,38 +200,58 @@ def explain(error: Exception, words: list[str]) -> str:
     if isinstance(error, OverrideParseException):
         return explain_syntax(error.override or "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
-    if key and key[1] in AUTO:
-        text += f", null, or auto (in a YAML file: {AUTO[key[1]]})"
+    text = one_line(cause)
+    full_key = re.search(r"full_key: (\S+)", str(cause))
+    key = full_key[1] if full_key else ""
+    if key in AUTO:
+        text += f", null, or auto (in a YAML file: {AUTO[key]})"
     file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
-    where = f"{file[1]}={file[2]}: " if file else ""
-    if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '\w+')", text):
-        chosen = [word for word in words if key_of_word(word) in GROUPS]
-        known = [*GROUPS, *known_keys(compose("train", overrides=[] if file else chosen))]
-        name = key[1] if key else unknown[1]
-        if file and name == file[1]:  # Hydra put the content below the name of the group
-            return f"{where}the first line of the YAML must be '# @package _global_'"
-        outer = re.search(r"Error merging override \+*([\w.]+)=", str(error))
-        if outer and "." not in name and outer[1] != name:  # the key is inside a list
-            where = f"{outer[1]}: "
-        known = [k for k in known if k != name and not name.startswith(f"{k}.")]
-        # Hydra names only the first unknown section; the last part of the key is more specific.
-        inside = [key_of_word(word) for word in words if key_of_word(word).startswith(f"{name}.")]
-        if inside and not file:
-            name = inside[0]
-        return where + unknown_key(name, known)
-    if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
-        return f"{where}{schema[1]}={schema[2]} is not registered; import it with plugins=[module]"
+    file_choice = f"{file[1]}={file[2]}" if file else ""
+    prefix = f"{file_choice}: " if file else ""
+    unknown = re.search(r"Key '(\S+)' (?:is not in struct|not in '\w+')", text)
+    if unknown:
+        return explain_unknown_key(key or unknown[1], file_choice, error, words)
+    schema = re.search(r"Could not load '(\w+)/(\w+)_schema'", text)
+    if schema:
+        return f"{prefix}{schema[1]}={schema[2]} is not registered; import it with plugins=[module]"
     if file:
-        return f"{where}{f'{key[1]}: ' if key else ''}{text[file.end() :]}"
-    blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
-    culprit = key[1] if key else ""
-    if blamed:
-        culprit = blamed[1] or blamed[2]
+        key_prefix = f"{key}: " if key else ""
+        return f"{prefix}{key_prefix}{text[file.end() :]}"
+    override = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
+    culprit = key
+    if override:
+        culprit = override[1] or override[2]
         # Hydra names the quoted form of a word.
         typed = [word for word in words if key_of_word(word) == key_of_word(culprit)]
         culprit = typed[-1] if typed else culprit
     return f"{culprit}: {text}" if culprit else text
+
+
+def explain_unknown_key(name: str, file_choice: str, error: Exception, words: list[str]) -> str:
+    """Return a one-line message for an unknown key; arguments as in `explain`.
+
+    Args:
+        name: the unknown key.
+        file_choice: the YAML file with the key, as GROUP=NAME; "" for a key in an override.
+    """
+    chosen = [word for word in words if key_of_word(word) in GROUPS]
+    names = [*GROUPS, *known_keys(compose("train", overrides=[] if file_choice else chosen))]
+    if file_choice and name == file_choice.partition("=")[0]:
+        # Hydra has put the content of the file below the name of the group.
+        return f"{file_choice}: the first line of the YAML must be '# @package _global_'"
+    prefix = f"{file_choice}: " if file_choice else ""
+    override = re.search(r"Error merging override \+*([\w.]+)=", str(error))
+    if override and "." not in name and override[1] != name:
+        # The key is inside a list, and its name lacks the key of the list.
+        prefix = f"{override[1]}: "
+    # The suggestion must not be the key itself or its section.
+    names = [other for other in names if other != name and not name.startswith(f"{other}.")]
+    # Hydra names only the first unknown section; the last part of the key is more specific.
+    typed_keys = [key_of_word(word) for word in words]
+    inner_keys = [key for key in typed_keys if key.startswith(f"{name}.")]
+    if inner_keys and not file_choice:
+        name = inner_keys[0]
+    return prefix + unknown_key(name, names)
 
 
 def explain_syntax(word: str) -> str:
@@ -250,8 +272,11 @@ def one_line(error: BaseException) -> str:
         "provider=",
     )  # fmt: skip
     text = " ".join(line for line in lines if not line.startswith(internal))
-    text = NOT_A_TEXT.sub("must be a list of text", NOT_OPTIONAL.sub("must not be null", text))
-    text = NOT_A_LIST.sub("not a list, such as [1,2]", NOT_A_SECTION.sub(OF_A_SECTION, text))
+    text = NOT_OPTIONAL.sub("must not be null", text)
+    # NOT_A_SECTION also matches the messages of NOT_A_TEXT, so its turn is later.
+    text = NOT_A_TEXT.sub("must be a list of text", text)
+    text = NOT_A_SECTION.sub(OF_A_SECTION, text)
+    text = NOT_A_LIST.sub("not a list, such as [1,2]", text)
     return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)
 
 
@@ -288,13 +313,17 @@ def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Raises ConfigError if a removed key has another value than its former default.
     """
-    kept: dict[str, Any] = {}
+    present: dict[str, Any] = {}
     for name, value in saved.items():
         key = f"{prefix}{name}"
         if key in RENAMED and isinstance(value, bool):
-            kept[name] = RENAMED[key][value]
-        elif key not in REMOVED:
-            kept[name] = without_removed(value, f"{key}.") if isinstance(value, dict) else value
-        elif value != REMOVED[key].default:
-            raise ConfigError(removal(key, f"={value}"))
-    return kept
+            present[name] = RENAMED[key][value]
+        elif key in REMOVED:
+            # A run with another value cannot be repeated without the removed code.
+            if value != REMOVED[key].default:
+                raise ConfigError(removal(key, f"={value}"))
+        elif isinstance(value, dict):
+            present[name] = without_removed(value, f"{key}.")
+        else:
+            present[name] = value
+    return present

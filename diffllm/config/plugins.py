@@ -51,8 +51,9 @@ def version_changes(recorded: dict[str, str]) -> Changes:
     """
     now = {name: loaded_version(name) for name in recorded}
     changed = [name for name in recorded if recorded[name] != now[name]]
-    both = versions_text(recorded, changed), versions_text(now, changed)
-    return {"plugins": both} if changed else {}
+    if not changed:
+        return {}
+    return {"plugins": (versions_text(recorded, changed), versions_text(now, changed))}
 
 
 def versions_text(versions: dict[str, str], names: Iterable[str]) -> str:
@@ -60,9 +61,11 @@ def versions_text(versions: dict[str, str], names: Iterable[str]) -> str:
 
 
 def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
-    names = sorted({name for record in records for name in record})
-    found = {name: sorted({each[name] for each in records if name in each}) for name in names}
-    return {name: versions for name, versions in found.items() if len(versions) > 1}
+    by_name: dict[str, set[str]] = {}
+    for record in records:
+        for name, version in record.items():
+            by_name.setdefault(name, set()).add(version)
+    return {name: sorted(by_name[name]) for name in sorted(by_name) if len(by_name[name]) > 1}
 
 
 def sources(name: str, place: Path, base: Path) -> set[Path]:
@@ -80,19 +83,22 @@ def sources(name: str, place: Path, base: Path) -> set[Path]:
     installed = any(base.glob("*.dist-info"))
     package = base / name.partition(".")[0] if installed else place
     todo = [place, *package.rglob("*.py"), *named_files(base, name)]
-    found: set[Path] = set()
+    files: set[Path] = set()
     while todo:
         file = todo.pop()
-        with suppress(OSError):  # the name may be too long for a file
-            if file not in found and file.is_file() and file.is_relative_to(base):
-                found.add(file)
-                todo += [] if installed else imported_files(file, base)
-    if not found:
+        # The name of an imported module may be too long for a file.
+        with suppress(OSError):
+            if file not in files and file.is_file() and file.is_relative_to(base):
+                files.add(file)
+                # Next to an installed package are all other packages, with their own versions.
+                if not installed:
+                    todo += imported_files(file, base)
+    if not files:
         raise ConfigError(
             f"module {name} must not be in an archive, because runs record source files; "
             "unpack the archive"
         )
-    return found
+    return files
 
 
 def imported_files(file: Path, base: Path) -> Iterator[Path]:
@@ -100,16 +106,19 @@ def imported_files(file: Path, base: Path) -> Iterator[Path]:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError):
-        return  # not Python source, so nothing has imported it
+        # The file is not Python source, so Python has not imported the file either.
+        return
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level <= len(file.parents):
             start = file.parents[node.level - 1] if node.level else base
             names = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
         elif isinstance(node, ast.Import):
-            start, names = base, [alias.name for alias in node.names]
+            start = base
+            names = [alias.name for alias in node.names]
         else:
             continue
         for name in names:
+            # A relative import is never an import of the standard library or of diffllm.
             if name.partition(".")[0] not in NOT_OWN or start != base:
                 yield from named_files(start, name)
 
@@ -121,8 +130,8 @@ def named_files(directory: Path, name: str) -> Iterator[Path]:
 
 
 ENTRY_POINTS = "diffllm.plugins"
-NAME = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
-WORD = re.compile(r"\+{0,2}plugins=(.*)", re.S)
+MODULE_NAME = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+PLUGINS_OVERRIDE = re.compile(r"\+{0,2}plugins=(.*)", re.S)
 
 _DIRECTORIES: list[Path] = []
 
@@ -160,7 +169,8 @@ class SharedYaml(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))
-        if config_path.startswith("hydra/"):  # a launcher's `setup` runs shell commands
+        # The key `setup` of a Hydra launcher runs shell commands.
+        if config_path.startswith("hydra/"):
             raise ConfigError(f"{file}: a file cannot set Hydra's own keys; delete the file")
         content, text = read_yaml(file)
         check_interpolations([f"{key}={value}" for key, value in content.items()], f"{file}: ")
@@ -207,11 +217,16 @@ def plugins_in(words: list[str]) -> list[str]:
     Raises ConfigError if the value is not a list of valid module names.
     """
     names: list[str] = []
-    for match in filter(None, map(WORD.fullmatch, words)):
+    for word in words:
+        match = PLUGINS_OVERRIDE.fullmatch(word)
+        if match is None:
+            continue
         text = match[1].strip()
-        inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else "?"
-        names = [name.strip().strip("'\"") for name in inside.split(",")] if inside.strip() else []
-        if not all(map(NAME.fullmatch, names)):
+        names = []
+        is_list = text[:1] == "[" and text[-1:] == "]"
+        if is_list and text[1:-1].strip():
+            names = [name.strip().strip("'\"") for name in text[1:-1].split(",")]
+        if not is_list or not all(map(MODULE_NAME.fullmatch, names)):
             raise ConfigError(f"{match[0]!r} must be a list of modules, such as plugins=[mine]")
     return names
 
@@ -231,8 +246,12 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
         add_directory(directory)
     for name in plugins_in(words):
         spec = imported(name)
-        own = [Path(spec.origin).resolve().parent] if spec.origin else []
-        for place in own or map(Path, spec.submodule_search_locations or []):
+        if spec.origin:
+            places = [Path(spec.origin).resolve().parent]
+        else:
+            # A namespace package has directories, but no file.
+            places = [Path(place) for place in spec.submodule_search_locations or []]
+        for place in places:
             if (place / "conf").is_dir():
                 add_directory(place / "conf")
 
@@ -243,7 +262,8 @@ def imported(name: str) -> ModuleSpec:
     Raises ConfigError if the import fails or if the plugin has no source files.
     """
     target = plugin_module(name)
-    importlib.invalidate_caches()  # a notebook may have written the file a moment ago
+    # A notebook may have written the file a moment ago.
+    importlib.invalidate_caches()
     try:
         importlib.import_module(target)
         spec = importlib.util.find_spec(target)
@@ -253,14 +273,17 @@ def imported(name: str) -> ModuleSpec:
                 f"module {target} has no source file, but runs record the source of plugins; "
                 "choose a module with a .py file"
             )
-        if target not in LOADED or LOADED[target][0] is not spec:  # just imported, or reloaded
+        # The version is that of the imported code: a later edit of the file does not change it.
+        # A plugin has a new spec after its first import and after a reload.
+        if target not in LOADED or LOADED[target][0] is not spec:
             place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
             base = place.parents[spec.name.count(".")]
             LOADED[target] = spec, hash_sources(base, sources(spec.name, place, base))
         return spec
     except ConfigError as error:
         raise ConfigError(f"plugins=[{name}]: {error}") from error
-    except BaseException as error:  # a plugin may raise anything; Ctrl-C here is reported, too
+    except BaseException as error:
+        # A plugin may raise anything, such as SystemExit. Ctrl-C is reported in the same way.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
@@ -269,10 +292,13 @@ def imported(name: str) -> ModuleSpec:
         frames = traceback.extract_tb(error.__traceback__)
         # A wrong argument of a function of diffllm is an error in a line of the plugin.
         skipped = ("importlib", str(Path(__file__).parents[1]))
-        where = [f for f in frames if not any(part in f.filename for part in skipped)]
-        at = f" ({where[-1].filename}, line {where[-1].lineno})" if where else ""
-        text = " ".join("".join(traceback.format_exception_only(error)).split())  # str() may raise
-        raise ConfigError(f"plugins=[{name}] cannot be imported: {text}{at}") from error
+        location = ""
+        for frame in frames:
+            if not any(part in frame.filename for part in skipped):
+                location = f" ({frame.filename}, line {frame.lineno})"
+        # Not str(error), which may raise.
+        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        raise ConfigError(f"plugins=[{name}] cannot be imported: {text}{location}") from error
 
 
 def plugin_module(name: str) -> str:
@@ -282,9 +308,12 @@ def plugin_module(name: str) -> str:
     module called `name` outside the package of the entry point.
     """
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
-    if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
+    packages = [module.partition(".")[0] for module in modules]
+    # `find_spec` of a dotted name would import the parent package.
+    if modules and "." not in name and name not in packages:
         is_module = name in sys.modules or importlib.util.find_spec(name) is not None
-        modules += [name] * is_module
+        if is_module:
+            modules.append(name)
     if len(modules) > 1:
         raise ConfigError(f"plugins=[{name}] is ambiguous; choose {' or '.join(modules)}")
     return modules[0] if modules else name
@@ -303,12 +332,13 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     try:
-        known, others = parser.parse_known_args(words)
+        options, others = parser.parse_known_args(words)
     except ArgumentError:
         raise missing from None
-    if not all(known.config_dir):
+    if not all(options.config_dir):
         raise missing
-    return [user_path(each, "--config-dir").resolve() for each in known.config_dir], others
+    paths = [user_path(path, "--config-dir").resolve() for path in options.config_dir]
+    return paths, others
 
 
 def launch_words(plugins: str) -> list[str]:
@@ -329,18 +359,22 @@ def add_directory(directory: Path) -> None:
     Raises ConfigError if the built-in conf/ or a directory added earlier contains a YAML file with
     the same relative path, such as attention/mine.yaml.
     """
-    ours = config_directory()
-    if directory in (ours.resolve(), *_DIRECTORIES):
+    built_in = config_directory()
+    if directory in (built_in.resolve(), *_DIRECTORIES):
         return
-    for other in (ours, *_DIRECTORIES):
-        if both := sorted(yamls(directory) & yamls(other)):
+    for other in (built_in, *_DIRECTORIES):
+        # Hydra would use the first of two files with one name, without a message.
+        common = sorted(yamls(directory) & yamls(other))
+        if common:
             raise ConfigError(
-                f"{directory / both[0]} has the same name as {other / both[0]}; rename one file"
+                f"{directory / common[0]} has the same name as {other / common[0]}; rename one file"
             )
     _DIRECTORIES.append(directory)
 
 
 def yamls(directory: Path) -> set[Path]:
     """Return the YAML files in a directory as relative paths, such as attention/mine.yaml."""
-    paths = (path for group in GROUPS for path in directory.glob(f"{group}/*.yaml"))
-    return {path.relative_to(directory) for path in paths}
+    paths: set[Path] = set()
+    for group in GROUPS:
+        paths |= {path.relative_to(directory) for path in directory.glob(f"{group}/*.yaml")}
+    return paths

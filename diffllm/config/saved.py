@@ -14,7 +14,7 @@ from yaml import YAMLError
 from diffllm.config.changes import Changes, is_fixed, what_differs
 from diffllm.config.compose import compose_config, typed_config
 from diffllm.config.overrides import without_removed
-from diffllm.config.plugins import LOADED, NAME, version_changes
+from diffllm.config.plugins import LOADED, MODULE_NAME, version_changes
 from diffllm.config.run_config import ResolvedConfig
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
@@ -60,7 +60,9 @@ def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     and are ignored if `needs_all` is false.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
-    return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
+    if not needs_all:
+        recorded = {name: version for name, version in recorded.items() if name in LOADED}
+    return version_changes(recorded)
 
 
 @cache
@@ -98,19 +100,23 @@ def load_run_config(path: Path) -> TrainConfig:
     """
     file = path / "config.yaml"
     try:
-        with readable(file):  # larger than a recipe: each source includes all defaults
+        with readable(file):
+            # A config is larger than a recipe, because each source includes all defaults.
             content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
         if not isinstance(content, dict):
             raise ValueError("the file is not a mapping of keys to values")
         # OmegaConf would resolve ${, also from the environment, and replace '???'.
-        if wrong := [text for text in ("${", "'???'") if text in repr(content)]:
-            raise ValueError(f"the file contains {wrong[0]} in place of a value")
+        for placeholder in ("${", "'???'"):
+            if placeholder in repr(content):
+                raise ValueError(f"the file contains {placeholder} in place of a value")
         content = with_resolved(without_removed(content))
         check_registered(path, content)
-        if "attention" in (schemas := content["resolved"].get("schemas", {})):
+        schemas = content["resolved"].get("schemas", {})
+        if "attention" in schemas:
             classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
             base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
-        else:  # an old run without schemas, which can only use built-in variants
+        else:
+            # A run of an older version has no schemas, and can only use built-in variants.
             base, values = defaults_of(content["resolved"]["choices"]["attention"])
         # A merge of only the changed entries is faster than a merge of all.
         return typed_config(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
@@ -144,25 +150,32 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
     `missing` is the file or directory that `path` lacks. If `path` exists, the message lists runs
     inside `path`; otherwise, the message suggests run directories with similar names.
     """
+
+    def has_runs(directory: Path) -> bool:
+        # The directory of a run, or the directory of a sweep with its runs.
+        return any(directory.glob(missing)) or any(directory.glob(f"*/{missing}"))
+
     if not path.is_dir():
-        names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
-        near = similar_path(path, lambda near: any(any(near.glob(name)) for name in names))
-        return f"{path} is not a run directory: it does not exist{near}"
+        suggestion = similar_path(path, has_runs)
+        return f"{path} is not a run directory: it does not exist{suggestion}"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
-    hint = f"; it contains {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
+    hint = f"; it contains {', '.join(runs[:5])}" if runs else ""
+    if len(runs) > 5:
+        hint += ", ..."
     return f"{path} is not a run directory: it has no {missing}{hint}"
 
 
 def changed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of the nested dict `content` that differ from `defaults`."""
-    found = {}
+    changes = {}
     for key, value in content.items():
         default = defaults.get(key)
         if isinstance(value, dict) and isinstance(default, dict):
-            found[key] = changed(value, default)
+            changes[key] = changed(value, default)
+        # The types differ for True and 1, which Python calls equal.
         elif type(value) is not type(default) or value != default or key not in defaults:
-            found[key] = value
-    return found
+            changes[key] = value
+    return changes
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
@@ -170,20 +183,21 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
 
     Do not import the plugin, because only the user can decide whether to trust the plugin's code.
     """
-    missing = [
-        f"{group}={name}"
-        for group, name in saved["resolved"].get("schemas", {}).items()
-        if (group, name) not in SCHEMAS
-    ]
-    parts = [saved["data"], *saved["data"].get("sources", {}).values()]
-    sources = {*SOURCES, *PREPARED_ELSEWHERE}
-    missing += [f"data.source={p['source']}" for p in parts if p["source"] not in sources]
+    missing = []
+    for group, name in saved["resolved"].get("schemas", {}).items():
+        if (group, name) not in SCHEMAS:
+            missing.append(f"{group}={name}")
+    for part in (saved["data"], *saved["data"].get("sources", {}).values()):
+        if part["source"] not in SOURCES and part["source"] not in PREPARED_ELSEWHERE:
+            missing.append(f"data.source={part['source']}")
     if missing:
         names = [str(name) for name in saved.get("plugins", [])]
-        known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
+        # The file may come from another person, and the user may copy the advice to a shell.
+        are_modules = all(map(MODULE_NAME.fullmatch, names))
+        plugins = ",".join(names) if are_modules else ""
         raise UserError(
             f"{path} needs {' and '.join(missing)} of a plugin that is not imported; "
-            f"if you trust the code of the plugin, add plugins=[{known or 'MODULE'}]"
+            f"if you trust the code of the plugin, add plugins=[{plugins or 'MODULE'}]"
         )
 
 
@@ -196,8 +210,15 @@ def defaults_of(
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
         base.data = OmegaConf.structured(data)
-    names = (base.resolved.schemas, base.data.sources, base.data.get("level"), base.eval.levels)
-    for mapping in (*names, base.data.document_lengths):
+    mappings = (
+        base.resolved.schemas,
+        base.data.sources,
+        base.data.get("level"),
+        base.eval.levels,
+        base.data.document_lengths,
+    )
+    for mapping in mappings:
+        # Entries of these mappings have arbitrary names, which OmegaConf's struct mode rejects.
         if mapping is not None:
             OmegaConf.set_struct(mapping, False)
     return base, OmegaConf.to_container(base, enum_to_str=True)
@@ -217,5 +238,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
     return flat

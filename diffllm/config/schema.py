@@ -193,7 +193,8 @@ class TrainConfig:
         if self.seq_len % context:
             raise ConfigError(f"parallel.context={context} must divide seq_len={self.seq_len}")
         name = self.resolved.choices.get("attention", type(self.model.attention).__name__)
-        if (allowed := self.context_degrees()) == [1]:
+        allowed = self.context_degrees()
+        if allowed == [1]:
             raise ContextError(
                 f"parallel.context={context} is not supported with attention={name} and "
                 f"model.attention.backend={self.model.attention.backend.name}, which need whole "
@@ -209,10 +210,12 @@ class TrainConfig:
 
     def context_degrees(self) -> list[int]:
         """Return the values of parallel.context that the attention variant supports."""
+        # The meta device allocates no memory for parameters.
         with torch.device("meta"):
             module = self.model.attention.build(self.model, 0)
-        whole = self.model.attention.backend is Backend.reference or not module.sliceable
-        return [1] if whole else module.context_degrees()
+        if self.model.attention.backend is Backend.reference or not module.sliceable:
+            return [1]
+        return module.context_degrees()
 
     @property
     def planned_tokens(self) -> int:
@@ -232,17 +235,22 @@ class TrainConfig:
 
     def check_visible_keys(self) -> None:
         """Raise ConfigError if visible_keys or document_lengths is invalid, or if both are set."""
-        keys, lengths, whole = self.data.visible_keys, self.data.document_lengths, self.seq_len + 1
-        stated = {"visible_keys": keys, "document_lengths": lengths or None}
-        given = [f"data.{name}={value}" for name, value in stated.items() if value is not None]
-        if len(given) == 2:
-            raise ConfigError(f"{given[0]} and {given[1]} cannot be combined; remove one of them")
-        if given and not self.data.mask_documents:
-            raise ConfigError(f"{given[0]} needs data.mask_documents=true")
-        if keys is not None and keys > whole / 2:
+        keys = self.data.visible_keys
+        lengths = self.data.document_lengths
+        values = {"visible_keys": keys, "document_lengths": lengths or None}
+        settings = [f"data.{name}={value}" for name, value in values.items() if value is not None]
+        if len(settings) == 2:
             raise ConfigError(
-                f"{given[0]} must be at most {whole / 2}, the mean number of visible keys without "
-                "document masks"
+                f"{settings[0]} and {settings[1]} cannot be combined; remove one of them"
+            )
+        if settings and not self.data.mask_documents:
+            raise ConfigError(f"{settings[0]} needs data.mask_documents=true")
+        # The query at position i sees i keys, i = 1 to seq_len, without document masks.
+        unmasked_keys = (self.seq_len + 1) / 2
+        if keys is not None and keys > unmasked_keys:
+            raise ConfigError(
+                f"{settings[0]} must be at most {unmasked_keys}, the mean number of visible keys "
+                "without document masks"
             )
         for length, number in lengths.items():
             if not (1 <= length <= LARGEST_DOCUMENT and 1 <= number <= LARGEST_DOCUMENT):
@@ -261,12 +269,14 @@ class TrainConfig:
         self.micro_batches(world_size)
         if expert > 1:
             moe = self.model.moe
-            own = moe.n_experts // expert
-            if all(size % shard for size in (own, moe.expert_dim, self.model.dim)):
+            experts_per_rank = moe.n_experts // expert
+            # DTensor computes wrong offsets if it shards an uneven part of a shard.
+            if all(size % shard for size in (experts_per_rank, moe.expert_dim, self.model.dim)):
                 raise ConfigError(
                     f"parallel.shard={shard} must divide at least one of these: the number of "
-                    f"experts per rank ({own}), model.moe.expert_dim={moe.expert_dim}, "
-                    f"model.dim={self.model.dim}; choose another parallel.shard"
+                    f"experts per rank ({experts_per_rank}), "
+                    f"model.moe.expert_dim={moe.expert_dim}, model.dim={self.model.dim}; "
+                    "choose another parallel.shard"
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
@@ -276,20 +286,20 @@ class TrainConfig:
         Raises ConfigError if the number of groups does not divide global_batch_size, or if
         micro_batch_size does not divide the sequences per group.
         """
-        batch, context = self.global_batch_size, self.parallel.context
-        groups, who = world_size // context, "ranks"
-        if context > 1:
-            who = f"groups of parallel.context={context} ranks"
+        batch = self.global_batch_size
+        context = self.parallel.context
+        groups = world_size // context
         if batch % groups:
+            units = "ranks" if context == 1 else f"groups of parallel.context={context} ranks"
             raise ConfigError(
-                f"global_batch_size={batch} must be a multiple of {groups}, the number of {who}"
+                f"global_batch_size={batch} must be a multiple of {groups}, the number of {units}"
             )
         share = batch // groups
         micro = self.micro_batch_size or share
         if share % micro:
-            of = "rank" if context == 1 else "group"
+            unit = "rank" if context == 1 else "group"
             raise ConfigError(
-                f"micro_batch_size={micro} must divide {share}, the number of sequences per {of}"
+                f"micro_batch_size={micro} must divide {share}, the number of sequences per {unit}"
             )
         return micro, share // micro
 

@@ -9,12 +9,17 @@ from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML
 from diffllm.core.files import read_text, readable
 
-WHOLE = re.compile(r"0|[1-9]\d{0,17}")
+WHOLE_NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 FLOAT = re.compile(r"\d+\.\d+(e[+-]\d{2})?")
 PATH = re.compile(r"[\w.+-]*/[\w./+-]*")
 """Patterns of plain values that YAML reads as an integer, a float or a string."""
-READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": PATH,
-        "run.study": PATH}  # fmt: skip
+READ = {
+    "seed": WHOLE_NUMBER,
+    "model.init_seed": WHOLE_NUMBER,
+    "optim.lr": FLOAT,
+    "run.dir": PATH,
+    "run.study": PATH,
+}
 """Keys of config.yaml that may differ between similar runs."""
 
 
@@ -26,7 +31,8 @@ class SimilarConfigs:
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, TrainConfig] = {}
+        self.configs: dict[str, TrainConfig] = {}
+        """Parsed configs, by the first result of `split`."""
 
     def load(self, run: Path) -> TrainConfig:
         """Load the config of a run directory; the result equals that of `load_run_config`."""
@@ -34,18 +40,18 @@ class SimilarConfigs:
         if not file.is_file():
             return load_run_config(run)
         with readable(file):
-            common, own = split(read_text(file, 4 * LARGEST_YAML))
-        if own is None:
+            common, values = split(read_text(file, 4 * LARGEST_YAML))
+        if values is None:
             return load_run_config(run)
-        if common not in self.known:
-            self.known[common] = load_run_config(run)
-        cfg = self.known[common]
+        if common not in self.configs:
+            self.configs[common] = load_run_config(run)
+        cfg = self.configs[common]
         return replace(
             cfg,
-            seed=int(own["seed"]),
-            model=replace(cfg.model, init_seed=int(own["model.init_seed"])),
-            optim=replace(cfg.optim, lr=float(own["optim.lr"])),
-            run=replace(cfg.run, dir=own["run.dir"], study=own["run.study"]),
+            seed=int(values["seed"]),
+            model=replace(cfg.model, init_seed=int(values["model.init_seed"])),
+            optim=replace(cfg.optim, lr=float(values["optim.lr"])),
+            run=replace(cfg.run, dir=values["run.dir"], study=values["run.study"]),
         )
 
 
@@ -55,18 +61,25 @@ def split(text: str) -> tuple[str, dict[str, str] | None]:
     The dict contains the removed values. If a key in READ is missing, or if its value is not a
     plain number or path, return None instead of the dict.
     """
-    section, kept, own = "", [], {}
+    section = ""
+    common_lines = []
+    values: dict[str, str] = {}
     lines = text.splitlines()
-    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+    for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
         name, _, value = line.partition(":")
         if line[:1] not in (" ", "-"):
             section = name
         key = name if line[:1] != " " else f"{section}.{name[2:]}"
-        if key in READ and key not in own and not after.startswith("    "):
-            own[key] = value.strip()
+        # A long value continues on lines that YAML indents by four spaces or more.
+        is_complete = not next_line.startswith("    ")
+        if key in READ and key not in values and is_complete:
+            values[key] = value.strip()
             line = f"{name}:"
-        kept.append(line)
-    if own.keys() != READ.keys() or not all(READ[key].fullmatch(own[key]) for key in READ):
+        common_lines.append(line)
+    if values.keys() != READ.keys():
         return text, None
-    usual = 1e-20 < float(own["optim.lr"]) < 1e20
-    return "\n".join(kept), own if usual else None
+    if not all(READ[key].fullmatch(values[key]) for key in READ):
+        return text, None
+    # Only `load_run_config` checks values, so it must read an unusual one.
+    is_usual = 1e-20 < float(values["optim.lr"]) < 1e20
+    return "\n".join(common_lines), values if is_usual else None

@@ -22,7 +22,8 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
     for prefix, node in sections(config):
         hints = get_type_hints(type(node))
         for f in fields(node):
-            if not is_dataclass(value := getattr(node, f.name)):
+            value = getattr(node, f.name)
+            if not is_dataclass(value):
                 yield f"{prefix}{f.name}", hints[f.name], value
 
 
@@ -30,13 +31,15 @@ def check_values(cfg: Any) -> None:
     """Raise ConfigError for list items of a wrong type, invalid text, or invalid numbers."""
     by_name = declarations(cfg)
     for name, declared, value in leaves(cfg):
-        if "${" in str(value):  # readers of config.yaml would resolve ${
+        # Readers of config.yaml would resolve the interpolation.
+        if "${" in str(value):
             raise ConfigError(
                 f"{name}: the value contains ${{ after interpolation; remove ${{ from the value"
             )
         kind = without_null(declared)
-        null = value is None and kind is not declared
-        if get_origin(kind) is list and not null:  # an interpolation may insert any value
+        is_null = value is None and kind is not declared
+        # OmegaConf does not check the type of a value that an interpolation inserts.
+        if get_origin(kind) is list and not is_null:
             (kind,) = get_args(kind)
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
                 items = "text" if kind is str else "integers"
@@ -76,9 +79,10 @@ def check_number(key: str, value: float) -> None:
 
 
 def check_text(key: str, value: str, declared: Declaration) -> None:
-    broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)  # from another encoding
-    one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
-    if broken or not (one_line or "text" in declared.kinds):
+    # Python decodes the invalid bytes of a command line to surrogates.
+    is_broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
+    is_one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
+    if is_broken or not (is_one_line or "text" in declared.kinds):
         raise ConfigError(
             f"{key}={value[:20]!r} must be one line of 1 to {LONGEST_TEXT} printable characters"
         )

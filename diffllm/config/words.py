@@ -29,7 +29,7 @@ from diffllm.core.registry import SCHEMAS
 from diffllm.core.typed import without_null
 from diffllm.data.config import check_sizes
 
-WORD = re.compile(r"(\+{0,2})([A-Za-z_][\w./-]*)=(.*)", re.ASCII | re.DOTALL)
+OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w./-]*)=(.*)", re.ASCII | re.DOTALL)
 """An override: prefix, key and value."""
 QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 QUOTED_VALUE = re.compile(rf"\s*{QUOTED}\s*", re.DOTALL)
@@ -57,7 +57,7 @@ def for_hydra(word: str) -> str:
     arbitrary names, so that Hydra accepts new entries. Replace the word auto by the interpolation
     that computes the number. Raises ConfigError if text needs quotes.
     """
-    match = WORD.fullmatch(word)
+    match = OVERRIDE.fullmatch(word)
     if match is None:
         return word
     prefix, key, value = match.groups()
@@ -79,7 +79,7 @@ def quote_text(word: str, sweep: bool = False) -> str:
     Args:
         sweep: whether commas separate the values of a sweep.
     """
-    match = WORD.fullmatch(word)
+    match = OVERRIDE.fullmatch(word)
     kind = declared_type(match[2]) if match else None
     if match is None or not (kind is str or is_container(kind)):
         return word
@@ -149,7 +149,8 @@ def quote_value(text: str, kind: Any) -> str:
             items = split(bare[1:-1])
         elif item_type is not str or bare == "null" or INTERPOLATION.fullmatch(bare):
             return text
-        else:  # A single text needs no brackets.
+        else:
+            # A single text needs no brackets.
             items = [text] if bare else []
         return f"[{','.join(quote_value(item, item_type) for item in items)}]"
     if is_container(kind) and ends == "{}":
@@ -165,7 +166,8 @@ def quote_entry(entry: str, kind: Any) -> str:
 
 def split(text: str) -> list[str]:
     """Split at the commas outside of brackets and quoted text; strip white space."""
-    parts, start, depth = [], 0, 0
+    parts = []
+    start = depth = 0
     for match in SEPARATOR.finditer(text):
         character = match[0][:1]
         if character in ("[", "{", "("):
@@ -189,7 +191,8 @@ def declared_type(key: str) -> Any:
         return None
     kind: Any = TrainConfig
     if key.startswith("hydra.launcher."):
-        key, kind = key.removeprefix("hydra.launcher."), launcher_config()
+        key = key.removeprefix("hydra.launcher.")
+        kind = launcher_config()
     for name in key.split("."):
         kind = type_of_entry(kind, name)
     return kind
@@ -200,7 +203,8 @@ def type_of_entry(kind: Any, name: str) -> Any:
         # A variant or a plugin can add keys to a section.
         classes = [kind, *(cls for cls in SCHEMAS.values() if issubclass(cls, kind))]
         for cls in classes:
-            if name in (types := field_types(cls)):
+            types = field_types(cls)
+            if name in types:
                 return types[name]
     return get_args(kind)[1] if get_origin(kind) is dict else None
 
@@ -234,10 +238,11 @@ def parsed_override(word: str, loader: ConfigLoader | None = None) -> Override:
     parser = OverridesParser.create(loader)
     try:
         return parser.parse_overrides([word])[0]
-    except ValueError as error:  # a number has thousands of digits
+    except ValueError as error:
+        # Python converts no text of thousands of digits to an integer.
         raise ConfigError(f"{word[:40]}...: {error}") from None
     except OverrideParseException:
-        match = WORD.fullmatch(word)
+        match = OVERRIDE.fullmatch(word)
         if match is None or is_container(declared_type(match[2])):
             raise
         prefix, key, value = match.groups()
@@ -284,7 +289,8 @@ def printed_override(key: str, text: str) -> str:
 def as_text(value: Any) -> str:
     """Return a value from a YAML file as text in the syntax of overrides."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {as_text(entry)}' for key, entry in value.items())}}}"
+        entries = [f"{key}: {as_text(entry)}" for key, entry in value.items()]
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(as_text, value))}]"
     if isinstance(value, str):
@@ -345,8 +351,11 @@ def with_recipe(word: str) -> list[str]:
         raise ConfigError(f"{word} is an empty file; add keys of the data config, such as sources")
     check_texts(content, file, "data")
     # Hydra needs about 10 ms per entry, so count the entries before composing.
-    sizes = (content.get(key) for key in ("sources", "curriculum"))
-    check_sizes(*(len(part) if isinstance(part, dict | list) else 0 for part in sizes))
+    sizes = []
+    for name in ("sources", "curriculum"):
+        entries = content.get(name)
+        sizes.append(len(entries) if isinstance(entries, dict | list) else 0)
+    check_sizes(*sizes)
     source = content.pop("source", "mixture" if "sources" in content else None)
     words = [f"data={source}"] if source else []
     words += [f"data.{name}={as_text(value)}" for name, value in content.items()]

@@ -26,8 +26,10 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
 
         Raises ValueError for a tag, or if the file has more than MOST_NODES keys and values.
         """
-        event, before = self.peek_event(), self.nodes
+        event = self.peek_event()
+        nodes_before = self.nodes
         if isinstance(event, yaml.AliasEvent):
+            # The alias may be inside the value that it repeats: the expansion would not end.
             if not hasattr(self.anchors.get(event.anchor), "size"):
                 raise ValueError(f"has the alias {event.anchor[:40]} before its value is complete")
             self.nodes += self.anchors[event.anchor].size
@@ -39,7 +41,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         if self.nodes > MOST_NODES:
             raise ValueError(f"has more than {MOST_NODES:,} keys and values")
         node = super().compose_node(parent, index)
-        node.size = self.nodes - before
+        node.size = self.nodes - nodes_before
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
@@ -69,8 +71,8 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
         text = read_text(path, LARGEST_YAML, follow=True)
         content = parse_yaml(text)
     except OSError as error:
-        near = similar_path(path, os.path.isfile)
-        raise ConfigError(f"{path} cannot be read: {error.strerror}{near}") from error
+        suggestion = similar_path(path, os.path.isfile)
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{suggestion}") from error
     except ValueError as error:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict | None):

@@ -27,6 +27,7 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
         return
     final.parent.mkdir(parents=True, exist_ok=True)
     with scratch_directory(final, wait=True) as scratch:
+        # Another process may have built the directory during the wait.
         if not final.is_dir():
             build(scratch)
             publish(scratch, final)
@@ -41,7 +42,8 @@ def new_directory(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with scratch_directory(final) as scratch:
-        refuse_existing(final)  # another process may just have completed the directory
+        # Another process may just have completed the directory.
+        refuse_existing(final)
         yield scratch
         publish(scratch, final)
 
@@ -54,9 +56,11 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     process is writing `final`, wait if `wait` is true, otherwise raise InUseError.
     """
     name = f".{final.name}"
-    if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes
+    # With a suffix, a name must have at most 255 bytes.
+    if len(os.fsencode(name)) > 200:
         name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
-    scratch, lock_file = final.with_name(f"{name}.partial"), final.with_name(f"{name}.lock")
+    scratch = final.with_name(f"{name}.partial")
+    lock_file = final.with_name(f"{name}.lock")
     try:
         lock = acquire(lock_file, wait)
     except Timeout:
@@ -64,6 +68,7 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
             f"{final} is being written by {holder(lock_file)}; try again later"
         ) from None
     try:
+        # A killed process may have left its directory; the lock shows that the process has ended.
         if scratch.is_dir() and not scratch.is_symlink():
             shutil.rmtree(scratch)
         scratch.unlink(missing_ok=True)
@@ -71,8 +76,9 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        # Delete the lock before its release, so that a waiting process creates a new lock.
         with suppress(OSError):
-            lock_file.unlink()  # before the release, so that a waiting process creates a new lock
+            lock_file.unlink()
         lock.release()
 
 
@@ -84,8 +90,10 @@ def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
     """
     for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)
+    # A rename would replace an empty directory.
     refuse_existing(final)
     os.rename(scratch, final)
+    # The sync of the parent makes the new name durable.
     sync(final.parent)
 
 
@@ -134,6 +142,7 @@ def create(directory: Path) -> bool:
             directory.mkdir()
         except FileExistsError:
             return False
-        except FileNotFoundError:  # another process has just taken back the empty parent
+        except FileNotFoundError:
+            # Another process has just taken back the empty parent.
             continue
         return True

@@ -34,9 +34,9 @@ def bounded(default: Any, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def at_most(what: str, count: int, most: int) -> None:
+def at_most(items: str, count: int, most: int) -> None:
     if count > most:
-        raise ConfigError(f"the number of {what} is {count:,}; the maximum is {most:,}")
+        raise ConfigError(f"the number of {items} is {count:,}; the maximum is {most:,}")
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -82,7 +82,9 @@ def check_bounds(prefix: str, config: Any) -> None:
     """
     for section, node in sections(config, prefix):
         for f in fields(node):
-            value, metadata = getattr(node, f.name), metadata_of(type(node), f.name)
+            value = getattr(node, f.name)
+            metadata = metadata_of(type(node), f.name)
+            # A field has an underscore if its name is a word of Python, such as `lambda_`.
             name = f"{section}{f.name.rstrip('_')}"
             entries = [(name, value)]
             if "entries" in metadata and value is not None:
@@ -91,21 +93,23 @@ def check_bounds(prefix: str, config: Any) -> None:
                 entries = [(f"{name}[{i}]", entry) for i, entry in enumerate(value)]
             for rule in RULES:
                 if rule in metadata:
-                    for where, entry in entries:
-                        check_bound(where, entry, rule, metadata[rule])
+                    for entry_name, entry in entries:
+                        check_bound(entry_name, entry, rule, metadata[rule])
 
 
-def check_bound(where: str, value: Any, rule: str, bound: Any) -> None:
-    keeps, words = RULES[rule]
-    if value is not None and not keeps(value, bound):
+def check_bound(name: str, value: Any, rule: str, bound: Any) -> None:
+    is_within, words = RULES[rule]
+    # `not is_within` instead of the opposite comparison: NaN is never within.
+    if value is not None and not is_within(value, bound):
         limit = ", ".join(bound) if rule == "choices" else bound
-        must = AT_ZERO.get((rule, bound), f"{words} {limit}")
-        raise ConfigError(f"{where}={value} must {must}")
+        condition = AT_ZERO.get((rule, bound), f"{words} {limit}")
+        raise ConfigError(f"{name}={value} must {condition}")
 
 
 def check_counts(least: int, **counts: int) -> None:
     """Raise ConfigError unless all `counts` are whole numbers of at least `least`."""
     for name, count in counts.items():
+        # Python counts booleans as integers.
         if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
             raise ConfigError(f"{name}={count!r} must be a whole number of at least {least}")
 

@@ -20,29 +20,38 @@ class UserError(Exception):
         super().__init__(line)
 
 
-def printable(text: str, kept: str = "") -> str:
-    """Escape unprintable characters, such as control characters, except those in `kept`."""
-    return "".join(
-        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
-    )
+def printable(text: str, unescaped: str = "") -> str:
+    """Escape unprintable characters, such as control characters, except those in `unescaped`."""
+    characters = []
+    for character in text:
+        if not (character.isprintable() or character in unescaped):
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def listed(parts: Sequence[str]) -> str:
-    return "; ".join([*parts[:5], *["..."] * (len(parts) > 5)])
+    shown = list(parts[:5])
+    if len(parts) > 5:
+        shown.append("...")
+    return "; ".join(shown)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return '; did you mean x?' for the most similar known name, or '' if no name is similar.
 
     Compare full names first, then the last parts of dotted names. Ignore case. If several names
     have the same last part, choose the first name with the fewest parts.
     """
-    whole = {each.lower(): each for each in known}
-    by_depth = sorted(whole.items(), key=lambda item: item[0].count("."))
-    last = {key.rpartition(".")[2]: each for key, each in reversed(by_depth)}
-    for text, names, cutoff in ((name, whole, 0.8), (name.rpartition(".")[2], last, 0.6)):
-        if close := difflib.get_close_matches(text.lower(), names, n=1, cutoff=cutoff):
-            return f"; did you mean {names[close[0]]}?"
+    by_name = {candidate.lower(): candidate for candidate in candidates}
+    by_depth = sorted(by_name.items(), key=lambda item: item[0].count("."))
+    # Reversed: of several candidates with one last part, the first of `by_depth` remains.
+    by_last_part = {key.rpartition(".")[2]: candidate for key, candidate in reversed(by_depth)}
+    last_part = name.rpartition(".")[2]
+    for text, names, cutoff in ((name, by_name, 0.8), (last_part, by_last_part, 0.6)):
+        similar = difflib.get_close_matches(text.lower(), names, n=1, cutoff=cutoff)
+        if similar:
+            return f"; did you mean {names[similar[0]]}?"
     return ""
 
 
@@ -81,15 +90,21 @@ def hint(words: list[str], error: str) -> str:
     """
     if "did you mean" in error:
         return ""
+    command_line = NUL.join(words)[:SEARCHED]
     for shape, fix in SHAPES.items():
-        for found in re.finditer(rf"(?<![^\0])(?:{shape})(?![^\0])", NUL.join(words)[:SEARCHED]):
-            named = NUL.join(filter(None, found.groups())).split(NUL)
-            if any(repr(word) in error for word in named):
-                return f"; {fix(found)}".replace(NUL, " ")
+        # NUL, or an end of the command line, on both sides: a match contains complete words.
+        for match in re.finditer(rf"(?<![^\0])(?:{shape})(?![^\0])", command_line):
+            matched_words = NUL.join(filter(None, match.groups())).split(NUL)
+            if any(repr(word) in error for word in matched_words):
+                return f"; {fix(match)}".replace(NUL, " ")
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
-        if key in error and value in error and (number := number_meant(value, error)):
-            return f"; write {'one number as ' * (SEVERAL in error)}{key}={number}"
+        if key not in error or value not in error:
+            continue
+        number = number_meant(value, error)
+        if number:
+            advice = "write one number as" if SEVERAL in error else "write"
+            return f"; {advice} {key}={number}"
     return ""
 
 
@@ -99,18 +114,24 @@ def number_meant(text: str, error: str) -> str:
     Hydra has rejected `text` with the message `error`. Return "" if this message does not ask for a
     number. Also return "" if `text` already has Python's notation or is not a number.
     """
-    whole, real = "an integer" in error, "a number" in error
-    if not (whole or real or SEVERAL in error):
+    is_integer = "an integer" in error
+    is_real = "a number" in error
+    if not (is_integer or is_real or SEVERAL in error):
         return ""
-    separated = re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text)
-    point = "" if separated else "." if real or re.match("-?0,0", text) else ","
-    found = re.fullmatch(
-        r"(-?\d{0,20}\.?\d{1,20})(e-?\d\d?|[kmbt]?)", text.replace(",", point), re.I
+    comma = ","
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
+        # Commas between thousands, as in 1,000,000.
+        comma = ""
+    elif is_real or re.match("-?0,0", text):
+        # A decimal comma, as in 0,001.
+        comma = "."
+    match = re.fullmatch(
+        r"(-?\d{0,20}\.?\d{1,20})(e-?\d\d?|[kmbt]?)", text.replace(",", comma), re.I
     )
-    if not found:
+    if not match:
         return ""
-    number = found[1] + POWERS.get(found[2].lower(), found[2])
-    if whole:
+    number = match[1] + POWERS.get(match[2].lower(), match[2])
+    if is_integer:
         exact = Decimal(number)
         number = str(int(exact)) if exact == exact.to_integral_value() else text
     return number if number != text else ""

@@ -43,10 +43,10 @@ def user_path(text: str | Path, key: str) -> Path:
         with suppress(FileNotFoundError):
             path.stat()
     except (OSError, RuntimeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         if isinstance(error, RuntimeError):
-            why = f"{Path(text).parts[0]} has no home directory"
-        raise ConfigError(f"{shown} cannot be used: {why}") from error
+            reason = f"{Path(text).parts[0]} has no home directory"
+        raise ConfigError(f"{shown} cannot be used: {reason}") from error
     return path
 
 
@@ -56,13 +56,14 @@ def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     Search for similar file names in `path.parent` and in outputs/PARENT, where PARENT is
     `path.parent`. Only consider paths for which `fits` returns true.
     """
-    found: dict[str, Path] = {}
+    candidates: dict[str, Path] = {}
+    # Of equal names, the one next to `path` has precedence.
     for directory in ("outputs" / path.parent, path.parent):
         with suppress(OSError):
-            found |= {near.name: near for near in directory.iterdir()}
-    close = difflib.get_close_matches(path.name, found)
-    near = next((found[name] for name in close if fits(found[name])), None)
-    return f"; did you mean {near}?" if near and not os.path.lexists(path) else ""
+            candidates |= {candidate.name: candidate for candidate in directory.iterdir()}
+    similar = [candidates[name] for name in difflib.get_close_matches(path.name, candidates)]
+    suggestion = next(filter(fits, similar), None)
+    return f"; did you mean {suggestion}?" if suggestion and not os.path.lexists(path) else ""
 
 
 def check_absent(path: Path, key: str) -> None:
@@ -78,7 +79,8 @@ def check_length(path: Path, shown: str) -> None:
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
         raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
-    if (size := len(os.fsencode(path))) > LONGEST_PATH:
+    size = len(os.fsencode(path))
+    if size > LONGEST_PATH:
         raise ConfigError(f"{shown}: path too long: {size} bytes, maximum {LONGEST_PATH}")
 
 
@@ -88,7 +90,8 @@ def why_no_file(path: Path) -> str:
     Return "" if `path` is a regular file or missing.
     """
     try:
-        mode = path.lstat().st_mode  # one call: another process may create or delete the file
+        # One call: another process may create or delete the file between two calls.
+        mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
     if stat.S_ISLNK(mode):
@@ -102,11 +105,10 @@ def readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error.strerror}"
-            if isinstance(error, OSError)
-            else f"{file} {error}"
-        ) from error
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"cannot be read: {error.strerror}"
+        raise CheckpointError(f"{file} {reason}") from error
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
@@ -115,15 +117,20 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
     Raises OSError if the file is not regular or cannot be opened. If `follow` is false, also raises
     OSError for a symbolic link. The call does not block, even for a named pipe.
     """
-    safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    # O_NONBLOCK: without a writer, opening a named pipe would wait. O_NOCTTY: opening a terminal
+    # must not make it the terminal of this process.
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    if not follow:
+        flags |= os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | safe, 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         # ELOOP means a link at `path` itself, or a circle of links among the parent directories.
         circle = error.errno == errno.ELOOP and not path.is_symlink()
         if error.errno in (errno.ELOOP, errno.ENXIO) and not (follow or circle):
             raise OSError(errno.EINVAL, "Link or not a regular file", str(path)) from error
         raise
+    # The check is on the descriptor, because another process could replace the file at `path`.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -142,8 +149,10 @@ def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENXIO):
             raise
-        raise ValueError(f"is {'' if follow else 'a link or '}not a regular file") from error
-    if (size := os.fstat(descriptor).st_size) > most:
+        problem = "is not a regular file" if follow else "is a link or not a regular file"
+        raise ValueError(problem) from error
+    size = os.fstat(descriptor).st_size
+    if size > most:
         os.close(descriptor)
         raise ValueError(f"has {size:,} bytes, more than {most:,}")
     return os.fdopen(descriptor, "rb")
@@ -151,6 +160,7 @@ def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
 
 def read_bytes(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> bytes:
     with open_regular(file, most, follow) as stream:
+        # Limit the size here, too: the file may have grown since the check.
         return stream.read(most)
 
 
@@ -249,7 +259,8 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
 
 def sign(descriptor: int) -> None:
-    with suppress(OSError):  # the lock works without this text, for example on a full disk
+    # The lock works without this text, for example on a full disk.
+    with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -281,7 +292,8 @@ def hold(
         instead: text after "choose" in error messages, such as "another run.dir".
         created: paths that `reserve` has created for this process; removed again after a failure.
     """
-    made, lock = [*missing(path), *created], path / ".lock"
+    lock = path / ".lock"
+    new_paths = [*missing(path), *created]
     try:
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -294,8 +306,9 @@ def hold(
             to_stderr(f"waiting until {holder(lock)} releases {path}")
             return acquire(lock)
     except OSError as error:
-        for part in made:
-            with suppress(OSError):  # the part is missing, or another process uses the directory
+        for part in new_paths:
+            # The part is missing, or another process uses the directory.
+            with suppress(OSError):
                 part.unlink() if part == lock else part.rmdir()
         raise not_writable(path, kind, instead, error) from error
 
@@ -308,13 +321,13 @@ def missing(path: Path) -> list[Path]:
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
-def take_back(path: Path, made: list[Path]) -> None:
-    """Delete the paths in `made`, which `hold(path)` has created.
+def take_back(path: Path, created: list[Path]) -> None:
+    """Delete the paths in `created`, which `hold(path)` has created.
 
-    If `path` itself is in `made`, delete `path` with all its content. Delete a parent directory
+    If `path` itself is in `created`, delete `path` with all its content. Delete a parent directory
     only if it is empty.
     """
-    for part in made:
+    for part in created:
         with suppress(OSError):
             if part == path:
                 shutil.rmtree(path)
@@ -334,15 +347,19 @@ def replace_file(path: Path, content: str | bytes) -> None:
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.unlink(missing_ok=True)  # a killed process may have left this file
+        # A killed process may have left this file, if a process of this id ran before.
+        partial.unlink(missing_ok=True)
         with open(partial, "xb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
+            # Without this sync, the new name could survive a power failure with empty content.
             os.fsync(stream.fileno())
-        partial.replace(path)  # raises OSError if the path is a directory
+        # This raises OSError if the path is a directory.
+        partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+    # The sync of the directory makes the new name durable.
     sync(path.parent)
 
 

@@ -188,7 +188,8 @@ def class_declarations(config_class: type, prefix: str = "") -> Declarations:
             by_name |= class_declarations(kind, f"{name}.")  # type: ignore[arg-type]
         else:
             by_name[name] = declared_in(config_class, config_field.name) or UNDECLARED
-    return MappingProxyType(by_name)  # the result is cached and shared
+    # Read-only, because the result is cached and shared.
+    return MappingProxyType(by_name)
 
 
 def strictest(parts: Iterable[Declarations]) -> dict[str, Declaration]:

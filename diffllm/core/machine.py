@@ -34,7 +34,8 @@ def allowed_cpus() -> Collection[int]:
     """Return the indices of the logical CPUs in this process's affinity, or of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)  # macOS has no affinity
+    # macOS has no affinity.
+    return range(os.cpu_count() or 1)
 
 
 def within_quota(count: int, root: Path) -> int:
@@ -82,8 +83,10 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     """
     quotas = []
     for directory in control_groups("cpu", root):
-        with suppress(OSError, ValueError):  # no such group, or "max" instead of a number
+        # The group may be missing, or contain "max" instead of a number.
+        with suppress(OSError, ValueError):
             quotas.append(quota_of(directory))
+    # Each group limits all groups inside it, so the smallest quota counts.
     return min((quota for quota in quotas if quota > 0), default=None)
 
 

@@ -47,7 +47,8 @@ def to_stderr(text: str) -> None:
     echo(" ".join(line.strip() for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
-APART = "  "
+SEPARATOR = "  "
+"""Text between two columns."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Cell:
     @property
     def line(self) -> str:
         """`text`, `small` and `tag` as one line: "4.064 (4.027 to 4.102), 1 seed diverged"."""
-        words = " ".join(filter(None, [self.text, *(f"({part})" for part in self.small)]))
-        return ", ".join(filter(None, [words, self.tag]))
+        details = [f"({part})" for part in self.small]
+        words = " ".join([self.text, *details] if self.text else details)
+        return ", ".join(part for part in (words, self.tag) if part)
 
     def html(self) -> str:
         text = f"<span>{breakable(self.text)}</span>" if self.text else ""
@@ -114,23 +116,26 @@ class Table:
             heads: titles of the columns, or pairs (title, unit).
             left: indices of the columns that are aligned left, because they contain text.
         """
-        cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
-        columns = list(zip(*cells, strict=True)) or [()] * len(heads)
-        titles = [head if isinstance(head, tuple) else (head, "") for head in heads]
-        return cls(
-            [
-                TableColumn(title, column, unit, left=i in left)
-                for i, ((title, unit), column) in enumerate(zip(titles, columns, strict=True))
-            ]
-        )
+        cells_by_row = []
+        for row in rows:
+            cells_by_row.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in row])
+        # Without rows, `zip` yields no columns.
+        cells_by_column = list(zip(*cells_by_row, strict=True)) or [()] * len(heads)
+        columns = []
+        for i, (head, cells) in enumerate(zip(heads, cells_by_column, strict=True)):
+            title, unit = head if isinstance(head, tuple) else (head, "")
+            columns.append(TableColumn(title, cells, unit, left=i in left))
+        return cls(columns)
 
     @property
     def rows(self) -> list[tuple[Cell, ...]]:
-        return list(zip(*(column.cells for column in self.columns), strict=True))
+        return list(zip(*[column.cells for column in self.columns], strict=True))
 
     def lines(self) -> list[list[str]]:
-        heads = [column.head for column in self.columns]
-        return [heads, *([cell.line for cell in row] for row in self.rows)]
+        lines = [[column.head for column in self.columns]]
+        for row in self.rows:
+            lines.append([cell.line for cell in row])
+        return lines
 
     def text(self, width: int | None = None) -> list[str]:
         """Return the header and the rows as lines of text with aligned columns.
@@ -140,18 +145,19 @@ class Table:
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        apart = width is not None and sum(widths) + len(APART) * (len(widths) - 1) > width
-        found = []
+        total_width = sum(widths) + len(SEPARATOR) * (len(widths) - 1)
+        is_too_wide = width is not None and total_width > width
+        text = []
         for line in lines:
-            padded = [
-                f"{cell:{'<' if column.left else '>'}{size}}"
-                for cell, column, size in zip(line, self.columns, widths, strict=True)
-            ]
-            if apart:
-                found += [line[0]] if line[0] else []
+            padded = []
+            for cell, column, size in zip(line, self.columns, widths, strict=True):
+                padded.append(cell.ljust(size) if column.left else cell.rjust(size))
+            if is_too_wide:
+                if line[0]:
+                    text.append(line[0])
                 padded[0] = "  "
-            found.append(APART.join(padded).rstrip())
-        return found
+            text.append(SEPARATOR.join(padded).rstrip())
+        return text
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -159,9 +165,13 @@ class Table:
     def markdown(self, inline: Callable[[str], str] | None = None) -> str:
         """Return the table in Markdown; `inline` escapes a cell, by default `markdown_text`."""
         inline = inline or markdown_text
-        cells = ([inline(cell).replace("|", "\\|") for cell in line] for line in self.lines())
-        head, *rows = (f"| {' | '.join(line)} |" for line in cells)
-        return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
+        rows = []
+        for line in self.lines():
+            # The cells of a row end at the character |, also inside a code span.
+            cells = [inline(cell).replace("|", "\\|") for cell in line]
+            rows.append(f"| {' | '.join(cells)} |")
+        rows.insert(1, "|---" * len(self.columns) + "|")
+        return "\n".join(rows)
 
     def csv(self) -> str:
         """Return the table as CSV text with the `value` of each cell; if it is None, the `text`."""
@@ -169,9 +179,13 @@ class Table:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)
         for row in self.rows:
-            values = [cell.text if cell.value is None else cell.value for cell in row]
-            as_json = (bool, list, dict)
-            writer.writerow(json.dumps(v) if isinstance(v, as_json) else v for v in values)
+            values = []
+            for cell in row:
+                value = cell.text if cell.value is None else cell.value
+                if isinstance(value, bool | list | dict):
+                    value = json.dumps(value)
+                values.append(value)
+            writer.writerow(values)
         return file.getvalue()
 
     def html(self, label: str, style: str = "cards", key: str = "") -> str:

@@ -53,9 +53,12 @@ def source(name: str) -> Callable[[Source], Source]:
     return register
 
 
-def check_free(what: str, registered: Any, new: Any) -> None:
-    first, second = (f"{x.__module__}.{x.__qualname__}" for x in (registered or new, new))
+def check_free(entry: str, registered: Any, new: Any) -> None:
+    # Names instead of objects: a reloaded module registers new objects with the same names.
+    existing = registered or new
+    first = f"{existing.__module__}.{existing.__qualname__}"
+    second = f"{new.__module__}.{new.__qualname__}"
     if first != second:
         raise ConfigError(
-            f"{what} is registered twice, by {first} and {second}; rename one of them"
+            f"{entry} is registered twice, by {first} and {second}; rename one of them"
         )

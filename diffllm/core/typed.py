@@ -31,7 +31,7 @@ def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
 def made(
     cls: type[T],
     content: Any,
-    where: str = "",
+    parent_key: str = "",
     strict: bool = False,
     omit: tuple[str, ...] = (),
 ) -> T:
@@ -40,27 +40,30 @@ def made(
     Raises ValueError if a required key is missing or a value has the wrong type.
 
     Args:
-        where: dotted key of `content` in the file, shown in errors; "" for the whole file.
+        parent_key: dotted key of `content` in the file, shown in errors; "" for the whole file.
         strict: raise ValueError for an unknown key, instead of ignoring the key.
         omit: names of fields of `cls` that `content` must not set; they count as unknown keys.
     """
     if not isinstance(content, dict):
-        raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")
-    known = {f.name: f for f in fields(cls) if f.name not in omit}  # type: ignore[arg-type]
-    prefix = f"{where}." if where else ""
+        raise ValueError(f"{parent_key or 'its content'} must be a mapping of keys to values")
+    by_name = {f.name: f for f in fields(cls) if f.name not in omit}  # type: ignore[arg-type]
+    prefix = f"{parent_key}." if parent_key else ""
     for key in content:
-        if key not in known and strict:
-            hint = choose_from(f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+        if key not in by_name and strict:
+            hint = choose_from(f"{prefix}{key}", [f"{prefix}{name}" for name in by_name])
             raise ValueError(f"unknown key {prefix}{key}{hint}")
-    required = (n for n, f in known.items() if f.default is f.default_factory is MISSING)
-    missing = [f"{prefix}{name}" for name in required if name not in content]
+    # Name all missing keys before any wrong type.
+    missing = []
+    for name, f in by_name.items():
+        is_required = f.default is f.default_factory is MISSING
+        if is_required and name not in content:
+            missing.append(f"{prefix}{name}")
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing")
-    values = {
-        name: typed(content[name], f.type, f"{prefix}{name}", strict)
-        for name, f in known.items()
-        if name in content
-    }
+    values = {}
+    for name, f in by_name.items():
+        if name in content:
+            values[name] = typed(content[name], f.type, f"{prefix}{name}", strict)
     return cls(**values)
 
 
@@ -71,7 +74,7 @@ def without_null(declared: Any) -> Any:
     return others[0] if NoneType in kinds and len(others) == 1 else declared
 
 
-def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
+def typed(value: Any, kind: Any, key: str, strict: bool = False) -> Any:
     """Convert a plain value to the declared type `kind` of a dataclass field.
 
     Supported types are dataclasses, list[T], dict[str, T], T | None, str, bool, float, int and Any,
@@ -79,10 +82,11 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     Raises ValueError if the value has the wrong type, is not finite or exceeds 64 bits.
 
     Args:
-        where: dotted key of the value in the file, shown in errors.
+        key: dotted key of the value in the file, shown in errors.
         strict: raise ValueError for an unknown key of a dataclass, instead of ignoring the key.
     """
-    declared, kind = kind, without_null(kind)
+    declared = kind
+    kind = without_null(declared)
     if kind is Any:
         return value
     if value is None and kind is not declared:
@@ -91,28 +95,34 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
         is_mapping = isinstance(value, dict)
         kind = next(part for part in get_args(kind) if is_dataclass(part) == is_mapping)
     if is_dataclass(kind):
-        return made(kind, value, where, strict)  # type: ignore[arg-type]
+        return made(kind, value, key, strict)  # type: ignore[arg-type]
     if get_origin(kind) is list:
         if not isinstance(value, list):
-            raise ValueError(f"{where}={value} must be a list")
+            raise ValueError(f"{key}={value} must be a list")
         (inner,) = get_args(kind)
-        return [typed(item, inner, f"{where}[{i}]", strict) for i, item in enumerate(value)]
+        return [typed(item, inner, f"{key}[{i}]", strict) for i, item in enumerate(value)]
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
-            raise ValueError(f"{where}={value} must be a mapping of names to values")
+            raise ValueError(f"{key}={value} must be a mapping of names to values")
         for name in value:
-            if isinstance(name, bool | float):  # YAML reads the name 1.10 as 1.1
-                raise ValueError(f"{where}: the name {name} must be text in quotes")
+            # YAML reads the name 1.10 as 1.1.
+            if isinstance(name, bool | float):
+                raise ValueError(f"{key}: the name {name} must be text in quotes")
         _, inner = get_args(kind)
-        return {str(k): typed(v, inner, f"{where}.{k}", strict) for k, v in value.items()}
+        return {
+            str(name): typed(entry, inner, f"{key}.{name}", strict) for name, entry in value.items()
+        }
     if kind is float and isinstance(value, str):
-        with suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
+        # YAML 1.1 reads 1e-3 as text.
+        with suppress(ValueError):
             value = float(value)
-    right = isinstance(value, (int, float) if kind is float else kind)
-    if not right or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where}={value!r} must be {TYPES[kind]}")
+    has_type = isinstance(value, (int, float) if kind is float else kind)
+    # Python counts booleans as integers.
+    if not has_type or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{key}={value!r} must be {TYPES[kind]}")
+    # `not <=` also rejects NaN.
     if kind is float and not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{where}={value} must be a finite number")
+        raise ValueError(f"{key}={value} must be a finite number")
     if kind is int and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{where}={value} must be a whole number of 64 bits")
+        raise ValueError(f"{key}={value} must be a whole number of 64 bits")
     return kind(value)

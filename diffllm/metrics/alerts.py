@@ -56,6 +56,7 @@ class Alerts:
         self.sent_at: dict[str, float] = {}
         self.spike_step: int | None = None
         self.skip_step, self.skips = -1, 0
+        # Past events only update the counts.
         for event in past_events:
             self._text(event)
 

@@ -53,11 +53,12 @@ class DiagnosticsConfig:
 
 
 def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
-    return {
-        name: value
-        for name, value in stats.items()
-        if (probes if metric_of(name).probe else statistics)
-    }
+    due = {}
+    for name, value in stats.items():
+        is_due = probes if metric_of(name).probe else statistics
+        if is_due:
+            due[name] = value
+    return due
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
@@ -92,21 +93,32 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
     """
     reduced: Stats = {}
     for op, kinds in OPS.items():
-        found = {name: value for name, value in stats.items() if metric_of(name).combine in kinds}
-        if not found:
+        selected = {
+            name: value for name, value in stats.items() if metric_of(name).combine in kinds
+        }
+        # All ranks have statistics of the same names, so either all ranks skip the collective or
+        # none.
+        if not selected:
             continue
-        roots = [name for name in found if metric_of(name).combine == "rms"]
-        flat = found | {name: found[name].square() for name in roots}
-        packed = torch.cat([value.flatten() for value in flat.values()])
-        if op != SUM:  # some backends ignore NaN in minima and maxima
+        flat = []
+        for name, value in selected.items():
+            # A sum over ranks needs sums of squares, not their roots.
+            addend = value.square() if metric_of(name).combine == "rms" else value
+            flat.append(addend.flatten())
+        # One collective for all statistics, because each collective costs a latency.
+        packed = torch.cat(flat)
+        if op != SUM:
+            # Some backends ignore NaN in minima and maxima.
             packed = packed.nan_to_num(math.inf if op == MAX else -math.inf, math.inf, -math.inf)
         dist.all_reduce(packed, op)
         if op == SUM:
+            # Micro-batches and ranks have equally many tokens, so their weights are equal.
             packed = packed / (micro_batches * dist.get_world_size())
-        parts = packed.split([value.numel() for value in found.values()])
-        for (name, value), part in zip(found.items(), parts, strict=True):
-            reduced[name] = part.view_as(value)
-        reduced |= {name: reduced[name].sqrt() for name in roots}
+        parts = packed.split([value.numel() for value in selected.values()])
+        for (name, value), part in zip(selected.items(), parts, strict=True):
+            combined = part.view_as(value)
+            is_square = metric_of(name).combine == "rms"
+            reduced[name] = combined.sqrt() if is_square else combined
     return reduced
 
 
@@ -129,10 +141,14 @@ def named_values(stats: Stats) -> dict[str, float]:
     if not stats:
         return {}
     n_layers = max(map(len, stats.values()))
+    # One transfer from the GPU for all values, because each transfer waits for the GPU.
     values = iter(torch.cat([value.flatten() for value in stats.values()]).tolist())
-    return {
-        f"{name}{head}/layer_{layer:02d}": next(values)
-        for name, value in stats.items()
-        for layer in range(n_layers - len(value), n_layers)
-        for head in ([f"_{i:02d}" for i in range(value.shape[1])] if value.ndim == 2 else [""])
-    }
+    by_name = {}
+    for name, value in stats.items():
+        heads = [""]
+        if value.ndim == 2:
+            heads = [f"_{i:02d}" for i in range(value.shape[1])]
+        for layer in range(n_layers - len(value), n_layers):
+            for head in heads:
+                by_name[f"{name}{head}/layer_{layer:02d}"] = next(values)
+    return by_name

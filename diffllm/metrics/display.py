@@ -15,7 +15,7 @@ from diffllm.core.errors import printable
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import KEPT
 
-SPIKES = (
+SPIKE_COUNTS = (
     "{spikes/loss_total:.0f} loss, {spikes/grad_total:.0f} gradient norm; without the trend: "
     "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
 )
@@ -71,6 +71,7 @@ class Copied:
 
     def write(self, text: str) -> int:
         written: int = self.stream.write(text)
+        # rich redraws its progress bar with escape sequences and carriage returns.
         if "\x1b" not in text and "\r" not in text:
             self.copy(text)
         return written
@@ -156,13 +157,15 @@ class Display:
         On a terminal, update the progress bar. In other output, print a line every 30 s.
         """
         now = time.monotonic()
-        began, said = self.evaluating = self.evaluating or (now, now)
+        self.evaluating = self.evaluating or (now, now)
+        started_at, printed_at = self.evaluating
         text = f"held-out loss: {done:,} of {total:,} tokens"
         if self.live:
             self.live.update(self.task, status=text)
-        elif now - said >= SAY_S:
-            self.print(f"{text}  ETA {duration((now - began) * (total - done) / max(done, 1))}")
-            self.evaluating = began, now
+        elif now - printed_at >= SAY_S:
+            eta_s = (now - started_at) * (total - done) / max(done, 1)
+            self.print(f"{text}  ETA {duration(eta_s)}")
+            self.evaluating = started_at, now
 
     def print(self, text: str) -> None:
         if self.enabled:
@@ -177,15 +180,18 @@ class Display:
 
 def evaluation_texts(values: Mapping[str, Any]) -> list[str]:
     """Format each held-out loss or task accuracy in `values` as a text, such as "needle 0.52"."""
-    said = []
+    texts = []
     if "eval/loss" in values:
-        said.append(f"held-out {values['eval/loss']:.3f}{bits_per_byte(values, 'eval')}")
-    tasks = [name for name in values if name.startswith("tasks/") and name.count("/") == 1]
-    for name in tasks:
-        chance = values.get(f"tasks_chance/{name.removeprefix('tasks/')}")
-        guessed = "" if chance is None else f" (chance {chance:.2f})"
-        said.append(f"{name.removeprefix('tasks/')} {values[name]:.2f}{guessed}")
-    return said
+        texts.append(f"held-out {values['eval/loss']:.3f}{bits_per_byte(values, 'eval')}")
+    for name, value in values.items():
+        # The metric of a level of a task has a second slash.
+        if not name.startswith("tasks/") or name.count("/") != 1:
+            continue
+        task = name.removeprefix("tasks/")
+        chance = values.get(f"tasks_chance/{task}")
+        note = "" if chance is None else f" (chance {chance:.2f})"
+        texts.append(f"{task} {value:.2f}{note}")
+    return texts
 
 
 def bits_per_byte(values: Mapping[str, Any], split: str) -> str:
@@ -205,7 +211,7 @@ def frequency_text(loss: float, entropy: float) -> str:
 
 def spike_text(counts: Mapping[str, Any]) -> str:
     """Describe the numbers of spikes: in loss and gradient norm, then in both without the trend."""
-    return SPIKES.format_map(counts)
+    return SPIKE_COUNTS.format_map(counts)
 
 
 def duration(seconds: float) -> str:

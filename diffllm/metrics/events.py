@@ -105,7 +105,9 @@ def events_of_step(
     for counter, spike in spikes.items():
         definition, _, series = counter.partition("/")
         event = replace(skipped, kind=f"{series}_spike", definition=definition, height=spike.height)
-        events.append(event if series == "loss" else replace(event, value=grad_norm))
+        if series != "loss":
+            event = replace(event, value=grad_norm)
+        events.append(event)
     return [*events, skipped] if was_skipped else events
 
 
@@ -144,7 +146,8 @@ def read_events(run: Path) -> list[Event]:
             try:
                 events.append(parse_event(line))
             except ValueError as error:
-                if line.endswith("\n"):  # otherwise a process is writing the line, or was killed
+                # Without a line break, a process is still writing the line, or was killed.
+                if line.endswith("\n"):
                     raise ValueError(f"is damaged: line {number}: {error}") from None
     return events
 
@@ -163,7 +166,8 @@ class EventsFile:
         lines = []
         with readable(path), contextlib.suppress(FileNotFoundError):
             for line in read_lines(path):
-                with contextlib.suppress(ValueError):  # a kill or a full disk cut the line
+                # A kill or a full disk may have cut the line.
+                with contextlib.suppress(ValueError):
                     kind, step = kind_and_step(line)
                     if step <= last_step or kind in OF_PROCESSES:
                         if kind == "diverged":
@@ -220,6 +224,8 @@ def append_stall(run: Path, event: Event) -> None:
 
     Raises OSError if the file cannot be written.
     """
+    # Several ranks may report the stall. The lock covers the read and the write, so that only the
+    # first of them writes.
     with os.fdopen(open_to_append(run / EVENTS), "ab", buffering=0) as stream, locked(stream):
         last = last_event(run / EVENTS)
         if last is None or (last.kind, last.step) != (event.kind, event.step):

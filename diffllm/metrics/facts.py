@@ -77,10 +77,11 @@ def fact_declarations() -> dict[str, Declaration]:
 
 def machine_facts() -> tuple[str, ...]:
     """Return the facts of the machine that must agree to compare times."""
-    declared = fact_declarations()
-    return tuple(
-        name for name, key in declared.items() if "machine" in key.kinds and key.effect != "none"
-    )
+    names = []
+    for name, declared in fact_declarations().items():
+        if "machine" in declared.kinds and declared.effect != "none":
+            names.append(name)
+    return tuple(names)
 
 
 @cache
@@ -98,6 +99,8 @@ def facts_of(record: dict[str, Any]) -> RunFacts:
     for fact in fields(RunFacts):
         value = entries.get(fact.name)
         kinds = fact_types()[fact.name]
+        # A number of ranks in run.json is an integer, although the type of the fact is float.
+        # Python counts booleans as integers.
         is_number = float in kinds and isinstance(value, int) and not isinstance(value, bool)
         values[fact.name] = value if is_number or isinstance(value, kinds) else None
     return RunFacts(**values)

@@ -34,6 +34,7 @@ class GrowingFile:
         self.waiting: list[bytes] = []
 
     def append(self, record: bytes) -> None:
+        # One warning for a full disk, not one per record.
         already_warned = bool(self.waiting)
         self.waiting.append(record)
         problem = self._write_waiting()
@@ -53,8 +54,9 @@ class GrowingFile:
                 if self.file.write(record) != len(record):
                     raise OSError("the file system took only a part; free some disk space")
             except OSError as error:
+                # Remove an incomplete record, so that readers find only complete ones.
                 with contextlib.suppress(OSError):
-                    self.file.truncate(end)  # remove an incomplete record
+                    self.file.truncate(end)
                 return error.strerror or str(error)
             self.size += len(record)
             self.waiting.pop(0)
@@ -62,7 +64,8 @@ class GrowingFile:
 
     def close(self) -> None:
         """Try again to write the records kept in memory, then close the file."""
-        if problem := self._write_waiting():
+        problem = self._write_waiting()
+        if problem:
             lost = len(self.waiting)
             to_stderr(
                 f"warning: the last {lost} {self.unit} of {self.path} were not written: {problem}"

@@ -24,6 +24,7 @@ def history(run: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]
     rows = step_values(read_steps(run / "steps.npy", last_step))
     with readable(file):
         lines = logged_lines(file, last_step) if os.path.lexists(file) else iter(())
+        # Of equal steps, `merge` yields the row first, so metrics.jsonl has precedence.
         for _, parts in groupby(merge(rows, lines, key=itemgetter("step")), itemgetter("step")):
             line: dict[str, Any] = {}
             for part in parts:

@@ -130,8 +130,8 @@ class Metric:
         if self.column.steps == "last":
             steps = "at the last logged step"
         layers = f", {self.column.of} over layers" if self.name.endswith("/*") else ""
-        more = {"min": " (falls with more seeds)", "max": " (rises with more seeds)"}
-        seeds = f"{self.column.seeds} over seeds{more.get(self.column.seeds, '')}"
+        notes = {"min": " (falls with more seeds)", "max": " (rises with more seeds)"}
+        seeds = f"{self.column.seeds} over seeds{notes.get(self.column.seeds, '')}"
         return f"{self.meaning}; {steps}{layers}, {seeds}"
 
     def covers(self, name: str) -> bool:

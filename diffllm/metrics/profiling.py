@@ -48,7 +48,8 @@ class StepProfiler:
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages of the profiler on stderr
+        # Without this variable, the profiler prints messages on stderr.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self.say = say
         self.first, self.last = cfg.steps or (0, -1)
         self.file = directory / f"rank{rank}-steps-{self.first}-{self.last}.json.gz"
@@ -82,14 +83,16 @@ class StepProfiler:
 
     def close(self) -> None:
         if self.running:
+            # Cleared first: if `stop` raises, `close` must not stop the profiler again.
             running, self.running = self.running, None
             running.stop()
 
     def _write(self, traced: profile) -> None:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
+            # Otherwise the trace would overwrite the target of the link.
             if self.file.is_symlink():
-                self.file.unlink()  # otherwise the trace would overwrite the link's target
+                self.file.unlink()
             traced.export_chrome_trace(str(self.file))
         except (OSError, RuntimeError) as error:
             to_stderr(f"warning: cannot write {self.file}, training continues: {error}")
@@ -102,4 +105,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((known.peak_flops for known in DEVICES if known.name in name), None)
+    for known_device in DEVICES:
+        if known_device.name in name:
+            return known_device.peak_flops
+    return None

@@ -36,8 +36,10 @@ LARGEST = 1e40
 
 def read_summary(run: Path) -> dict[str, Any] | None:
     """Read the summary.json of a run; return None if the run has not ended, or if it diverged."""
-    found = read_ending(run)
-    return None if found is None or found.get("stopped") else found
+    summary = read_ending(run)
+    if summary is None or summary.get("stopped"):
+        return None
+    return summary
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
@@ -66,7 +68,10 @@ def read_record(file: Path) -> dict[str, Any] | None:
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)
         check_record(file.name, content)
-        return {k: finite(v) if isinstance(v, float) else v for k, v in content.items()}
+        for name, value in content.items():
+            if isinstance(value, float):
+                content[name] = finite(value)
+        return content
     return None
 
 
@@ -80,7 +85,10 @@ def recorded_variables(facts: dict[str, Any]) -> dict[str, str]:
 
 def finite(value: Any) -> float | None:
     """Return `value` as float if it is a number of magnitude at most LARGEST; otherwise None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # `not <=` also rejects NaN.
+    if not abs(value) <= LARGEST:
         return None
     return float(value)
 
@@ -90,21 +98,26 @@ def check_record(name: str, content: dict[str, Any]) -> None:
 
     The checked fields of a file are those in FIELDS.
     """
-    for field, kind in FIELDS[name].items():
+    for field, types in FIELDS[name].items():
         value = content.get(field)
-        missing = value is None and name == "saved.json"
-        wrong = value is not None and type(value) not in kind
-        if missing or wrong or (field in POSITIVE and value is not None and value <= 0):
+        if value is None:
+            is_usable = name != "saved.json"
+        else:
+            # Not isinstance, because Python counts booleans as integers.
+            is_usable = type(value) in types and not (field in POSITIVE and value <= 0)
+        if not is_usable:
             raise ValueError(f"has no usable {field}: {value!r:.100}")
     for field in {"keys", "jobs", "plugin_code"} & {*FIELDS[name]}:
         values = content.get(field) or []
-        if not all_text([*(values.values() if isinstance(values, dict) else values)]):
+        if not all_text(values.values() if isinstance(values, dict) else values):
             raise ValueError(f"has no usable {field}: every value must be text")
     if name == "sweep.json":
         for run, words in (content.get("runs") or {}).items():
-            inside = PurePosixPath(run)
-            below = inside.parts and not inside.is_absolute() and ".." not in inside.parts
-            if not below or "\0" in run or not isinstance(words, list) or not all_text(words):
+            # A run must be below the directory of the sweep.
+            path = PurePosixPath(run)
+            is_below = path.parts and not path.is_absolute() and ".." not in path.parts
+            has_words = isinstance(words, list) and all_text(words)
+            if not is_below or "\0" in run or not has_words:
                 raise ValueError("has no usable runs: must map directory names to overrides")
 
 
@@ -119,18 +132,24 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
     and the new value of the key `seed`. Raises CheckpointError if a line is invalid.
     """
     file = run / "changes.jsonl"
-    found = []
+    lines = []
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         for text in read_lines(file):
             line = parse_json(text)
-            numbered = isinstance(line, dict) and type(line.get("step")) is int
-            changes = line.get("changes") if numbered else None
-            if not isinstance(changes, dict) or not all(
-                isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
-            ):
+            if not is_change(line):
                 raise ValueError("contains a line without a valid `step` and `changes`")
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
+
+
+def is_change(line: Any) -> bool:
+    """Return whether a parsed line of changes.jsonl has valid types; see `read_changes`."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    changes = line.get("changes")
+    if not isinstance(changes, dict):
+        return False
+    return all(isinstance(pair, list) and len(pair) == 2 for pair in changes.values())
 
 
 def logged_lines(file: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
@@ -154,10 +173,17 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or {type(v) for v in line.values()} - {int, float, type(None)}:
+    if not isinstance(line, dict):
         return None
-    place = {k: line[k] for k in ("step", "tokens") if type(line.get(k)) is int}
-    # Larger integers are not exact in float64.
-    if len(place) < 2 or not all(0 <= count < 2**53 for count in place.values()):
+    types = {type(value) for value in line.values()}
+    if types - {int, float, type(None)}:
         return None
-    return {k: finite(v) for k, v in line.items()} | place
+    counts = {}
+    for name in ("step", "tokens"):
+        count = line.get(name)
+        # Larger integers are not exact in float64.
+        if type(count) is not int or not 0 <= count < 2**53:
+            return None
+        counts[name] = count
+    # `finite` makes floats of all numbers, but these counts are integers.
+    return {name: finite(value) for name, value in line.items()} | counts

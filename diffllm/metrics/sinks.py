@@ -77,7 +77,8 @@ class TensorBoardFiles:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a write can fail later, in the writer's thread
+        except Exception as error:
+            # The writer's thread stores any exception, and a later call raises it.
             self.writer = None
             to_stderr(f"warning: TensorBoard event files stopped, training continues: {error!r}")
 
@@ -90,22 +91,24 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, last_step: int = 0):
-        kept = []
+        lines = []
         if last_step:
             with readable(path), contextlib.suppress(FileNotFoundError):
                 for line in read_lines(path):
+                    # A kill or a full disk may have cut the line.
                     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                         if json.loads(line)["step"] <= last_step:
-                            kept.append(line.rstrip("\n") + "\n")
-        self.file = GrowingFile(path, "".join(kept).encode(), "lines")
+                            lines.append(line.rstrip("\n") + "\n")
+        self.file = GrowingFile(path, "".join(lines).encode(), "lines")
 
     def write(self, values: dict[str, Any]) -> None:
         """Append `values` as one line of JSON; NaN and infinity become null."""
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        self.file.append(json.dumps(finite).encode() + b"\n")
+        content = dict(values)
+        for name, value in values.items():
+            # JSON has no NaN and no infinity.
+            if isinstance(value, float) and not math.isfinite(value):
+                content[name] = None
+        self.file.append(json.dumps(content).encode() + b"\n")
 
     def close(self) -> None:
         self.file.close()
@@ -134,15 +137,16 @@ class Sinks(NamedTuple):
         """
         self.steps.append(rows)
         for row in step_values(rows):
-            more = values.get(row["step"], {})
-            for name in more:
+            logged = values.get(row["step"], {})
+            # `metric_of` raises ConfigError for an unknown metric.
+            for name in logged:
                 metric_of(name)
             axes = {name: row.pop(name) for name in AXES}
-            if more:
-                self.file.write({**axes, **more})
-            self.wandb.log({**axes, **row, **more})
+            if logged:
+                self.file.write({**axes, **logged})
+            self.wandb.log({**axes, **row, **logged})
             if self.tensorboard:
-                self.tensorboard.log(axes["step"], {**row, **more})
+                self.tensorboard.log(axes["step"], {**row, **logged})
 
     def write_event(self, event: Event) -> None:
         self.events.write(event)

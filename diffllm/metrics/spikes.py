@@ -66,6 +66,7 @@ class SpikeCounter:
 
         NaN and infinity after NaN or infinity are counted, but they are not new.
         """
+        # A value is compared with previous values only, so it enters the window afterwards.
         spike = self._judge(value)
         self.seen += 1
         self.total += spike is not None
@@ -97,10 +98,12 @@ class SpikeCounter:
         and "rolling_score" cover only the last `window` values. "judged" is the number of values
         that could be spikes: all values except the first `least` finite values.
         """
+        # The window has at least `least` values, so `values` counts them until all are seen.
+        unjudged = min(len(self.values), self.least)
         rolling = sum(self.recent)
         return {
             "total": float(self.total),
-            "judged": float(self.seen - min(len(self.values), self.least)),
+            "judged": float(self.seen - unjudged),
             "score": self.total / max(1, self.seen),
             "rolling_total": float(rolling),
             "rolling_score": rolling / max(1, len(self.recent)),
@@ -119,7 +122,8 @@ class SpikeCounter:
         self.values = deque(state["values"], self.window)
         self.recent = deque(map(bool, state["recent"]), self.window)
         self.total, self.seen = state["total"], state["seen"]
-        self.finite = bool(state.get("finite", True))  # Older checkpoints lack this entry.
+        # Checkpoints of older versions lack this entry.
+        self.finite = bool(state.get("finite", True))
 
 
 def window128() -> SpikeCounter:
@@ -187,7 +191,8 @@ class EventCounter:
             root_mean_square = math.hypot(*self.distances) / math.sqrt(len(self.distances))
             scale = max(root_mean_square, FINEST)
             deviations = as_normal(distance / scale, len(self.distances))
-            if deviations < -SIGMAS:  # limit the effect of a drop on the scale
+            if deviations < -SIGMAS:
+                # Limit the effect of a drop on the scale.
                 self.distances.append(-SIGMAS * scale)
             if abs(deviations) > SIGMAS:
                 self._exclude()
@@ -226,6 +231,7 @@ class EventCounter:
         """
         if len(self.points) < FIRST:
             return None
+        # Omitted spikes and drops leave gaps, so the steps are not equally spaced.
         steps, values = np.array(self.points).T
         middle = steps.mean()
         centred = steps - middle
@@ -241,8 +247,10 @@ class EventCounter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in COUNTS}
-        return {**counts, "points": list(self.points), "distances": list(self.distances)}
+        state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
+        state["points"] = list(self.points)
+        state["distances"] = list(self.distances)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in COUNTS:
@@ -262,7 +270,7 @@ def as_normal(t: float, degrees: int) -> float:
     return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
 
 
-SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
+SKIP_COUNTS = ("skipped_total", "skipped_in_a_row", "longest_skip")
 
 
 class SpikeMonitor:
@@ -302,12 +310,12 @@ class SpikeMonitor:
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics by name, such as `spikes/loss_total` and `spikes/skipped_total`."""
-        counts = {
-            f"{name}_{what}": value
-            for name, counter in self.counters.items()
-            for what, value in counter.metrics().items()
-        }
-        return {**counts, "spikes/skipped_total": float(self.skipped_total)}
+        metrics = {}
+        for name, counter in self.counters.items():
+            for count, value in counter.metrics().items():
+                metrics[f"{name}_{count}"] = value
+        metrics["spikes/skipped_total"] = float(self.skipped_total)
+        return metrics
 
     def windows(self) -> tuple[list[float], list[float]]:
         """Return the latest finite losses and gradient norms, at most 128 values each."""
@@ -318,11 +326,12 @@ class SpikeMonitor:
         return sum(losses) / len(losses) if losses else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        counters = {name: counter.state_dict() for name, counter in self.counters.items()}
-        return {**counters, **{name: getattr(self, name) for name in SKIPS}}
+        state = {name: counter.state_dict() for name, counter in self.counters.items()}
+        counts = {name: getattr(self, name) for name in SKIP_COUNTS}
+        return {**state, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, counter in self.counters.items():
             counter.load_state_dict(state[name])
-        for name in SKIPS:
+        for name in SKIP_COUNTS:
             setattr(self, name, state[name])

@@ -28,7 +28,7 @@ STEP = np.dtype([
     ("train/skipped", "u1"),
 ])  # fmt: skip
 """A row of the file: 61 bytes per optimizer step."""
-LARGEST = 2**34
+LARGEST_STEPS_FILE = 2**34
 """Maximum bytes of the file, 280 million steps."""
 
 
@@ -85,7 +85,7 @@ def read_steps(path: Path, last_step: int | None = None) -> np.ndarray:
     file.
     """
     with readable(path), suppress(FileNotFoundError):
-        with open_regular(path, LARGEST) as stream:
+        with open_regular(path, LARGEST_STEPS_FILE) as stream:
             if np.lib.format.read_magic(stream) != (1, 0):
                 raise ValueError("is not a steps.npy: has another version of the format")
             (count,), _, dtype = np.lib.format.read_array_header_1_0(stream)

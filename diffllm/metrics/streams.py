@@ -76,7 +76,8 @@ def open_closed_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the system returns the lowest free number
+            # The system returns the lowest free number, which is `number`.
+            opened = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(opened, True)
 
 
@@ -97,12 +98,12 @@ def never_fail() -> None:
 @contextlib.contextmanager
 def unfailing() -> Iterator[None]:
     """Context manager in which writes to stdout and stderr never raise."""
-    given = sys.stdout, sys.stderr
+    streams = sys.stdout, sys.stderr
     never_fail()
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = given
+        sys.stdout, sys.stderr = streams
 
 
 @contextlib.contextmanager
@@ -116,7 +117,8 @@ def messages_on_stderr(redirect: bool) -> Iterator[None]:
         return
     sys.stdout.flush()
     stdout = os.dup(1)
-    os.dup2(2, 1)  # for child processes and C libraries
+    # Child processes and C libraries write to the descriptor, not to sys.stdout.
+    os.dup2(2, 1)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -133,17 +135,18 @@ def result() -> Iterator[None]:
     without an error. After the context, failed writes are ignored.
     """
     never_fail()
-    given = getattr(sys.stdout, "stream", sys.stdout)
-    sys.stdout = Result(given)
+    stdout = getattr(sys.stdout, "stream", sys.stdout)
+    sys.stdout = Result(stdout)
     try:
         try:
             yield
         except SystemExit:
+            # Buffered output may still fail, which counts more than the exit code.
             sys.stdout.flush()
             raise
         sys.stdout.flush()
     except ReaderGone:
         pass
     finally:
-        sys.stdout = given
+        sys.stdout = stdout
         never_fail()

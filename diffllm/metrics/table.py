@@ -73,7 +73,7 @@ DEFINITIONS = {
     "spikes_detrended": "4 sigma above the line through the previous 32",
 }
 """Definitions of a spike, by the first part of a metric's name."""
-EVENTS = "spikes_detrended"
+EVENT_DEFINITION = "spikes_detrended"
 """The definition that counts events; an event can contain several close spikes."""
 
 
@@ -86,16 +86,29 @@ def spikes(definition: str, series: str, count: str) -> Metric:
     meaning = f"{number} of steps {since} with a {value} {rule}"
     if count == "judged":
         meaning = f"Number of steps {since} that could be judged by the {value}"
-    elif definition == EVENTS:
-        each = " per judged step" if count == "score" else ""
-        meaning = f"Events{each} {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
+    elif definition == EVENT_DEFINITION:
+        rate = " per judged step" if count == "score" else ""
+        logarithm = "log " if series == "grad" else ""
+        meaning = f"Events{rate} {since}: steps with a {logarithm}{value} {rule}"
         meaning += "; spikes with fewer than 8 quiet steps between them are one event"
     column = None if count.startswith("rolling") else Column("last", "max", "mean")
     plots: tuple[Plot, ...] = ()
-    if definition == EVENTS and count == "total":
+    if definition == EVENT_DEFINITION and count == "total":
         title = f"Spikes of the {value}"
         plots = (Curve(title), Bars(f"{title}, total"))
     return Metric(f"{definition}/{series}_{count}", SPIKES, meaning, plots=plots, column=column)
+
+
+def all_spikes() -> list[Metric]:
+    metrics = []
+    for count in ("score", "total", "judged", "rolling_score", "rolling_total"):
+        for definition in DEFINITIONS:
+            # Events are counted without a window.
+            if definition == EVENT_DEFINITION and count.startswith("rolling"):
+                continue
+            for series in ("loss", "grad"):
+                metrics.append(spikes(definition, series, count))
+    return metrics
 
 
 ENDS: tuple[tuple[Literal["min", "max"], str], ...] = (("min", "Smallest"), ("max", "Largest"))
@@ -151,10 +164,7 @@ METRICS: list[Metric] = [
            "generate", "share", summary="max",
            plots=(Curve("Generated answers, {group}", folded=True),)),
 
-    *(spikes(definition, series, what)
-      for what in ("score", "total", "judged", "rolling_score", "rolling_total")
-      for definition in DEFINITIONS if definition != EVENTS or not what.startswith("rolling")
-      for series in ("loss", "grad")),
+    *all_spikes(),
     Metric("train/skipped", SPIKES, "1 if the update of the step was skipped, else 0",
            summary="max"),
     Metric(
@@ -238,9 +248,9 @@ METRICS: list[Metric] = [
     ) for end, size in ENDS),
 
     *(Metric(
-        f"{name}_rms/*", RESIDUAL, f"RMS of {what}, over tokens and channels", "RMS",
+        f"{name}_rms/*", RESIDUAL, f"RMS of {quantity}, over tokens and channels", "RMS",
         combine="rms", summary="max", plots=(Layers(f"RMS of {short}, by layer", log=True),),
-    ) for name, short, what in (
+    ) for name, short, quantity in (
         ("residual", "the residual stream", "the residual stream that a block reads"),
         ("attn_write", "attention's contribution",
          "the contribution of a block's attention to the residual stream"),

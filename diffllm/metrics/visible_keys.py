@@ -45,26 +45,29 @@ class VisibleKeys:
 
         Raises ValueError for wrong types, negative counts, or fewer keys than queries.
         """
-        found = made(cls, values)
-        rises = 0 <= found.logged_keys <= found.keys
-        if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:
+        counts = made(cls, values)
+        is_valid = 0 <= counts.logged_keys <= counts.keys
+        # Each query sees at least one key: its own token.
+        if not is_valid or not 0 <= counts.logged_queries <= counts.queries <= counts.keys:
             raise ValueError("has no usable counts of visible keys")
-        return found
+        return counts
 
 
-def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) -> float:
+def expected_visible_keys(
+    documents: dict[int, int], seq_len: int, has_whole_documents: bool
+) -> float:
     """Return the mean number of keys that a query sees with causal attention and document masks.
 
     Args:
         documents: maps a document length in tokens, EOS included, to the number of such documents.
-        whole: True for best_fit packing, which cuts only documents of more than `seq_len` tokens
-            (padding is not counted). False for a stream that is cut every `seq_len` tokens; each
-            token of a document is then equally likely to begin a sequence.
+        has_whole_documents: True for best_fit packing, which cuts only documents of more than
+            `seq_len` tokens (padding is not counted). False for a stream that is cut every
+            `seq_len` tokens; each token of a document is then equally likely to begin a sequence.
     """
     keys = 0.0
     for length, number in documents.items():
         pieces, rest = divmod(length, seq_len)
-        if whole:
+        if has_whole_documents:
             seen = (pieces * seq_len * (seq_len + 1) + rest * (rest + 1)) / 2
         else:
             # Token p sees min(p, u) keys, with the place u in its sequence uniform from 1 to T:

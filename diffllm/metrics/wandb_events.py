@@ -40,7 +40,8 @@ def newest_events(run: Path) -> tuple[list[Event], int]:
             count += 1
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # a process is writing the line, or was killed
+        # A process is writing the line, or was killed.
+        with contextlib.suppress(ValueError):
             events.append(parse_event(line))
     return events, count - len(lines)
 
@@ -97,7 +98,8 @@ class SentEvents:
 
     def add(self, event: Event) -> None:
         self.changed = True
-        if alert := self.alerts.select(event):
+        alert = self.alerts.select(event)
+        if alert:
             # wandb's server applies the interval, too: a restarted process does not know it.
             self.run.alert(*alert, wait_duration=INTERVAL_S)
 
@@ -111,9 +113,11 @@ class SentEvents:
             return
         self.changed, self.table_at = False, now
         try:
-            if summary := events_summary(self.directory):
+            summary = events_summary(self.directory)
+            if summary:
                 self.run.summary.update(summary)
-        except Exception as error:  # Lines of metrics may still work.
+        except Exception as error:
+            # Lines of metrics may still work.
             to_stderr(f"warning: wandb lacks the table of the newest events: {error!r}")
 
 
@@ -149,6 +153,7 @@ class CancelTag:
             return
         self.requested_at = now
         tags: list[str] = []
+        # The next request may succeed, and the run needs no tags.
         with contextlib.suppress(Exception):
             tags = self._tags()
         if CANCEL_TAG in tags:

@@ -170,6 +170,7 @@ class WandbRun:
     def _work(self, options: dict[str, Any], past_events: Sequence[Event]) -> None:
         try:
             place = Path(options["dir"])
+            # Before `start`, which creates the directory of this start.
             uploaded = set_aside(place, self.id)
             was_online = self.was_online or has_online(place, self.id)
             # Offline, the last step on the server is unknown: a new wandb run gets all lines.
@@ -191,13 +192,16 @@ class WandbRun:
             run.summary.update(self.summary)
             events.update_table(end=True)
             run.finish(exit_code=self.exit_code)
-            if failure := failed_upload(Path(run.dir).parent):
+            failure = failed_upload(Path(run.dir).parent)
+            if failure:
                 reason = refusal_text(ConnectionError(failure))
                 self._give_up(f"the server has not stored all steps: {reason}")
         except Exception as error:
-            tear_down()  # before the message, after which `finish` may return and the process exit
+            # Before the message, after which `finish` may return and the process may exit.
+            tear_down()
             self._give_up(repr(error))
         finally:
+            # The constructor waits for this event, also after a failure.
             self.started.set()
 
     def _send(self, run: Any, events: SentEvents, sent: int) -> None:
@@ -218,16 +222,16 @@ class WandbRun:
                 tag.check()
             self.taken_at = time.monotonic()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         if not self.working:
             return
         self.working = False
         if self.training:
             to_stderr(
-                f"wandb stopped working, training continues: {why}; "
+                f"wandb stopped working, training continues: {reason}; "
                 "later, `diffllm wandb` writes all steps"
             )
         else:
             to_stderr(
-                f"wandb stopped working after training: {why}; `diffllm wandb` writes all steps"
+                f"wandb stopped working after training: {reason}; `diffllm wandb` writes all steps"
             )

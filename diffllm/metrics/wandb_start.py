@@ -46,7 +46,8 @@ def has_api_key() -> bool:
     server = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
     with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
         keys = netrc.netrc(os.environ.get("NETRC"))
-        return any(keys.authenticators(host) for host in ([server] if server else HOSTS))
+        hosts = [server] if server else HOSTS
+        return any(keys.authenticators(host) for host in hosts)
     return False
 
 
@@ -78,8 +79,10 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     """
     import wandb
 
-    resume_variable = os.environ.pop("WANDB_RESUME", None)  # wandb prefers it to resume=None
-    wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
+    # wandb prefers this variable to resume=None.
+    resume_variable = os.environ.pop("WANDB_RESUME", None)
+    # Without this call, wandb prompts for a missing API key.
+    wandb.setup(wandb.Settings(silent=True))
     # run.log contains the output, and wandb would print next to the progress bar.
     all_settings = wandb.Settings(silent=True, console="off", **settings)
     if "WANDB_INIT_TIMEOUT" not in os.environ:
@@ -139,8 +142,8 @@ def start(mode: str, options: dict[str, Any], offline_id: str) -> Any:
 def log_step(run: Any, values: dict[str, Any]) -> None:
     """Log the finite metrics of the training step values["step"]."""
     # wandb would store a NaN as the minimum of the metric in the run summary.
-    shown = {name: v for name, v in values.items() if finite(v) is not None}
-    run.log(shown, step=values["step"])
+    metrics = {name: value for name, value in values.items() if finite(value) is not None}
+    run.log(metrics, step=values["step"])
 
 
 def refusal_text(error: Exception) -> str:
@@ -182,20 +185,25 @@ def upload(
         lines: metrics by step; a line whose step does not increase is skipped.
         summary, exit_code: as in WandbRun.
     """
-    begin, count, last_step = time.monotonic(), 0, -1
+    begin = time.monotonic()
+    count = 0
+    last_step = -1
     try:
         run = create_run(mode, options, **UPLOAD_SETTINGS)
         for values in lines:
             if values["step"] > last_step:
                 log_step(run, values)
-                count, last_step = count + 1, values["step"]
+                count += 1
+                last_step = values["step"]
         run.summary.update(summary)
         run.finish(exit_code=exit_code)
         directory = Path(run.dir).parent
-        if failure := failed_upload(directory):
+        failure = failed_upload(directory)
+        if failure:
             raise ConnectionError(failure)
     except (UserError, KeyboardInterrupt):
-        abandon_service()  # The service would wait for a server that does not answer.
+        # The service would wait for a server that does not answer.
+        abandon_service()
         raise
     except Exception as error:
         tear_down()

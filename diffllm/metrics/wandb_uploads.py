@@ -37,7 +37,8 @@ def store_uploaded_id(run: Path, run_id: str, cfg: WandbConfig, newest_id: str) 
 
 
 def read_uploads(run: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):  # Without the file, a repair begins another wandb run.
+    # Without the file, a repair begins another wandb run.
+    with suppress(OSError, ValueError):
         return read_json(run / UPLOADS)
     return {}
 

@@ -96,9 +96,9 @@ def test_ffn_dim_for_equal_flops_matches_exhaustive_search(size, target):
             with pytest.raises(
                 ConfigError, match=r"gives .* FLOPs per token with an error of at most 0\.5%"
             ):
-                match(mine, target, cached_variant(target), by="flops")
+                match(mine, target, cached_variant(target), cost="flops")
             continue
-        found = match(mine, target, cached_variant(target), by="flops")
+        found = match(mine, target, cached_variant(target), cost="flops")
         assert (found.by, found.target_params) == ("flops", total_params(model, target, start))
         assert found.target_flops == pytest.approx(wanted, rel=1e-12)
         assert found.flops == pytest.approx(

@@ -129,7 +129,7 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
         return spikes
     for event in events:
         name = MARKED.get(event.kind)
-        if name is None or event.definition != table.EVENTS:
+        if name is None or event.definition != table.EVENT_DEFINITION:
             continue
         tokens = curves[name].tokens
         # A killed process may not have written the rows of its last events.
