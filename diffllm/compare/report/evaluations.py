@@ -325,7 +325,7 @@ def score_line(
         scores += scores_of_row.values()
         values[row] = values_by_seed(scores_of_row)
         examples[row] = min(map(independent_examples, scores_of_row.values()), default=0)
-    low, high = limits_of(unit, scores[0])
+    low, high = score_limits(unit, scores[0])
     cells: list[ScoreCell | None] = []
     for row, row_values in values.items():
         if not row_values:
@@ -354,7 +354,8 @@ def values_by_seed(scores: Mapping[Seeds, Line]) -> dict[Seeds, float]:
     return values
 
 
-def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
+def score_limits(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the least and the largest possible value of a score."""
     low, high = map(finite, score.get("range") or (None, None))
     if unit == SHARE or low is None or high is None:
         # Results of older versions have the unit with "a" in place of "per".

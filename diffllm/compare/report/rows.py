@@ -288,7 +288,7 @@ def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
     keys = set()
     has_choices = bool(groups) and "model" in groups[0].values
     for key in incomparable:
-        # model=<choice> stands for all keys of a model.
+        # model=<choice> replaces all keys of a model.
         keys.add("model" if has_choices and key.startswith("model.") else key)
     if has_choices:
         keys.add("model")

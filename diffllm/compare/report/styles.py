@@ -70,7 +70,10 @@ def style_identity(variant: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         changes: overrides of the arm, of which only those of `model.attention` count.
     """
-    texts = [f"{key}={shown_value(changes[key])}" for key in changes if key.startswith(ATTENTION)]
+    texts = []
+    for key, value in changes.items():
+        if key.startswith(ATTENTION):
+            texts.append(f"{key}={shown_value(value)}")
     return variant, *sorted(texts)
 
 
@@ -95,10 +98,12 @@ def styles_of(labels: Sequence[str], identities: Sequence[tuple[str, ...]]) -> l
         light = 1 - DARKEST * earlier_rows / max(equal_rows - 1, 1)
         dash += earlier_rows
         if changes:
+            # Python's own hash of a text differs between processes.
             number = crc32(" ".join(changes).encode())
             light *= SHADES[number % len(SHADES)]
             dash += 1 + number // len(SHADES) % (len(DASHES) - 1)
         colour = shade(hue, light)
+        # The limit ends the search if all dashes are used: then rows share a style.
         while (colour, dash % len(DASHES)) in used and dash < 2 * len(DASHES):
             dash += 1
         dash %= len(DASHES)
