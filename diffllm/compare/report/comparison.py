@@ -189,6 +189,7 @@ def row_with_gap(arm: RunArm, base: RunArm | None) -> Row:
         return row
     gap = arm_gap(arm, base)
     row = replace(row, against=base, outcome=gap)
+    # Without a common seed of finite losses, there is no gap at equal cost and no trend.
     if gap.paired is None:
         return row
     equal = equal_gaps(arm, base, gap.paired.estimate)

@@ -25,6 +25,7 @@ from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import ALPHA, holm
 
 NAMED = 4
+"""Largest number of rows that a sentence names, and of trends that have a sentence each."""
 EQUAL = 0.0005
 """Relative difference below which parameters are called equal."""
 FEW_SEEDS = (
@@ -290,6 +291,7 @@ def noise_floor_note(rows: list[Row], floor: Series) -> str:
             continue
         last_gap = abs(band.mean[-1])
         half_width = np.interp(band.x[-1], *floor)
+        # A gap that is not finite is neither inside nor outside.
         if not row.gap.holds_zero and last_gap <= half_width:
             inside = True
         if row.gap.holds_zero and half_width < last_gap < np.inf:
