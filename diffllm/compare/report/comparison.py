@@ -115,14 +115,17 @@ def compare(
         baseline: variant to compare others with; default: `standard` if present, else the first.
         step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
+    # The report must not depend on the order of the paths.
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
     arms, skipped = make_arms(runs, keys)
     arms, values_of_groups = group_arms(arms, keys)
     chosen = choose_baseline(baseline, arms)
-    baselines = {arm: baseline_arm(arm, arms, chosen) for arm in arms}
+    baselines: dict[RunArm, RunArm | None] = {}
     pairs = []
-    for arm, base in baselines.items():
+    for arm in arms:
+        base = baseline_arm(arm, arms, chosen)
+        baselines[arm] = base
         if base is not None and base is not arm:
             pairs.append((arm, base))
     score_notes = missing_baseline_notes(baselines, chosen)
@@ -130,7 +133,8 @@ def compare(
     rows = make_rows(arms, dict(pairs), evaluated, keys.incomparable)
     groups = []
     for letter, values in values_of_groups.items():
-        groups.append(Group(letter, [row for row in rows if row.group == letter], values))
+        rows_of_group = [row for row in rows if row.group == letter]
+        groups.append(Group(letter, rows_of_group, values))
     return Comparison(
         title=title,
         rows=rows,
@@ -151,6 +155,7 @@ def missing_baseline_notes(
     """Return a note about the arms without a baseline, if there are several arms."""
     labels = []
     for arm, base in baselines.items():
+        # `run_notes` explains why a run with a changed config has no gap.
         if base is None and not arm.runs[0].changes:
             labels.append(arm.label)
     if not labels or len(baselines) < 2:
@@ -184,6 +189,7 @@ def row_with_gap(arm: RunArm, base: RunArm | None) -> Row:
         return row
     gap = arm_gap(arm, base)
     row = replace(row, against=base, outcome=gap)
+    # Without a common seed of finite losses, there is no gap at equal cost and no trend.
     if gap.paired is None:
         return row
     equal = equal_gaps(arm, base, gap.paired.estimate)
@@ -219,6 +225,7 @@ def choose_baseline(requested: str | None, arms: Sequence[RunArm]) -> str | None
         return requested
     if "standard" in variants:
         return "standard"
+    # A single row is compared with nothing, so its table needs no name of a baseline.
     return variants[0] if len(arms) > 1 else None
 
 
@@ -235,6 +242,7 @@ def baseline_arm(arm: RunArm, arms: Sequence[RunArm], baseline: str | None) -> R
         return None
     equal_keys = {"attention": baseline}
     for key, value in arm.keys.items():
+        # `comparable_in_size` judges the keys in MATCHES: their values need not be equal.
         if key not in (*MATCHES, "attention") and not key.startswith(ATTENTION):
             equal_keys[key] = value
     candidates = [other for other in arms if equal_keys.items() <= other.keys.items()]

@@ -71,7 +71,11 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
     if not any(np.isfinite(curve.values).any() for curve in curves):
         return None
     x = np.unique(np.concatenate([curve.tokens for curve in curves]))
-    seeds = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
+    interpolated = []
+    for curve in curves:
+        # By default, np.interp repeats the first and the last value outside of the curve.
+        interpolated.append(np.interp(x, *curve, left=np.nan, right=np.nan))
+    seeds = np.stack(interpolated)
     is_incomplete = np.isnan(seeds).any(axis=0)
     # Curves of single seeds reach one point further, where they meet the mean of all seeds.
     shows_single = np.convolve(is_incomplete, [1, 1, 1])[1:-1] > 0
@@ -85,6 +89,7 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
         # A curve without finite values has no last point.
         if len(places) and places[-1] < len(x) - 1:
             stops.append((x[places[-1]], y[places[-1]]))
+    # The mean of the other seeds would jump where a curve ends.
     complete = np.where(is_incomplete, np.nan, seeds)
     return Band(
         x,
@@ -97,12 +102,20 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
 
 
 def window(points: int) -> int:
-    return 2 * max(points // 100, min(points // 20, 5)) + 1
+    """Return the width of a running mean for a curve of `points` points: an odd number of points.
+
+    The width is about 2% of the points. For fewer than 600 points, it is about 10%, at most 11.
+    """
+    half_width = max(points // 100, min(points // 20, 5))
+    return 2 * half_width + 1
 
 
 def smoothed(series: Series, points: int) -> Series:
+    """Return the centred running mean of a curve over `points` points; values can be NaN."""
     if points == 1 or not len(series.values):
         return series
+    # A mean over the finite values only: otherwise a single NaN would remove `points` values. The
+    # mean is NaN exactly where the value is not finite.
     is_finite = np.isfinite(series.values)
     total = window_sums(np.where(is_finite, series.values, 0), points)
     count = window_sums(is_finite, points)
@@ -111,6 +124,7 @@ def smoothed(series: Series, points: int) -> Series:
 
 def window_sums(values: Array, points: int) -> Array:
     """Return the sum of the `points` values around each of the values (n,)."""
+    # mode="same" would return `points` values if there are fewer values.
     start = points // 2
     return np.convolve(values, np.ones(points))[start : start + len(values)]
 
@@ -149,6 +163,7 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
     """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
+    # fmin and fmax ignore NaN, so that a single gap does not hide an interval.
     low = np.fmin.reduceat(band.low, starts)
     high = np.fmax.reduceat(band.high, starts)
     return band.x[starts], low, high
@@ -201,6 +216,7 @@ def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
     gaps = {}
     for tokens in sorted(arm_losses.keys() & base_losses.keys()):
         gap = paired(arm_losses[tokens], base_losses[tokens])
+        # With fewer seeds, the gap would change because other runs are compared.
         if gap is not None and gap.seeds == len(runs):
             gaps[tokens] = gap.estimate
     return gaps
@@ -238,17 +254,24 @@ def seed_noise(rows: Sequence[RunArm]) -> Series | None:
         return None
     from scipy.special import stdtrit
 
-    tokens = reduce(np.intersect1d, [curve.tokens for curve in chain(*curves_of_rows)])
+    all_curves = chain.from_iterable(curves_of_rows)
+    tokens = reduce(np.intersect1d, [curve.tokens for curve in all_curves])
     losses = []
     for curves in curves_of_rows:
-        common = [curve.values[np.isin(curve.tokens, tokens)] for curve in curves]
+        common = []
+        for curve in curves:
+            is_common = np.isin(curve.tokens, tokens)
+            common.append(curve.values[is_common])
         losses.append(np.stack(common))  # (seeds, tokens)
     variance, degrees_of_freedom = pooled_variance(losses)
     fewest_seeds = min(map(len, losses))
     quantile = stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)
     half_width = quantile * np.sqrt(variance * 2 / fewest_seeds)
+    # A loss that is not finite makes the variance at its tokens unknown.
     is_known = np.isfinite(half_width)
-    return Series(tokens[is_known], half_width[is_known]) if is_known.any() else None
+    if not is_known.any():
+        return None
+    return Series(tokens[is_known], half_width[is_known])
 
 
 def equal_gaps(arm: RunArm, base: RunArm, gap: Estimate) -> dict[str, EqualGap]:
@@ -263,8 +286,9 @@ def equal_gaps(arm: RunArm, base: RunArm, gap: Estimate) -> dict[str, EqualGap]:
     if samples:
         tokens = max(samples)
         gaps["tokens"] = EqualGap(samples[tokens], tokens)
+    runs = runs_of_gap(arm, base)
     for name in ("flops", "seconds"):
-        cost = BUDGETS[name].equal_cost(runs_of_gap(arm, base))
+        cost = BUDGETS[name].equal_cost(runs)
         if cost is not None:
             gaps[name] = EqualGap(gap, cost)
     return gaps
@@ -287,7 +311,10 @@ def over_cost(band: Band, runs: Sequence[Run], budget: Budget) -> Band | None:
     if not measured.any():
         return None
     mean = np.mean(np.stack(costs)[:, measured], axis=0)
-    stops = [(float(np.interp(x, band.x[measured], mean)), y) for x, y in band.stops]
+    stops = []
+    for x, y in band.stops:
+        cost_at_stop = float(np.interp(x, band.x[measured], mean))
+        stops.append((cost_at_stop, y))
     return replace(
         band,
         x=mean,

@@ -49,6 +49,7 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     values of a key that does not influence the loss.
     """
     declared = all_declarations(runs_of(rows))
+    # These keys follow from a budget, which is compared in their place.
     for name in LENGTH_KEYS:
         declared[name] = replace(declaration_of(name, declared), fact="budget")
     keys_of_rows = rows[0].differing
@@ -81,7 +82,11 @@ def row_settings(row: Row, differing: list[Difference]) -> str:
     """Return the settings of a row in which rows differ, such as "attention=gated optim.lr=0.1"."""
     texts = [f"attention={row.keys['attention']}"]
     for difference in differing:
-        values = [text for text, labels in difference.values.items() if row.label in labels]
+        values = []
+        for text, labels in difference.values.items():
+            if row.label in labels:
+                values.append(text)
+        # A row has several values if its seeds differ in a key without influence on the loss.
         if values:
             texts.append(f"{difference.key}={' or '.join(values)}")
     return " ".join(texts)
@@ -115,6 +120,7 @@ def settings(rows: list[Row]) -> dict[str, str]:
     settings_of_runs = [changed_settings(run) for run in runs]
     texts = {}
     for name in setting_names(runs, settings_of_runs):
+        # A key is shown if one run has changed it; the other runs then show their default.
         texts_of_runs = []
         for run, values in zip(runs, settings_of_runs, strict=True):
             value = values.get(name, run.config.get(name))
@@ -128,9 +134,11 @@ def settings(rows: list[Row]) -> dict[str, str]:
 def setting_names(runs: list[Run], settings_of_runs: list[dict[str, Any]]) -> list[str]:
     """Return the names of all settings: keys in HEADLINE, other keys as declared, then facts."""
     names: set[str] = set().union(*settings_of_runs)
-    declared = all_declarations(runs)
-    keys = [key for key in (*HEADLINE, *declared) if key not in fact_declarations()]
-    ordered = [key for key in dict.fromkeys(keys) if key in names]
+    ordered = []
+    for key in dict.fromkeys([*HEADLINE, *all_declarations(runs)]):
+        # `all_declarations` also contains the facts, which follow all keys.
+        if key in names and key not in fact_declarations():
+            ordered.append(key)
     return ordered + sorted(names.difference(ordered))
 
 
@@ -147,10 +155,12 @@ def changed_settings(run: Run) -> dict[str, Any]:
         # A mixture can have 500 sources; config.yaml lists them.
         if declared.harmless or name in SEEDS or is_within(name, ["resolved", "data.sources"]):
             continue
+        # Below model.attention, defaults depend on the variant: `overrides` adds these keys.
         if name.startswith(ATTENTION) or declared.effect == "logging":
             continue
         default = defaults.get(name)
         if declared.follows:
+            # The default of such a key is the value of another key.
             default = run.config.get(declared.follows)
         if name in HEADLINE or value != default:
             values[name] = value

@@ -71,6 +71,7 @@ def evaluations(
         steps = all_results(run.path, problems, step)
         by_run[run.path] = steps
         if steps:
+            # A dict of None is a set that keeps its order, in which the page shows evaluations.
             names |= dict.fromkeys(steps[max(steps)])
     notes = [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
     evaluated = []
@@ -140,6 +141,7 @@ def comparable_checkpoints(
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
+            # A run with a larger batch has seen more tokens at the same step.
             question = json.dumps([run.tokens_at(step), question_of(newest)])
             if first_question is None:
                 first_question, unit = question, newest["unit"]
@@ -189,6 +191,7 @@ def by_name(result: Line) -> Lines:
     length), add the mean accuracy as the first score.
     """
     scores = result["scores"]
+    # Other evaluations have several metrics instead of several levels, which have no mean.
     if result["unit"] == SHARE and len(scores) > 1:
         means: Line = {
             "of": ALL,
@@ -212,6 +215,7 @@ def mean_of_all(scores: Sequence[Line], key: str) -> float | None:
 
 
 def independent_examples(score: Line) -> float:
+    """Return the number of independent examples of a score; 0 if it is not recorded."""
     return finite(score.get("independent", score.get("examples"))) or 0
 
 
@@ -252,11 +256,16 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
 
     Return {} if `loss` is outside of the range of the checkpoints' losses.
     """
-    points = [(point.loss, point.scores) for point in checkpoints if point.loss is not None]
+    points = []
+    for point in checkpoints:
+        if point.loss is not None:
+            points.append((point.loss, point.scores))
+    # Scores at exactly this loss are measured, and keep fields that interpolation drops.
     for point_loss, scores in points:
         if point_loss == loss:
             return scores
     for (first_loss, first_scores), (last_loss, last_scores) in pairwise(points):
+        # The loss can rise and fall again; the first time that it reaches `loss` counts.
         if first_loss > loss > last_loss:
             share = (first_loss - loss) / (first_loss - last_loss)
             return interpolated(first_scores, last_scores, share)
@@ -309,22 +318,28 @@ def score_line(
     values = {}
     examples = {}
     for row, row_results in results.items():
-        scores_of_row = {
-            seeds: lines[name] for seeds, lines in row_results.items() if name in lines
-        }
+        scores_of_row = {}
+        for seeds, lines in row_results.items():
+            if name in lines:
+                scores_of_row[seeds] = lines[name]
         scores += scores_of_row.values()
         values[row] = values_by_seed(scores_of_row)
         examples[row] = min(map(independent_examples, scores_of_row.values()), default=0)
-    low, high = limits_of(unit, scores[0])
+    low, high = score_limits(unit, scores[0])
     cells: list[ScoreCell | None] = []
     for row, row_values in values.items():
         if not row_values:
             cells.append(None)
             continue
         mean = estimate(list(row_values.values())).within(low, high)
-        gap = paired(row_values, values[bases[row]]) if row in bases else None
-        limited_gap = gap.estimate.within(low - high, high - low) if gap else None
-        interval = over_examples(mean, examples[row]) if unit == SHARE else None
+        limited_gap = None
+        if row in bases:
+            gap = paired(row_values, values[bases[row]])
+            if gap:
+                limited_gap = gap.estimate.within(low - high, high - low)
+        interval = None
+        if unit == SHARE:
+            interval = over_examples(mean, examples[row])
         cells.append(ScoreCell(mean, limited_gap, interval))
     return ScoreLine(name, finite(scores[0].get("chance")), cells)
 
@@ -339,7 +354,8 @@ def values_by_seed(scores: Mapping[Seeds, Line]) -> dict[Seeds, float]:
     return values
 
 
-def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
+def score_limits(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the least and the largest possible value of a score."""
     low, high = map(finite, score.get("range") or (None, None))
     if unit == SHARE or low is None or high is None:
         # Results of older versions have the unit with "a" in place of "per".
@@ -365,9 +381,10 @@ def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]
     for evaluation in evaluated:
         for lines, suffix in ((evaluation.lines, ""), (evaluation.equal, ", equal loss")):
             for line in lines:
-                cell = line.cells[row]
                 level = f": {line.name}" if line.name else ""
                 name = f"{evaluation.name}{level}{suffix}"
+                # A row without the score has empty cells: all rows of report.csv have all columns.
+                cell = line.cells[row]
                 gap = cell.gap if cell else None
                 values[name] = cell.mean.mean if cell else None
                 values[f"{name}, gap"] = gap.mean if gap else None

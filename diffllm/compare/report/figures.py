@@ -43,13 +43,18 @@ FEW = 24
 """Curves of at most this number of points have markers."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
+    # Texts stay texts: the browser draws them, and readers can search for them.
     "svg.fonttype": "none",
+    # Without a fixed salt, the ids in a figure would be random, and equal runs would have
+    # different pages.
     "svg.hashsalt": "diffllm",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": SMALL,
+    # Labels contain values of config keys, in which "$" does not begin a formula.
     "text.parse_math": False,
     "text.color": FOREGROUND,
     "figure.facecolor": SURFACE,
+    # A point is 1/72 inch, so that all sizes are in pixels.
     "figure.dpi": 72,
     "figure.constrained_layout.w_pad": 0.07,
     "figure.constrained_layout.h_pad": 0.06,
@@ -65,6 +70,7 @@ RC = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.unicode_minus": True,
+    # A power of ten or an offset would be a separate text at the end of the axis.
     "axes.formatter.limits": (-99, 99),
     "axes.formatter.useoffset": False,
     "axes.grid": True,
@@ -93,15 +99,19 @@ def short_label(label: str, length: int = LABEL_LENGTH) -> str:
 
 
 def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
-    entries = {style.label: style for style in styles}
+    """Return the entries of a legend, at most ENTRIES: names of rows or variants with a style."""
     if len(styles) > ENTRIES:
+        # The reversed order keeps the style of the first row of a variant.
         by_variant = {style.variant: style for style in reversed(styles)}
-        entries = dict(reversed(by_variant.items()))
-    names = list(entries)[:ENTRIES]
-    return [(short_label(name), entries[name]) for name in names]
+        entries = list(reversed(by_variant.items()))
+    else:
+        by_label = {style.label: style for style in styles}
+        entries = list(by_label.items())
+    return [(short_label(name), style) for name, style in entries[:ENTRIES]]
 
 
 def new_figure(width: float, height: float) -> "Figure":
+    # pyplot would keep every figure in memory and choose a backend for a screen.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width / 72, height / 72), layout="constrained")
@@ -118,14 +128,17 @@ def add_legend(figure: "Figure") -> None:
         else:
             other_entries.setdefault(label, handle)
     entries += other_entries.items()
+    labels, handles = zip(*entries, strict=True)
     width, height = figure.get_size_inches()
-    entry_width = HANDLE + CHARACTER * max(len(label) for label, _ in entries)
-    lines = math.ceil(len(entries) / max(1, int(72 * width / entry_width)))
+    entry_width = HANDLE + CHARACTER * max(map(len, labels))
+    most_columns = max(1, int(72 * width / entry_width))
+    lines = math.ceil(len(entries) / most_columns)
     figure.set_size_inches(width, height + (LEGEND_LINE * lines + 4) / 72)
     figure.legend(
-        [handle for _, handle in entries],
-        [label for label, _ in entries],
+        handles,
+        labels,
         loc="outside lower center",
+        # Fewer columns than would fit, if the lines are then equally full.
         ncols=math.ceil(len(entries) / lines),
         frameon=False,
         borderpad=0,
@@ -162,9 +175,14 @@ def draw_curves(
         floor: curve of half the width of the noise floor, drawn as an area around zero.
         starts: horizontal positions of vertical lines, where stages of training start.
     """
-    drawn = [(band, style) for band, style in zip(bands, styles, strict=True) if band is not None]
+    drawn = []
+    styles_of_bands = []
+    for band, style in zip(bands, styles, strict=True):
+        if band is not None:
+            drawn.append((band, style))
+            styles_of_bands.append(style)
     # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
-    names = {style: f" {name}" for name, style in legend_of([style for _, style in drawn])}
+    names = {style: f" {name}" for name, style in legend_of(styles_of_bands)}
     figure = new_figure(WIDTH, HEIGHT)
     axes = figure.subplots()
     for band, style in drawn:
@@ -183,6 +201,7 @@ def draw_curves(
         logarithmic(axes)
     elif top is not None:
         end_scale(axes, drawn, top)
+    # Spikes above the scale are drawn at its upper edge, so the scale must be final.
     draw_spikes(axes, drawn)
     axes.set_xlabel(across, loc="right")
     axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
@@ -192,6 +211,7 @@ def draw_curves(
 
 
 def end_scale(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
+    """End the vertical axis at `top`; an arrow marks a curve that is entirely above it."""
     bottom = axes.dataLim.ymin
     axes.set_ylim(bottom - 0.05 * (top - bottom), top)
     for band, style in drawn:
@@ -219,7 +239,8 @@ def draw_arrow(axes: "Axes", place: tuple[float, float], arrow: str, colour: str
 
 def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -> None:
     lines = [(band.mean, 1.6, name)]
-    lines += [(single, 0.7, "") for single in band.singles]
+    for single in band.singles:
+        lines.append((single, 0.7, ""))
     for y, width, label in lines:
         axes.plot(
             band.x,
@@ -260,14 +281,17 @@ def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
     axes.set_autoscaley_on(False)  # marks do not change the scale
     spikes: list[Spike] = []
     for band, style in drawn:
-        if band.spikes:
-            spikes += band.spikes
-            x = [spike.x for spike in band.spikes]
-            y = np.clip([spike.value for spike in band.spikes], bottom, top)
-            axes.plot(x, y, "^", color=style.colour, ls="", ms=5, clip_on=False, label="spike")
+        if not band.spikes:
+            continue
+        spikes += band.spikes
+        x = [spike.x for spike in band.spikes]
+        values = [spike.value for spike in band.spikes]
+        y = np.clip(values, bottom, top)
+        axes.plot(x, y, "^", color=style.colour, ls="", ms=5, clip_on=False, label="spike")
     if not spikes:
         return
     highest = max(spikes, key=lambda spike: spike.value)
+    # The text is on the side of the mark where more of the figure is.
     is_right = highest.x > sum(axes.dataLim.intervalx) / 2
     axes.annotate(
         f"step {highest.step:,}",
@@ -280,7 +304,11 @@ def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
 
 
 def hide_nonpositive(values: np.ndarray, log: bool) -> np.ndarray:
-    return np.where(values > 1 / LARGEST, values, np.nan) if log else values
+    """Return values (n,) with NaN in place of those that a logarithmic axis cannot show."""
+    if not log:
+        return values
+    # Smaller positive values occur only in damaged files; the axis would get infinite limits.
+    return np.where(values > 1 / LARGEST, values, np.nan)
 
 
 def logarithmic(axes: "Axes") -> None:
@@ -288,9 +316,12 @@ def logarithmic(axes: "Axes") -> None:
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    subs: tuple[float, ...] = (1, 2, 5) if high < 100 * low else (1,)
+    # A short scale contains few powers of ten, or none, and needs ticks between them.
+    subs: tuple[float, ...] = (1,)
     if high < 4 * low:
         subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+    elif high < 100 * low:
+        subs = (1, 2, 5)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(lambda y, _: short(y, 4))
@@ -375,6 +406,7 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
             ends = [gap.mean, *(gap.interval or ())]
             values += ends
             sizes.append(max(map(abs, ends)))
+    # All gaps can be 0; an axis needs some length.
     limit = OUTLYING * median_low(sizes) or 1.0
     values = np.clip(values, -limit, limit).tolist()
     values += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
@@ -385,6 +417,7 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
 
 def to_svg(figure: "Figure", title: str) -> bytes:
     out = io.BytesIO()
+    # A date would make pages of equal runs different.
     figure.savefig(out, format="svg", metadata={"Date": None, "Title": title})
     return out.getvalue()
 

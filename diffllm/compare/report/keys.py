@@ -93,7 +93,9 @@ def distinguish(runs: list[Run]) -> Keys:
     differing = overridden_keys(runs) | deciding_differences(values, declared)
     values = with_facts_of_seeds(values, runs, differing, declared)
     # Facts of the machine no longer differ if the runs of each seed agree.
-    differing -= {fact for fact in machine_facts() if not has_differences(fact, values)}
+    for fact in machine_facts():
+        if not has_differences(fact, values):
+            differing.discard(fact)
     explained = explained_names(differing, values, declared)
 
     # The attention variant is the first part of every label, even if all runs have the same.
@@ -121,6 +123,8 @@ def keys_of_model_choice(
     values_and_choice = []
     for run, run_values in zip(runs, values, strict=True):
         values_and_choice.append(run_values | {"choice": run.cfg.resolved.choices["model"]})
+    # The choice must determine the keys, and the keys the choice: a label with the choice alone
+    # then says as much as a label with all keys.
     determined = set()
     for key in swept:
         is_of_model = key.startswith("model.") and not key.startswith(ATTENTION)
@@ -132,7 +136,10 @@ def keys_of_model_choice(
 
 
 def overridden_keys(runs: Sequence[Run]) -> set[str]:
-    return {name for run in runs for name in overrides(run)}
+    names: set[str] = set()
+    for run in runs:
+        names.update(overrides(run))
+    return names
 
 
 def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -> set[str]:
@@ -223,6 +230,7 @@ def arms_equal_by_seed(
         for facts_by_seed, members in united:
             common = facts_by_seed.keys() & facts_of_arm.keys()
             if all(facts_by_seed[seed] == facts_of_arm[seed] for seed in common):
+                # The next arm must also agree in the seeds that only this arm has.
                 facts_by_seed.update(facts_of_arm)
                 members.append(places)
                 break
@@ -277,7 +285,8 @@ def distinguishing_values(runs: list[Run]) -> list[dict[str, Any]]:
     plans = planned_budgets(runs)
     result = []
     for run, values, plan in zip(runs, values_of(runs), plans, strict=True):
-        values |= {name: run.config.get(name) for name in overridden}
+        for name in overridden:
+            values[name] = run.config.get(name)
         matched = run.cfg.resolved.matched
         if matched:
             # The solved width follows from the match; the target's width is the setting.
@@ -297,9 +306,13 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> list[dict[str, Any
     """
     counted = list(values)
     for match in MATCHES:
-        matched_runs = [run_values for run_values in values if run_values[match] is not None]
-        targets = {run_values[match] for run_values in matched_runs}
-        targets -= {run_values["attention"] for run_values in matched_runs}
+        targets = set()
+        matched_variants = set()
+        for run_values in values:
+            if run_values[match] is not None:
+                targets.add(run_values[match])
+                matched_variants.add(run_values["attention"])
+        targets -= matched_variants
         for i, run_values in enumerate(values):
             has_match = any(run_values[key] is not None for key in MATCHES)
             if run_values["attention"] in targets and not has_match:
@@ -323,7 +336,7 @@ def can_explain_fact(key: str, fact: str | None, values: list[dict[str, Any]]) -
 def causes_of(name: str, declared: Declarations) -> set[str]:
     """Return the keys and facts that can explain a difference in a fact or key."""
     causes = keys_of_fact(name, declared)
-    for key in list(causes):
+    for key in list(causes):  # a copy, because the loop adds causes
         source = declared[key].follows
         if source:
             causes.add(source)

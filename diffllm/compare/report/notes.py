@@ -15,7 +15,7 @@ from diffllm.compare.arms.sentences import (
     two_digits,
 )
 from diffllm.compare.report.curves import POINTS
-from diffllm.compare.report.keys import FACTS, all_declarations, has_differences
+from diffllm.compare.report.keys import FACTS, all_declarations
 from diffllm.compare.report.results import NAMED, has_intervals, progress, size_against
 from diffllm.compare.report.rows import Row
 from diffllm.evaluation.heldout import same_documents
@@ -29,6 +29,7 @@ COMPUTE_OPTIMAL = 20
 
 
 def run_notes(run: Run) -> list[str]:
+    """Return notes about the problems of one run, which are reasons why numbers exclude it."""
     notes = []
     if run.changes:
         changes = "; ".join(run.changes)
@@ -52,6 +53,7 @@ def run_notes(run: Run) -> list[str]:
 
 
 def fact_notes(runs: list[Run]) -> list[str]:
+    """Return a note about the runs that lack the same facts, for each set of missing facts."""
     facts = []
     for fact in FACTS:
         # Runs of older versions lack these facts, and can be compared with each other.
@@ -71,6 +73,7 @@ def fact_notes(runs: list[Run]) -> list[str]:
 
 
 def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
+    """Return a note about each row whose model is larger or smaller than that of its baseline."""
     notes = []
     for row, base in gaps:
         size = row.fact("parameters")
@@ -79,6 +82,7 @@ def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
             continue
         advice = ""
         models = [arm.runs[0].cfg.model for arm in (row, base)]
+        # The advice would not help a model that is already matched.
         if not any(model.match_params_to or model.match_flops_to for model in models):
             larger = row if size > base_size else base
             advice = f"; model.match_params_to={larger.variant} makes runs of equal size"
@@ -102,7 +106,7 @@ def document_warnings(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
     warnings = []
     for arm, base in gaps:
         common = arm.documents.keys() & base.documents.keys()
-        if not all(same_documents(arm.documents[s], base.documents[s]) for s in common):
+        if not all(same_documents(arm.documents[key], base.documents[key]) for key in common):
             warnings.append(
                 f"The gap of {arm.label} to {base.label} is not at equal evaluation: their final "
                 "losses were measured on different held-out documents."
@@ -111,20 +115,27 @@ def document_warnings(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
 
 
 def speed_notes(runs: list[Run]) -> list[str]:
-    values = []
+    """Return a note about the machines and keys that make the speeds of runs incomparable."""
+    values_of_runs = []
     for run in runs:
-        # Older versions did not record some facts; a missing fact is not a difference.
-        facts = {name: fact for name, fact in vars(facts_of(run.facts)).items() if fact is not None}
-        values.append(run.config | facts)
-    declared = all_declarations(runs)
-    speed_keys = [name for name, key in declared.items() if key.effect == "speed"]
-    names = sorted({*machine_facts(), *speed_keys})
+        values = dict(run.config)
+        for name, fact in vars(facts_of(run.facts)).items():
+            # Older versions did not record some facts; a missing fact is not a difference.
+            if fact is not None:
+                values[name] = fact
+        values_of_runs.append(values)
+    names = set(machine_facts())
+    for name, declared in all_declarations(runs).items():
+        if declared.effect == "speed":
+            names.add(name)
     texts = []
-    for name in names:
-        recorded = [run_values for run_values in values if name in run_values]
-        if has_differences(name, recorded):
-            different = sorted({shown_value(run_values[name]) for run_values in recorded})
-            texts.append(f"{name} ({', '.join(different)})")
+    for name in sorted(names):
+        shown_values = set()
+        for values in values_of_runs:
+            if name in values:
+                shown_values.add(shown_value(values[name]))
+        if len(shown_values) > 1:
+            texts.append(f"{name} ({', '.join(sorted(shown_values))})")
     if not texts:
         return []
     return [f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(texts)}."]
@@ -146,16 +157,19 @@ def code_notes(rows: Sequence[RunArm]) -> list[str]:
                 labels.append(row.label)
     if not disagrees(versions):
         return []
-    texts = [
-        f"{version} ({shortlist(labels, NAMED)})" for version, labels in rows_by_version.items()
-    ]
+    texts = []
+    for version, labels in rows_by_version.items():
+        texts.append(f"{version} ({shortlist(labels, NAMED)})")
     return [f"Rows were trained by different versions of diffllm's code: {', '.join(texts)}."]
 
 
 def runs_summary(rows: list[Row]) -> str:
+    """Return the numbers of rows, seeds and finished runs, and the tokens per run, as a text."""
     runs = runs_of(rows)
     finished = sum(run.summary is not None for run in runs)
-    seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
+    # Rows can have different numbers of seeds, such as "3/2 seeds".
+    numbers_of_seeds = [str(len(row.runs)) for row in rows]
+    seeds = "/".join(dict.fromkeys(numbers_of_seeds))
     unit = "seed" if seeds == "1" else "seeds"
     text = (
         f"{plural(len(rows), 'row')} × {seeds} {unit}: "
@@ -163,7 +177,9 @@ def runs_summary(rows: list[Row]) -> str:
         f"{range_text([run.planned_tokens for run in runs])} tokens per run"
     )
     length = training_length(runs)
-    return f"{text}, {length}." if length else f"{text}."
+    if length:
+        text += f", {length}"
+    return f"{text}."
 
 
 def training_length(runs: Collection[Run]) -> str:
@@ -179,6 +195,7 @@ def training_length(runs: Collection[Run]) -> str:
 
 
 def is_early(runs: Collection[Run]) -> bool:
+    """Return whether all runs have fewer tokens per parameter than compute-optimal training."""
     ratios = tokens_per_parameter(runs)
     return bool(ratios) and max(ratios) < COMPUTE_OPTIMAL
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from diffllm.compare.arms.arm import RunArm, runs_of
 from diffllm.compare.arms.budget import BUDGETS
 from diffllm.compare.arms.gap import ArmGap
-from diffllm.compare.arms.run import Run, run_value
+from diffllm.compare.arms.run import EVAL_LOSS, Run, run_value
 from diffllm.compare.arms.sentences import (
     MISSING,
     clock,
@@ -60,7 +60,9 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
         if row.against is not None and row.outcome is not None:
             names = Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch)
             lines.append([names, *test_cells(row, row.outcome, tests > 1)])
-    if not lines or not (tests or any(row.diverged for row in rows)):
+    # Numbers of diverged runs have a test even if no gap has one.
+    has_test = tests > 0 or any(row.diverged for row in rows)
+    if not lines or not has_test:
         return None
     table = Table.of(TESTS, lines)
     if tests > 1:
@@ -83,6 +85,7 @@ def test_cells(row: Row, gap: ArmGap, several: bool) -> list[Cell]:
     return [
         Cell(str(paired.seeds) if paired else "0"),
         Cell(gap_text(paired, 4)),
+        # A single gap has no column of Holm's p.
         Cell(p_text(paired.p if paired else None), tag="" if several else tag),
         Cell(p_text(row.p_holm), tag=tag),
         Cell(gap_text(gap.welch, 4)),
@@ -103,8 +106,10 @@ def diverged_cell(gap: ArmGap) -> Cell:
     if not candidate.diverged and not base.diverged:
         return Cell("no run")
     low, high = candidate.interval
-    text = f"{candidate.diverged} of {candidate.runs} ({low:.0%} to {high:.0%}) against "
-    text += f"{base.diverged} of {base.runs}"
+    text = (
+        f"{candidate.diverged} of {candidate.runs} ({low:.0%} to {high:.0%}) against "
+        f"{base.diverged} of {base.runs}"
+    )
     return Cell(text, small=(f"p {p_text(gap.p_diverged)}, Fisher",))
 
 
@@ -128,6 +133,7 @@ def unplanned_sentences(rows: list[Row]) -> list[str]:
             missing.append(f"equal {BUDGETS[name].unit}")
     if not missing:
         return []
+    # `train.budget` has no limit in seconds.
     in_sweep = "`train.budget.flops` in a sweep, or " if "equal FLOPs" in missing else ""
     return [f"No gap at {' or '.join(missing)}: plan such runs with {in_sweep}`budget` in a study."]
 
@@ -183,7 +189,8 @@ def runs_table(rows: list[Row]) -> Table:
     root = os.path.commonpath([run.path.absolute().parent for run in runs_of(rows)])
     lines = []
     for row in rows:
-        lines += [run_cells(row.label, run, root) for run in row.runs]
+        for run in row.runs:
+            lines.append(run_cells(row.label, run, root))
     heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "Spikes", "State"]
     return Table.of(heads, lines, (0, 2, 6, 7))
 
@@ -195,7 +202,8 @@ def run_cells(label: str, run: Run, root: str) -> list[str | Cell]:
     if isinstance(command, str):
         directory = replace(directory, small=(command,))
     loss = Cell(fixed(run.final_loss))
-    sample_loss = run.last_value("eval/loss")
+    sample_loss = run.last_value(EVAL_LOSS)
+    # A run that has ended without a final loss has diverged: its last sample loss does not count.
     if not run.ended and sample_loss is not None:
         loss = Cell(fixed(sample_loss), small=("held-out sample",))
     tokens = run.metrics.tokens
@@ -212,8 +220,12 @@ def run_cells(label: str, run: Run, root: str) -> list[str | Cell]:
 
 
 def spikes_cell(run: Run) -> Cell:
-    counts = {name: finite(run_value(run, metric_of(name))) for name in SPIKE_COUNTS}
-    if None in counts.values():
-        return Cell(MISSING)
+    counts = {}
+    for name in SPIKE_COUNTS:
+        count = finite(run_value(run, metric_of(name)))
+        if count is None:
+            return Cell(MISSING)
+        counts[name] = count
+    # The text names the counts of both definitions, separated by a semicolon.
     of_values, _, without_trend = spike_text(counts).partition("; ")
     return Cell(of_values, small=(without_trend,))

@@ -47,12 +47,18 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     group, *ignored = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
     rows = [row for row in group.rows if row.ended]
     spread = loss_spread(comparison.title, rows)
-    losses = [row.finite_values for row in rows]
-    common = pairs([arm_losses for arm_losses in losses if len(arm_losses) > 1])
+    losses_of_arms = []
+    losses_of_several_seeds = []
+    for row in rows:
+        losses_of_arms.append(row.finite_values)
+        if len(row.finite_values) > 1:
+            losses_of_several_seeds.append(row.finite_values)
+    common = pairs(losses_of_several_seeds)
     notes = pilot_notes(ignored, rows)
     if common and common.differences.sd:
         gap_spread = common.differences
     else:
+        # The variance of a difference of independent losses is the sum of their variances.
         gap_spread = SeedSpread(spread.sd * math.sqrt(2), spread.df)
         notes.append("no two arms of the pilot vary over common seeds: seeds count as uncorrelated")
     need = seeds_needed(goal, gap_spread)
@@ -67,7 +73,7 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
         **vars(goal),
         "pilot": comparison.title,
         "arms": [arm_numbers(row) for row in rows],
-        "runs": sum(map(len, losses)) + diverged,
+        "runs": sum(map(len, losses_of_arms)) + diverged,
         "diverged": diverged,
         "tokens": tokens,
         "seconds": seconds,
@@ -87,8 +93,11 @@ def loss_spread(title: str, rows: list[Row]) -> SeedSpread:
     """
     spread = pooled([row.finite_values for row in rows])
     if spread is None:
-        finished = sum(len(row.finished) for row in rows)
-        diverged = sum(row.diverged for row in rows)
+        finished = 0
+        diverged = 0
+        for row in rows:
+            finished += len(row.finished)
+            diverged += row.diverged
         raise ConfigError(
             f"pilot={title}: no arm has two seeds with a finite loss "
             f"({finished} runs finished, {diverged} diverged); train one arm with more seeds"
@@ -104,12 +113,17 @@ def loss_spread(title: str, rows: list[Row]) -> SeedSpread:
 def pilot_notes(ignored: list[Group], rows: list[Row]) -> list[str]:
     """Return notes about the rows of ignored groups, and about the held-out text of `rows`."""
     notes = []
-    labels = [row.label for group in ignored for row in group.rows]
+    labels = []
+    for group in ignored:
+        labels += [row.label for row in group.rows]
     if labels:
         notes.append(
             f"ignored, because their settings differ from the other runs: {', '.join(labels)}"
         )
-    thin = thin_note(run for row in rows for run in row.finished)
+    finished = []
+    for row in rows:
+        finished += row.finished
+    thin = thin_note(finished)
     if thin:
         notes.append(thin)
     return notes
@@ -131,7 +145,12 @@ def total_cost(seeds: int | None, tokens: int, seconds: float | None) -> dict[st
 
 
 def degrees_of_freedom(group: Group) -> int:
-    return sum(max(0, len(row.finite_values) - 1) for row in group.rows)
+    """Return the degrees of freedom of the pooled standard deviation of a group's losses."""
+    degrees = 0
+    for row in group.rows:
+        # A row without losses must not subtract 1.
+        degrees += max(0, len(row.finite_values) - 1)
+    return degrees
 
 
 def mean_seconds(rows: list[Row]) -> float | None:
@@ -180,6 +199,8 @@ def seeds_needed(goal: Goal, spread: SeedSpread) -> dict[str, Any]:
         return chance_of_less(power, spread, sd / spread.sd, goal.power, lower_power)
 
     low, high = spread.interval
+    # Few pilot runs often underestimate the standard deviation. A plan from its upper limit
+    # rarely has too few seeds; `too_few_by_sd` shows the risk of a plan from the estimate.
     upper = spread.upper
     planned = least(upper)
     return {

@@ -66,7 +66,9 @@ def write_page(comparison: Comparison, directory: Path | None) -> tuple[Path, Pa
     Raises ConfigError if `directory` is None or cannot be written.
     """
     directory = required(directory)
-    html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
+    # Both texts are complete before a file is replaced: an error keeps the earlier report.
+    html = page(comparison).encode()
+    table = csv_text(comparison.rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / "report.html", html)
@@ -92,6 +94,7 @@ def page(comparison: Comparison) -> str:
     import matplotlib
 
     rows = comparison.rows
+    # Curves of rows that cannot be compared would suggest a comparison.
     hides_groups = len(comparison.groups) > 1 and has_gaps(comparison.groups[0].rows)
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
@@ -147,12 +150,15 @@ def header(comparison: Comparison, styles: list[RowStyle], hides_groups: bool) -
     if more_items:
         title = f"{len(more_items)} more rows"
         blocks.append(Details(title, [Items(more_items, "findings")], level=0))
-    texts = [holm_sentence(rows)]
+    texts = []
+    significance = holm_sentence(rows)
+    if significance:
+        texts.append(significance)
     texts += [f"Warning: {text}" for text in comparison.warnings]
     for warning in (few_seeds_note(rows), thin_note(runs_of(rows))):
         if warning:
             texts.append(f"Warning: {warning}.")
-    blocks += [Paragraph(text, style="holm") for text in texts if text]
+    blocks += [Paragraph(text, style="holm") for text in texts]
     return blocks
 
 
@@ -171,14 +177,16 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[Item]:
     The first row of a variant also describes the variant, and the first row of a group the group.
     """
     groups = comparison.groups if len(comparison.groups) > 1 else []
-    headings = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
+    headings: dict[Row, str] = {}
+    for group in groups:
+        headings[group.rows[0]] = f"{group.letter}: {in_short(group, 100)}"
     described: set[str] = set()
     items = []
     for row, style in zip(comparison.rows, styles, strict=True):
         run = row.runs[0]
         description = "" if run.variant in described else described_variant(run)
         described.add(run.variant)
-        items.append(Item(finding(row), style.swatch, description, headings.get(id(row), "")))
+        items.append(Item(finding(row), style.swatch, description, headings.get(row, "")))
     return items
 
 
@@ -242,8 +250,11 @@ def differences_details(rows: list[Row], differing: list[Difference]) -> Details
 
 def tests_text(rows: list[Row]) -> str:
     family = len(tested_rows(rows))
-    reasons = [row.outcome.no_documents for row in rows if row.outcome]
-    missing = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+    reasons: dict[str, None] = {}
+    for row in rows:
+        if row.outcome and row.outcome.no_documents:
+            reasons[row.outcome.no_documents] = None
+    missing = "; ".join(reasons)
     sentences = ["All p values are two-sided and use runs with a finite final loss."]
     if family > 1:
         sentences.append(
@@ -321,5 +332,6 @@ def sample_texts(rows: list[Row], styles: list[RowStyle]) -> list[Figure]:
         for run in row.finished[:1]:
             sample = (run.summary or {}).get("sample")
             if isinstance(sample, str) and sample.strip():
+                # A model can generate control characters, which HTML does not allow.
                 figures.append(Figure(style.label, text=printable(sample.strip("\n"), KEPT)))
     return figures

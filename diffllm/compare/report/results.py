@@ -25,6 +25,7 @@ from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import ALPHA, holm
 
 NAMED = 4
+"""Largest number of rows that a sentence names, and of trends that have a sentence each."""
 EQUAL = 0.0005
 """Relative difference below which parameters are called equal."""
 FEW_SEEDS = (
@@ -44,16 +45,24 @@ def is_significant(row: Row) -> bool:
 def holm_sentence(rows: list[Row]) -> str:
     """State which gaps are significant; with several gaps, after Holm's correction."""
     tested = tested_rows(rows)
-    significant = [row for row in tested if is_significant(row)]
     if not tested:
         return ""
     if len(tested) == 1:
         return single_gap_sentence(tested[0])
-    better = [row.label for row in significant if row.gap and row.gap.mean < 0]
-    worse = [row.label for row in significant if row.gap and row.gap.mean > 0]
-    verb = "is" if len(significant) == 1 else "are"
+    significant = 0
+    better = []
+    worse = []
+    for row in tested:
+        if not is_significant(row):
+            continue
+        significant += 1
+        if row.gap and row.gap.mean < 0:
+            better.append(row.label)
+        elif row.gap and row.gap.mean > 0:
+            worse.append(row.label)
+    verb = "is" if significant == 1 else "are"
     parts = [
-        f"{len(significant)} of {len(tested)} gaps {verb} significant after Holm's correction at "
+        f"{significant} of {len(tested)} gaps {verb} significant after Holm's correction at "
         f"{ALPHA:g}"
     ]
     if better:
@@ -73,8 +82,11 @@ def single_gap_sentence(row: Row) -> str:
 
 def few_seeds_note(rows: list[Row]) -> str:
     """Return a warning if an interval of a loss or gap is from two seeds, otherwise ""."""
-    estimates = [estimate for row in rows for estimate in (row.loss, row.gap) if estimate]
-    return FEW_SEEDS if any(estimate.seeds == 2 for estimate in estimates) else ""
+    for row in rows:
+        for estimate in (row.loss, row.gap):
+            if estimate and estimate.seeds == 2:
+                return FEW_SEEDS
+    return ""
 
 
 def has_gaps(rows: list[Row]) -> bool:
@@ -86,6 +98,7 @@ def has_intervals(rows: list[Row]) -> bool:
 
 
 def gap_tag(row: Row) -> str:
+    """Return a remark about a gap for its table cell, or ""; the first one if several apply."""
     outcome, gap = row.outcome, row.gap
     if outcome is None:
         return ""
@@ -116,12 +129,18 @@ def divergence(row: RunArm, owner: str = "", share: bool = True) -> str:
 
 
 def lost_seeds(row: Row) -> list[str]:
+    """Return a text about diverged seeds of a row, and one about those of its baseline, if any."""
+    texts = []
+    if row.diverged:
+        texts.append(divergence(row, share=False))
     base = row.baseline
-    of_base = divergence(base, f" of {base.label}", share=False) if base else ""
-    return [text for text in (divergence(row, share=False), of_base) if text]
+    if base and base.diverged:
+        texts.append(divergence(base, f" of {base.label}", share=False))
+    return texts
 
 
 def size_against(row: RunArm, base: RunArm) -> str:
+    """Return a text such as "2.1% more parameters", or "" if a number of parameters is unknown."""
     size = finite(row.fact("parameters"))
     other = finite(base.fact("parameters"))
     if not size or not other:
@@ -133,6 +152,7 @@ def size_against(row: RunArm, base: RunArm) -> str:
 
 
 def finding(row: Row) -> str:
+    """Describe the result of a row: its gap, or its loss, or its last step if it has no loss."""
     if row.gap is not None and row.baseline is not None:
         base = row.baseline
         gap = gap_words(row.gap, base.label, baseline_loss(row, base))
@@ -168,9 +188,11 @@ def baseline_loss(row: RunArm, base: RunArm) -> float | None:
 
 
 def progress(run: Run) -> str:
-    losses = run.series("eval/loss").values
-    sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
-    return f"step {run.last_step} of {run.cfg.steps}{sample}"
+    text = f"step {run.last_step} of {run.cfg.steps}"
+    loss = run.last_value(EVAL_LOSS)
+    if loss is not None:
+        text += f", held-out sample loss {fixed(loss, 3)} nats per token"
+    return text
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
@@ -188,9 +210,15 @@ def trend_sentences(rows: Sequence[Row]) -> list[str]:
             sentences.append(trend_sentence(row.label, row.baseline.label, row.trend))
     if len(trends) <= NAMED:
         return sentences
+    # The trends are one family of tests, and the gaps in `make_rows` another.
     adjusted = holm([trend.slope.p for trend in trends])
-    tests = sum(p is not None for p in adjusted)
-    significant = [i for i, p in enumerate(adjusted) if p is not None and p < ALPHA]
+    tests = 0
+    significant = []
+    for i, p in enumerate(adjusted):
+        if p is not None:
+            tests += 1
+            if p < ALPHA:
+                significant.append(i)
     candidates = significant or range(len(trends))
     largest = max(candidates, key=lambda i: abs(trends[i].slope.mean))
     return [
@@ -246,9 +274,12 @@ def loss_interval(row: RunArm) -> tuple[float, float] | None:
 
 def sample_range(row: RunArm) -> tuple[float, float] | None:
     """Return the range over seeds of the last held-out sample loss."""
-    curves = [run.series(EVAL_LOSS).values for run in row.runs]
-    last = [float(curve[-1]) for curve in curves if len(curve) and np.isfinite(curve[-1])]
-    return (min(last), max(last)) if last else None
+    last_losses = []
+    for run in row.runs:
+        loss = run.last_value(EVAL_LOSS)
+        if loss is not None and np.isfinite(loss):
+            last_losses.append(loss)
+    return (min(last_losses), max(last_losses)) if last_losses else None
 
 
 def noise_floor_note(rows: list[Row], floor: Series) -> str:
@@ -260,6 +291,7 @@ def noise_floor_note(rows: list[Row], floor: Series) -> str:
             continue
         last_gap = abs(band.mean[-1])
         half_width = np.interp(band.x[-1], *floor)
+        # A gap that is not finite is neither inside nor outside.
         if not row.gap.holds_zero and last_gap <= half_width:
             inside = True
         if row.gap.holds_zero and half_width < last_gap < np.inf:

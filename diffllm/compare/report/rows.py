@@ -17,7 +17,8 @@ from diffllm.config import TrainConfig
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.trend import Trend
 
-FIRST = ("standard", "gated", "diff_v1", "diff_v2")
+FIRST_VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+"""Variants that come before all others in tables, and whose colours no other variant has."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def make_arms(runs: list[Run], keys: Keys) -> tuple[list[RunArm], list[str]]:
 
 
 def arm_order(arm: RunArm) -> list[tuple[int, Any]]:
+    """Return the sort key of an arm: its variant, then its values of the distinguishing keys."""
     return [variant_order(arm.variant), *map(value_order, arm.keys.values())]
 
 
@@ -94,13 +96,18 @@ def arm_identity(values: dict[str, Any]) -> str:
 
 
 def variant_order(name: str) -> tuple[int, str]:
-    return (*FIRST, name).index(name), name
+    """Return the sort key of a variant: those in FIRST_VARIANTS, then the others by name."""
+    return (*FIRST_VARIANTS, name).index(name), name
 
 
 def value_order(value: Any) -> tuple[int, Any]:
+    """Return the sort key of a value of any type: None, then numbers, then others as text."""
+    # Python cannot compare values of different types; the first item separates the types.
     if value is None:
         return 0, None
-    return (1, value) if isinstance(value, int | float) else (2, shown_value(value))
+    if isinstance(value, int | float):
+        return 1, value
+    return 2, shown_value(value)
 
 
 def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
@@ -164,6 +171,7 @@ def group_arms(arms: list[RunArm], keys: Keys) -> tuple[list[RunArm], dict[str, 
     labelled = []
     values = {}
     for i, group in enumerate(groups):
+        # A to Z, then AA to ZZ.
         letter = ascii_uppercase[i % 26] * (i // 26 + 1)
         values[letter] = distinguishing(group[0], groups, keys)
         for arm in group:
@@ -176,7 +184,10 @@ def group_arms(arms: list[RunArm], keys: Keys) -> tuple[list[RunArm], dict[str, 
 
 def arms_to_compare(arms: list[RunArm]) -> int:
     """Return the number of arms with a loss, or 0 if there is nothing to compare."""
-    variants = [arm.variant for arm in arms if arm.loss is not None]
+    variants = []
+    for arm in arms:
+        if arm.loss is not None:
+            variants.append(arm.variant)
     if arms[0].differing.get(CHANGED) or len(set(variants)) < 2:
         return 0
     return len(variants)
@@ -233,7 +244,10 @@ def row_labels(configs: Sequence[TrainConfig]) -> list[str]:
     runs = [Run(Path(), cfg, {}, None, Metrics([])) for cfg in configs]
     keys = distinguish(runs)
     arms, _ = make_arms(runs, keys)
-    labels = {arm_identity(arm.differing): label(arm, arms, keys.of_model) for arm in arms}
+    labels = {}
+    for arm in arms:
+        labels[arm_identity(arm.differing)] = label(arm, arms, keys.of_model)
+    # `make_arms` keeps one run per seed, so the runs of the arms do not include all configs.
     return [labels[arm_identity(values)] for values in keys.values]
 
 
@@ -246,30 +260,38 @@ def distinguishing(arm: RunArm, groups: list[list[RunArm]], keys: Keys) -> dict[
     texts = {}
     if keys.of_model:
         texts["model"] = arm.runs[0].cfg.resolved.choices["model"]
-    for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=key_order):
+    names = {*keys.incomparable, *keys.swept} - {"attention"}
+    values_of_groups = [group[0].differing for group in groups]
+    for key in sorted(names, key=key_order):
         differs_inside = False
         for group in groups:
             values = [other.differing for other in group]
             differs_inside = differs_inside or has_differences(key, values)
-        values = [group[0].differing for group in groups]
-        if not differs_inside and has_differences(key, values):
+        if not differs_inside and has_differences(key, values_of_groups):
             texts[key] = value_text(key, arm.differing.get(key))
     return texts
 
 
 def key_order(key: str) -> tuple[int, str]:
+    """Return the sort key of a config key: those in HEADLINE, then the others by name."""
     return (*HEADLINE, key).index(key), key
 
 
 def in_short(group: Group, width: int) -> str:
+    """Return the values that distinguish a group, in at most `width` characters."""
     parts = [f"{last_name(key)}={value}" for key, value in group.values.items()]
     return shorten(" ".join(parts), width, placeholder=" ...")
 
 
 def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
-    keys = set(incomparable)
-    if groups and "model" in groups[0].values:
-        keys = {key for key in keys if not key.startswith("model.")} | {"model"}
+    """Return a list of the keys that prevent comparisons between groups, of at most `most` keys."""
+    keys = set()
+    has_choices = bool(groups) and "model" in groups[0].values
+    for key in incomparable:
+        # model=<choice> replaces all keys of a model.
+        keys.add("model" if has_choices and key.startswith("model.") else key)
+    if has_choices:
+        keys.add("model")
     return shortlist(sorted(keys, key=key_order), most)
 
 

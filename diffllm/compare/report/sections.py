@@ -67,6 +67,7 @@ def page_sections(
         first += draw.intervals() + draw.cards([metric_of("eval/loss")])
     else:
         first += draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
+    # A figure at the top of the page is not repeated in its section.
     titles = {card.title for card in first}
     sections = []
     for title, group in sections_by_title().items():
@@ -97,10 +98,13 @@ class Figures:
         if hides_groups:
             self.rows = comparison.groups[0].rows
             keys = ""
+        # The rows of the first group are the first rows, see `group_arms`.
         self.styles = styles[: len(self.rows)]
         self.baseline = comparison.baseline
+        # Holm's correction covers all rows of the page, also those that figures omit.
         self.tested = len(tested_rows(comparison.rows))
         self.runs = runs_of(self.rows)
+        # All runs share one window, which captions name.
         logged = [len(run.series("train/loss").values) for run in self.runs]
         self.smoothed_over = curves.window(max(logged))
         """Logged steps of a running mean."""
@@ -155,6 +159,7 @@ class Figures:
         points = self.smoothed_over if plot.smooth else 1
         cards = []
         for group, read_series in self.series_of(metric):
+            # Each group has a figure, whose title differs from that of the other groups.
             titled = replace(plot, title=plot.title.format(group=group))
             caption = plot.caption.format(**self.fields, group=group) or f"{metric.meaning}."
             if metric.name.endswith("*") and not group:
@@ -223,21 +228,28 @@ class Figures:
         names: set[str] = set()
         for run in self.runs:
             names.update(filter(metric.covers, run.metrics.columns))
-        prefix = f"{metric.quantity}/"
-        return [(name.removeprefix(prefix), methodcaller("series", name)) for name in sorted(names)]
+        series_of_groups: list[tuple[str, Callable[[Run], Series]]] = []
+        for name in sorted(names):
+            group = name.removeprefix(f"{metric.quantity}/")
+            # Not a lambda, which would read the last name of the loop.
+            series_of_groups.append((group, methodcaller("series", name)))
+        return series_of_groups
 
     def stages(self) -> list[Figure]:
         """Draw the training loss over all stages, if a run continues another run."""
         stages_by_run = {run.path: stages_of(run) for run in self.runs}
         starts: set[float] = set()
         for stages in stages_by_run.values():
-            starts.update(tokens for _, tokens in stages if tokens)
+            starts.update(tokens for _, tokens in stages)
+        starts.discard(0)  # the start of training is not the start of a later stage
         if not starts:
             return []
         plot = Curve("Loss over all stages", smooth=True, clip=True)
         bands = []
         for row in self.rows:
-            joined = [self.loss_over_stages(stages_by_run[run.path]) for run in row.runs]
+            joined = []
+            for run in row.runs:
+                joined.append(self.loss_over_stages(stages_by_run[run.path]))
             bands.append(self.step_band(plot, "train/loss", joined))
         caption = (
             "Training loss of each run after its earlier stages, over the tokens of all stages."
@@ -245,13 +257,18 @@ class Figures:
         return self.card(plot, caption, "nats per token", bands, starts=sorted(starts))
 
     def loss_over_stages(self, stages: list[tuple[Run, int]]) -> RunCurves:
-        curves_of_stages = [self.curves_of(run) for run, _ in stages]
-        starts = [start for _, start in stages]
-        losses = [stage.curves["train/loss"] for stage in curves_of_stages]
+        losses = []
+        starts = []
+        for run, start in stages:
+            curves_of_stage = self.curves_of(run)
+            losses.append(curves_of_stage.curves["train/loss"])
+            starts.append(start)
         joined = over_stages(losses, starts)
-        return RunCurves({"train/loss": joined}, curves_of_stages[-1].every_step)
+        # `stages_of` ends with the run of the row, whose kind of steps decides the running mean.
+        return RunCurves({"train/loss": joined}, curves_of_stage.every_step)
 
     def intervals(self) -> list[Figure]:
+        """Draw the gap of each row at the end of training, with its interval."""
         gaps = []
         styles = []
         hollow = []
@@ -278,13 +295,15 @@ class Figures:
         return [Figure(title, caption, to_image(figure, title))]
 
     def gap(self) -> list[Figure]:
+        """Draw the gaps during training, with the noise floor."""
         bands = [curves.gap_band(row) for row in self.rows]
         caption = "Held-out sample loss minus the baseline's at equal seeds; below 0 is better."
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
             caption += " Noise floor: range of 95% of gaps between rows of equal expected loss. "
             caption += noise_floor_note(self.rows, floor)
-        caption = " ".join([caption, *trend_sentences(self.rows)])
+        for sentence in trend_sentences(self.rows):
+            caption += f" {sentence}"
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats per token", bands, floor=floor)
 
@@ -323,12 +342,13 @@ class Figures:
         drawn = [band for band in bands if band is not None]
         if not any(band.drawn.any() for band in drawn):
             return []
-        low, high = limits_of(drawn)
+        low, high = value_range(drawn)
         top = top_of(drawn)
         caption += spikes_text(plot, drawn)
         if isinstance(plot, Curve) and plot.clip and high > top > low:
             options["top"] = top
             caption += f" The scale ends at {short(top)}; {largest_text(drawn)}."
+        # matplotlib cannot scale an axis without positive values logarithmically.
         log = plot.log and high > 0
         if log:
             omitted = ", which omits values of 0 or below" if low <= 0 else ""
@@ -359,7 +379,7 @@ def spikes_text(plot: Curve | Layers, bands: list[Band]) -> str:
     return text
 
 
-def limits_of(bands: list[Band]) -> tuple[float, float]:
+def value_range(bands: list[Band]) -> tuple[float, float]:
     """Return the least and the largest finite value of bands."""
     values = np.concatenate([band.drawn for band in bands])
     return float(values.min()), float(values.max())
@@ -369,7 +389,8 @@ def largest_text(bands: list[Band]) -> str:
     """Describe the largest value of a figure, and its step if the figure shows every step."""
     peaks = [band.peak for band in bands if band.peak]
     if not peaks:
-        return f"the largest value is {short(limits_of(bands)[1])}"
+        _, largest = value_range(bands)
+        return f"the largest value is {short(largest)}"
     value, step = max(peaks)
     return f"the largest unmarked value is {short(value)}, at step {step:,}"
 
@@ -382,6 +403,7 @@ def top_of(bands: list[Band]) -> float:
     end = max(band.x[-1] for band in bands)
     tops = []
     for band in bands:
+        # Where the band has a gap, single seeds are drawn.
         values = np.fmax.reduce([band.high, *band.singles])
         start = FIRST_STEPS * end if len(band.x) > FEW else 0
         is_included = np.isfinite(values) & (band.x >= start)
@@ -392,5 +414,6 @@ def top_of(bands: list[Band]) -> float:
             tops.append(float(values[is_included].max()))
     if not tops:
         return np.inf
-    low, _ = limits_of(bands)
+    low, _ = value_range(bands)
+    # A margin below the edge, so that the highest curve does not touch it.
     return max(tops) + 0.08 * (max(tops) - low)

@@ -96,11 +96,15 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     """Reduce `values` (n,) at increasing `steps` (n,) to intervals of `size` steps."""
     if not len(steps):
         return StepCurve(*np.zeros((5, 0)))
+    # The first step of a run is 1, so an interval ends at a multiple of `size`: intervals of all
+    # runs then end at equal steps, also of runs whose steps begin after a resume.
     intervals = (steps - 1) // size
     starts = np.flatnonzero(np.diff(intervals, prepend=intervals[0] - 1))
     lengths = np.diff(starts, append=len(steps))
+    # As in `finite`, numbers beyond LARGEST count as infinite.
     is_finite = np.abs(values) <= LARGEST
     values = np.where(is_finite, values, np.nan)
+    # Sums of finite values: a NaN would remove the mean of an interval.
     total = np.add.reduceat(np.where(is_finite, values, 0), starts)
     count = np.add.reduceat(is_finite.astype(np.int64), starts)
     high = np.fmax.reduceat(values, starts)
@@ -129,6 +133,7 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
         return spikes
     for event in events:
         name = MARKED.get(event.kind)
+        # events.jsonl has a line per definition of a spike; the table counts only this one.
         if name is None or event.definition != table.EVENT_DEFINITION:
             continue
         tokens = curves[name].tokens
@@ -178,6 +183,7 @@ def band_of_values(lines: Sequence[Series], curves: Sequence[StepCurve]) -> Band
     spikes: list[Spike] = []
     for curve in curves:
         spikes += curve.spikes
+        # Captions name the highest spike and, apart from it, the highest value without a mark.
         high = np.where(unmarked(curve), curve.high, np.nan)
         if np.isfinite(high).any():
             place = np.nanargmax(high)
@@ -205,6 +211,7 @@ def stages_of(run: Run) -> list[tuple[Run, int]]:
 
 
 def tokens_before(run: Run) -> int:
+    """Return the training tokens of all stages before a run."""
     return (run.facts.get("previous") or {}).get("tokens") or 0
 
 
@@ -217,8 +224,10 @@ def previous_run(run: Run) -> Run | None:
     previous = run.facts.get("previous")
     if not previous:
         return None
+    # The recorded path is that of a checkpoint, RUN/checkpoints/STEP.
     recorded_path = Path(previous["path"]).parent.parent
     for path in (recorded_path, run.path.parent / recorded_path.name):
+        # The second path is the run itself if an earlier stage elsewhere has the same name.
         if is_run(path) and path.resolve() != run.path.resolve():
             with suppress(CheckpointError):
                 return load_run(path)
@@ -235,15 +244,17 @@ def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
     Args:
         starts: number of tokens before each stage, see `stages_of`.
     """
-    columns = []
+    arrays_of_stages = []
     spikes = []
     ends = [*starts[1:], np.inf]
     for curve, start, end in zip(curves, starts, ends, strict=True):
         tokens = curve.tokens + start
+        is_trained = tokens <= end
         arrays = (tokens, curve.mean, curve.low, curve.high, curve.peak_steps)
-        columns.append([array[tokens <= end] for array in arrays])
+        arrays_of_stages.append([array[is_trained] for array in arrays])
         for spike in curve.spikes:
             if spike.x + start <= end:
                 spikes.append(spike._replace(x=spike.x + start, end=spike.end + start))
-    tokens, mean, low, high, peak_steps = map(np.concatenate, zip(*columns, strict=True))
+    joined = map(np.concatenate, zip(*arrays_of_stages, strict=True))
+    tokens, mean, low, high, peak_steps = joined
     return StepCurve(tokens, mean, low, high, peak_steps, tuple(spikes))

@@ -10,18 +10,18 @@ from markupsafe import Markup
 from diffllm.compare.arms.arm import RunArm
 from diffllm.compare.arms.comparable import ATTENTION, shown_value
 from diffllm.compare.report.keys import overrides
-from diffllm.compare.report.rows import FIRST
+from diffllm.compare.report.rows import FIRST_VARIANTS
 
 HUES = (
     "#69707a", "#00875f", "#0068b0", "#d4480b", "#a63a92", "#b07d00", "#4a38b8", "#0e93b8",
     "#7b1b45", "#6e5138",
 )  # fmt: skip
 STYLED = (
-    *FIRST, "diff_v1_clamped", "diff_v1_lambda_const", "diff_v1_no_head_norm", "diff_v2_2x_context",
-    "diff_v2_head_norm", "diff_v2_lambda_fixed", "diff_v2_lambda_scalar", "diff_v2_no_lambda",
-    "diff_v2_no_sigmoid", "diff_v2_unshared_kv", "gated_headwise", "gated_init_one",
-    "standard_1p5x_heads", "standard_2x_heads", "standard_half_context", "standard_off_by_one",
-    "standard_quarter_context", "standard_sink",
+    *FIRST_VARIANTS, "diff_v1_clamped", "diff_v1_lambda_const", "diff_v1_no_head_norm",
+    "diff_v2_2x_context", "diff_v2_head_norm", "diff_v2_lambda_fixed", "diff_v2_lambda_scalar",
+    "diff_v2_no_lambda", "diff_v2_no_sigmoid", "diff_v2_unshared_kv", "gated_headwise",
+    "gated_init_one", "standard_1p5x_heads", "standard_2x_heads", "standard_half_context",
+    "standard_off_by_one", "standard_quarter_context", "standard_sink",
 )  # fmt: skip
 """Variants whose place in this list determines hue and dash: append new names at the end."""
 SHADES = (0.85, 0.72, 0.6, 0.48)
@@ -70,7 +70,10 @@ def style_identity(variant: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         changes: overrides of the arm, of which only those of `model.attention` count.
     """
-    texts = [f"{key}={shown_value(changes[key])}" for key in changes if key.startswith(ATTENTION)]
+    texts = []
+    for key, value in changes.items():
+        if key.startswith(ATTENTION):
+            texts.append(f"{key}={shown_value(value)}")
     return variant, *sorted(texts)
 
 
@@ -95,10 +98,12 @@ def styles_of(labels: Sequence[str], identities: Sequence[tuple[str, ...]]) -> l
         light = 1 - DARKEST * earlier_rows / max(equal_rows - 1, 1)
         dash += earlier_rows
         if changes:
+            # Python's own hash of a text differs between processes.
             number = crc32(" ".join(changes).encode())
             light *= SHADES[number % len(SHADES)]
             dash += 1 + number // len(SHADES) % (len(DASHES) - 1)
         colour = shade(hue, light)
+        # The limit ends the search if all dashes are used: then rows share a style.
         while (colour, dash % len(DASHES)) in used and dash < 2 * len(DASHES):
             dash += 1
         dash %= len(DASHES)
@@ -118,7 +123,7 @@ def variant_style(variant: str) -> tuple[str, int]:
     """Return the hue of an attention variant and the index of its dash pattern."""
     # The style of a plugin's variant depends on its name alone.
     place = STYLED.index(variant) if variant in STYLED else len(STYLED) + crc32(variant.encode())
-    if place < len(FIRST):
+    if place < len(FIRST_VARIANTS):
         return HUES[place], 0
-    others = HUES[len(FIRST) :]
+    others = HUES[len(FIRST_VARIANTS) :]
     return others[place % len(others)], 1 + place % (len(DASHES) - 1)

@@ -101,8 +101,10 @@ def gap_columns(row: Row) -> dict[str, Any]:
 
 
 def csv_text(rows: list[Row]) -> str:
-    cells = [[Cell(value=value) for value in row.values.values()] for row in rows]
-    return Table.of(list(rows[0].values), cells).csv()
+    lines = []
+    for row in rows:
+        lines.append([Cell(value=value) for value in row.values.values()])
+    return Table.of(list(rows[0].values), lines).csv()
 
 
 def number_cell(text_of: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
@@ -119,6 +121,7 @@ def number_cell(text_of: Callable[[Any], str], name: str) -> Callable[[Row], Cel
 
 def active_cell(row: Row) -> Cell:
     active = row.values["active_parameters"]
+    # Without experts, both numbers are equal, and a column of dashes is omitted.
     is_dense = active == row.values["parameters"]
     return Cell(MISSING if is_dense else compact(active), finite(active))
 
@@ -160,6 +163,7 @@ def events_cell(series: str, row: Row) -> Cell:
     if not rate:
         return Cell(MISSING)
     interval = f"{short(rate.low, 2)} to {short(rate.high, 2)}"
+    # The value is the upper limit: if all rates are 0, `fold_constant` states the largest interval.
     return Cell(short(rate.value, 2), rate.high, (interval,))
 
 
@@ -268,6 +272,7 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
         is_zero = cell.text in ("0", "0%")
         # Intervals of zeros can differ: the sentence states the largest.
         shown = {(other.text, other.tag, is_zero or other.small) for other in column.cells}
+        # A tag, such as a number of diverged seeds, must stay in its row.
         is_constant = len(shown) == 1 and not cell.tag
         if not is_constant or column.title.startswith(ALWAYS_SHOWN):
             columns.append(column)
@@ -277,8 +282,9 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
             unit = f"({', '.join(cell.small)} {column.unit})" if cell.small else column.unit
             removed.setdefault("All zero", []).append(f"{column.title} {unit}".strip())
         elif len(column.cells) > 1:
-            parts = [part for part in (column.title, column.unit, cell.line) if part]
+            parts = filter(None, (column.title, column.unit, cell.line))
             removed.setdefault("Equal as shown in all rows", []).append(" ".join(parts))
         else:
             columns.append(column)
-    return Table(columns), [f"{reason}: {', '.join(texts)}." for reason, texts in removed.items()]
+    sentences = [f"{reason}: {', '.join(texts)}." for reason, texts in removed.items()]
+    return Table(columns), sentences

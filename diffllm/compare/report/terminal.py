@@ -40,7 +40,8 @@ def whole_text(comparison: Comparison) -> str:
         notes.append(f"the page has {omitted} more notes")
     if notes:
         lines.append("")
-    lines += [f"note: {note}" for note in notes]
+    for note in notes:
+        lines.append(f"note: {note}")
     return "\n".join(lines)
 
 
@@ -50,7 +51,8 @@ def loss_table(comparison: Comparison) -> Table:
     table = Table.of(heads, [row_cells(row) for row in comparison.rows], left=range(len(heads)))
     if has_gaps(comparison.rows):
         return table
-    return Table([column for column in table.columns if column.title != heads[2]])
+    without_gaps = [column for column in table.columns if column.title != heads[2]]
+    return Table(without_gaps)
 
 
 def table_text(comparison: Comparison) -> str:
@@ -69,7 +71,7 @@ def table_text(comparison: Comparison) -> str:
     if len(comparison.groups) > 1:
         reason = apart_text(comparison.groups, comparison.differences)
         lines += ["", *wrap(f"{reason}:", LINE_WIDTH)]
-        lines += [group_line(group) for group in comparison.groups]
+        lines += map(group_line, comparison.groups)
     return "\n".join(map(ascii_minus, lines))
 
 
@@ -85,7 +87,10 @@ def interval_lines(rows: list[Row]) -> list[str]:
 
 
 def diverged_lines(rows: list[Row]) -> list[str]:
-    lines = [f"{row.label}: {divergence(row)}." for row in rows if row.diverged]
+    lines = []
+    for row in rows:
+        if row.diverged:
+            lines.append(f"{row.label}: {divergence(row)}.")
     if lines:
         lines.append("Losses and gaps exclude diverged runs; their share is in brackets.")
     return lines
@@ -94,7 +99,9 @@ def diverged_lines(rows: list[Row]) -> list[str]:
 def group_line(group: Group) -> str:
     """Return the letter, the directory and the settings of a group of comparable rows."""
     paths = [run.path for run in runs_of(group.rows)]
-    place = paths[0] if len(paths) == 1 else os.path.commonpath([path.parent for path in paths])
+    place = str(paths[0])
+    if len(paths) > 1:
+        place = os.path.commonpath([path.parent for path in paths])
     name = f"  {group.letter}  {place}: "
     return name + in_short(group, max(LINE_WIDTH - len(name), 20))
 
