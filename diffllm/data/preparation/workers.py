@@ -19,10 +19,10 @@ from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-EVERY = 60.0
+REPORT_SECONDS = 60.0
 """Seconds between two lines of the report."""
 READING, DONE = 1, 2
-HEADER = "Traceback (most recent call last):"
+TRACEBACK_HEADER = "Traceback (most recent call last):"
 
 _do: Callable[[int], None]
 
@@ -67,24 +67,27 @@ def work_through(
     first error of a worker. If a worker is killed, raises a DataError with the result of
     `reading()`: the names of the files in progress.
     """
-    others = multiprocessing.active_children()
+    other_children = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
     try:
         with signals_blocked():
-            left = {pool.submit(work, number) for number in numbers}
-        while left:
-            done, left = wait(left, EVERY, FIRST_EXCEPTION)
-            for error in filter(None, (future.exception() for future in done)):
+            unfinished = {pool.submit(work, number) for number in numbers}
+        while unfinished:
+            done, unfinished = wait(unfinished, REPORT_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                failure = future.exception()
+                if failure is None:
+                    continue
                 # Show one traceback with the frames of both processes, instead of two tracebacks.
-                frames = str(error.__cause__).strip('"\n').replace(HEADER, "In the worker:")
-                error.add_note(frames)
-                raise error from None
-            if left:
+                frames = str(failure.__cause__).strip('"\n')
+                failure.add_note(frames.replace(TRACEBACK_HEADER, "In the worker:"))
+                raise failure from None
+            if unfinished:
                 tick()
     except BaseException as error:
         for child in multiprocessing.active_children():
-            if child not in others:
+            if child not in other_children:
                 child.kill()
         if not isinstance(error, BrokenProcessPool):
             raise
@@ -102,6 +105,7 @@ def start_worker(do: Callable[[int], None], parent: int) -> None:
     gc.freeze()  # collections would scan the objects of the parent, which never become garbage
     ignore_signals()
 
+    # A killed parent cannot stop its workers, so each worker watches its parent.
     def leave_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
@@ -143,9 +147,10 @@ def report(counts: Counts, share: float, before: float, seconds: float, reading:
     preparation started, `seconds` seconds ago.
     """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
-    said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
-    said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
+    progress = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
+    progress += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
     if share - before >= 1e-3:
-        left = round(seconds * (1 - share) / (share - before))
-        said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-    to_stderr(f"{share:4.0%}  {said}; reading {reading[:100]}")
+        remaining = round(seconds * (1 - share) / (share - before))
+        hours, minutes = divmod(remaining // 60, 60)
+        progress += f"; ETA {hours}:{minutes:02d}:{remaining % 60:02d}"
+    to_stderr(f"{share:4.0%}  {progress}; reading {reading[:100]}")
