@@ -30,6 +30,7 @@ def matches(path: Path, sha256: str) -> bool:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # read-only cache: all processes hash
             stack.enter_context(locked(mark_of(path).with_suffix(".lock")))
+        # Another process may have hashed the file while this process waited for the lock.
         if is_marked(path, sha256):
             return True
         identity = settled_identity(path)  # before reading, to detect concurrent changes
@@ -42,6 +43,7 @@ def matches(path: Path, sha256: str) -> bool:
 
 
 def leave_mark(path: Path, sha256: str, identity: str) -> None:
+    # Without a mark, as in a read-only cache, the next process hashes the file again.
     with contextlib.suppress(OSError):
         replace_file(mark_of(path), f"{sha256} {identity}\n")
 
@@ -73,8 +75,11 @@ def settled_identity(path: Path) -> str:
     First wait until 50 ms after the last write to the file. File systems store times with a limited
     resolution, so two writes in quick succession may have the same time.
     """
-    while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
+    age = time.time() - path.stat().st_ctime
+    # A time in the future, as on a network disk with another clock, must not cause a long wait.
+    while 0 <= age < TICK:
         time.sleep(TICK - age)
+        age = time.time() - path.stat().st_ctime
     return identity_of(path)
 
 
