@@ -19,7 +19,7 @@ from diffllm.data.text.file_index import (
     names_of,
 )
 from diffllm.data.text.local_files import paths_of
-from diffllm.data.text.skipped import report_again, report_skipped
+from diffllm.data.text.skipped import Skipped, report_again, report_skipped
 from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import (
     OPENERS,
@@ -126,6 +126,34 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             "tokenizer that encoded the tokens"
         )
     tokenizer = Tokenizer.from_file(cfg.tokenizer, cfg.eos_token)
+    paths, skipped = token_paths(cfg)
+    fingerprints = [fingerprint(path) for path in paths]
+    indexes = [index for path in paths for index in index_files(path)]
+    facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
+    index_hashes = [index_facts.sha256 for index_facts in facts.values()]
+    # Token files can be too large to hash, so their fingerprints contain only samples. Index files
+    # are smaller and hashed completely.
+    corpus = combined_hash(["tokens", fingerprints, cfg.heldout_fraction, index_hashes])
+    directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
+
+    def build(scratch: Path) -> None:
+        report_skipped(skipped, scratch, directory)
+        write_tokenizer(located(str(cfg.tokenizer)), scratch, cfg.eos_token)
+        manifest = manifest_of(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
+        manifest.save(scratch)
+
+    if directory.is_dir():
+        report_again(skipped, directory)
+    build_once(directory, build)
+    return ImportedData(directory, tuple(map(str, paths)), facts)
+
+
+def token_paths(cfg: DataConfig) -> tuple[list[Path], Skipped]:
+    """Return the token files that data.paths lists or finds, and the skipped files with reasons.
+
+    Raises DataError if there is no token file, or if a file that data.paths lists has another
+    format.
+    """
     local_files = paths_of(cfg)
     roots, skipped = local_files.roots, dict(local_files.skipped)
     paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
@@ -148,25 +176,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             f"data.paths: {unsupported[0]} is neither a {' or '.join(OPENERS)} file nor a "
             f"directory with {MANIFEST}"
         )
-    fingerprints = [fingerprint(path) for path in paths]
-    indexes = [index for path in paths for index in index_files(path)]
-    facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
-    index_hashes = [index_facts.sha256 for index_facts in facts.values()]
-    # Token files can be too large to hash, so their fingerprints contain only samples. Index files
-    # are smaller and hashed completely.
-    corpus = combined_hash(["tokens", fingerprints, cfg.heldout_fraction, index_hashes])
-    directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
-
-    def build(scratch: Path) -> None:
-        report_skipped(skipped, scratch, directory)
-        write_tokenizer(located(str(cfg.tokenizer)), scratch, cfg.eos_token)
-        manifest = manifest_of(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
-        manifest.save(scratch)
-
-    if directory.is_dir():
-        report_again(skipped, directory)
-    build_once(directory, build)
-    return ImportedData(directory, tuple(map(str, paths)), facts)
+    return paths, skipped
 
 
 def manifest_of(

@@ -99,13 +99,13 @@ class TrainLoader:
 
         If a read raises DataError, stop reading and return this error. Otherwise, return None.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:
             try:
                 self._ahead.append(self._read())
             except DataError as error:
                 self.failed = error
-        self.waited_s += time.perf_counter() - begun
+        self.waited_s += time.perf_counter() - started
         return self.failed
 
     def _read(self) -> Batch:
@@ -138,6 +138,7 @@ class TrainLoader:
         World size, micro-batch size and `num_workers` may differ from those at the time of saving.
         Raises CheckpointError if `state` belongs to a different order of samples.
         """
+        # The workers have prefetched batches of the old position.
         self._stop_workers()
         self._start = self.samples.sample_of(state)
         self._consumed = 0
@@ -173,8 +174,10 @@ class TrainLoader:
                 **self._options,
             )
         handler = signal.getsignal(signal.SIGCHLD)
+        # A signal before `ignore_signals` would run the handlers of the trainer in a worker.
         with signals_blocked():
             batches = iter(loader)
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handler)
         return batches
@@ -183,6 +186,7 @@ class TrainLoader:
         batches, self._batches = self._batches, None
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
+            # PyTorch ends a hanging worker by SIGTERM, which the workers ignore.
             for worker in batches._workers:
                 if worker.is_alive():
                     worker.kill()

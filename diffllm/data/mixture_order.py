@@ -135,6 +135,7 @@ class MixtureOrder:
         return segment.start + first, block_of(content), before
 
 
+# Cached, because consecutive samples are usually in the same block.
 @lru_cache(maxsize=8)
 def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Order the samples of a block, which contains `counts[k]` samples of source k.

@@ -175,10 +175,10 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
     """Permute uint64 values below 2**(2 * half) by a Feistel network with one key per round."""
     mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
-    left, right = values >> bits, values & mask
+    upper, lower = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_splitmix64_hash(right ^ key) & mask)
-    return (left << bits) | right
+        upper, lower = lower, upper ^ (_splitmix64_hash(lower ^ key) & mask)
+    return (upper << bits) | lower
 
 
 def _splitmix64_hash(x: np.ndarray) -> np.ndarray:

@@ -257,6 +257,7 @@ class ShardWriter:
                 suffixes = [".bin", ".mask"] if self._masked else [".bin"]
                 self._files = [HashedFile(self._directory / f"{name}{end}") for end in suffixes]
                 self._written = 0
+            # Tokens and mask are cut at the same positions, so their files correspond.
             room = SHARD_TOKENS - self._written
             for file, row in zip(self._files, rows, strict=True):
                 file.write(row[:room])
@@ -284,6 +285,7 @@ class HashedFile:
         self._path, self._digest = path, hashlib.sha256()
         self._file = os.fdopen(open_to_write(path), "wb")
 
+    # The hash is computed while writing, which saves reading the file again.
     def write(self, content: np.ndarray) -> None:
         self._file.write(content.data)
         self._digest.update(content.data)
@@ -291,5 +293,6 @@ class HashedFile:
     def close(self) -> tuple[str, str]:
         """Close the file and sync it to disk; return its name and the SHA-256 of its content."""
         self._file.close()
+        # Before a manifest names this file: after a power cut, a manifest implies its shards.
         sync(self._path)
         return self._path.name, self._digest.hexdigest()

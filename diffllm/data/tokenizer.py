@@ -265,6 +265,7 @@ def located(name: str | Path) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
+        # The config is optional; it may name the EOS and the BOS.
         with suppress(EntryNotFoundError):
             hf_hub_download(str(name), FAST_CONFIG)
         return Path(hf_hub_download(str(name), FAST))
@@ -301,6 +302,7 @@ def eos_text(eos_token: str, eos_id: int, guessed: bool) -> str:
 
 def tokenizer_of(run: Path) -> Path:
     for name in (FAST, MODEL):
+        # A broken link is an unreadable tokenizer, not a missing tokenizer.
         if os.path.lexists(run / name):
             with readable(run / name):
                 open_regular(run / name, LARGEST_TOKENIZER).close()

@@ -55,6 +55,7 @@ class TokensJob:
 
     @cached_property
     def partial(self) -> Path:
+        # The hash of the division is in the name: records of another division would not fit.
         division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
@@ -66,6 +67,7 @@ class TokensJob:
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
+            # Another process may have finished while this process waited for the lock.
             if self.final.is_dir():
                 return
             to_stderr(f"preparing tokens: {self.corpus.description}, in {self.final}")
@@ -73,6 +75,7 @@ class TokensJob:
             tokens = self.partial / "tokens"
             tokens.mkdir(parents=True, exist_ok=True)
             report_skipped(self.corpus.skipped, tokens, self.final)
+            # Encode with the copy, so that the stored tokenizer is the one that encoded the tokens.
             write_tokenizer(self.tokenizer, tokens, self.eos_token)
             tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
             below = math.floor(self.heldout_fraction * 2**64) - HALF
@@ -88,6 +91,7 @@ class TokensJob:
             return
         cores, counts = usable_cpus(), Counts(len(parts))
         processes = min(prepare_cfg.processes or cores, len(todo))
+        # With fewer parts than cores, the tokenizer uses several threads per part.
         threads = max(1, cores // processes)
         sizes = [max(1, part.size) for part in parts]
         before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
@@ -129,6 +133,7 @@ class TokensJob:
         self.corpus.check()  # raises if the text no longer has this hash
         manifest.save(encoding.directory)
         publish(encoding.directory, self.final)
+        # The writers have just hashed the shards, so the first run need not hash them again.
         for name, sha256 in hashes.items():
             leave_mark(self.final / name, sha256, identity_of(self.final / name))
         for attempt in self.final.parent.glob(f"{self.final.name}.partial-*"):

@@ -51,7 +51,10 @@ class Counts:
     """
 
     def __init__(self, parts: int) -> None:
-        self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
+        # No locks: each entry is written by one worker, and read only for progress reports.
+        self.text_bytes = RawArray("q", parts)
+        self.tokens = RawArray("q", parts)
+        self.state = RawArray("q", parts)
 
 
 def work_through(
@@ -68,6 +71,7 @@ def work_through(
     `reading()`: the names of the files in progress.
     """
     other_children = multiprocessing.active_children()
+    # Forked workers get `do` without pickling, which would fail for its closures.
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
     try:
@@ -137,6 +141,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def work(number: int) -> None:
+    # The pool pickles submitted functions, so the function of the job is a global of the worker.
     _do(number)
 
 

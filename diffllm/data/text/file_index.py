@@ -103,6 +103,7 @@ def _read_facts(path: Path) -> FileFacts:
                 block = file.read(BLOCK_BYTES)
                 digest.update(block)
                 is_blank = is_blank and not block.strip()
+                # An incremental decoder, because a block may end within a character.
                 try:
                     decoder.decode(block, final=not block)
                 except UnicodeDecodeError:

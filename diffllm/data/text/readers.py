@@ -193,6 +193,7 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
     with path.open("rb") as file:
         place = least
         while place < size:
+            # One byte before: if `place` is the start of a line, no line is skipped.
             file.seek(place - 1)
             file.readline()
             if file.tell() < size:
@@ -211,6 +212,7 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
         if start:
             file.seek(start)
         remaining = math.inf if stop is None else stop - start
+        # A list of blocks, because repeated joining of a long line would take quadratic time.
         rest: list[bytes] = []
         while block := file.read(int(min(remaining, BLOCK_BYTES))):
             remaining -= len(block)
@@ -224,6 +226,7 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def text_blocks(part: Slice) -> Iterator[bytes]:
+    # A byte order mark can only be at the start of the file.
     for number, block in enumerate(blocks(part.path, part.start, part.stop)):
         yield block if part.start or number else block.removeprefix(codecs.BOM_UTF8)
 
