@@ -112,7 +112,8 @@ class HeldoutDocuments:
         for i, index in enumerate(indices.tolist()):
             if index >= len(borders) - 1:
                 break
-            start, stop = int(borders[index]), int(borders[index + 1])
+            start = int(borders[index])
+            stop = int(borders[index + 1])
             # The first input is the token before the first target, in the sequence before.
             places = self.places(max(start - 1, 0), stop)
             tokens = np.concatenate([self.stream.tokens(*place) for place in places])
@@ -177,10 +178,12 @@ def predicted_text(
     separately, and a document that begins earlier with CONTEXT_TOKENS tokens before `start`.
     """
     first = max(start - CONTEXT_TOKENS, 0)
-    tokens, mask = stream.tokens(first, stop), stream.loss_mask(first, stop)
+    tokens = stream.tokens(first, stop)
+    mask = stream.loss_mask(first, stop)
     ends = (np.flatnonzero(tokens == eos_id) + 1).tolist()
     size = begin = 0
-    for end in [*ends, len(tokens)]:  # the last part is empty or continues after `stop`
+    # The last part is empty, or its document continues after `stop`.
+    for end in [*ends, len(tokens)]:
         if end > start - first:
             predicted = mask[begin:end]
             before = int(predicted[: max(start - first - begin, 0)].sum())
@@ -273,7 +276,8 @@ class HeldoutSample:
 
     def __post_init__(self) -> None:
         check_counts(least=1, sequences=self.sequences)
-        _ = self.cut  # a short stream must fail here, not during training
+        # A stream that is too short must raise here, not during training.
+        _ = self.cut
 
     @cached_property
     def cut(self) -> StreamSequences:

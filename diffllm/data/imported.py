@@ -53,7 +53,8 @@ class FilesStream:
     def __post_init__(self) -> None:
         files = [open_tokens(Path(path), *self.tokenizer) for path in self.paths]
         self.joined = JoinedTokens(files)
-        for path, facts in self.indexes.items():  # open arrays detect later changes
+        # Changes after this check are detected by the open arrays.
+        for path, facts in self.indexes.items():
             with usable(Path(path)):
                 check_unchanged(Path(path), facts)
 
@@ -89,7 +90,8 @@ class ImportedData(TokenData):
         tokens differs from the manifest.
         """
         manifest = self.manifest
-        manifest.split(name)  # raises ConfigError for an unknown name
+        # Raises ConfigError for an unknown name.
+        manifest.split(name)
         train = manifest.splits["train"].tokens
         total = train + manifest.splits["heldout"].tokens
         start, stop = (0, train) if name == "train" else (train, total)
@@ -155,7 +157,8 @@ def token_paths(cfg: DataConfig) -> tuple[list[Path], Skipped]:
     format.
     """
     local_files = paths_of(cfg)
-    roots, skipped = local_files.roots, dict(local_files.skipped)
+    roots = local_files.roots
+    skipped = dict(local_files.skipped)
     paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
     if not paths:
         raise DataError(

@@ -63,11 +63,15 @@ class TrainLoader:
                 f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size="
                 f"{micro_batch_size} times world_size={world_size}; change one of these sizes"
             )
-        self.samples, self._start = samples, 0
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._rank, self._world_size = rank, world_size
+        self.samples = samples
+        self._start = 0
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
+            # PyTorch refuses a prefetch factor without workers.
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,
         }
@@ -113,7 +117,9 @@ class TrainLoader:
             self._batches = self._started()
         try:
             batch = next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # OSError, EOFError: broken pipe
+        # OSError and EOFError are broken pipes of a dead loader process.
+        except (RuntimeError, OSError, EOFError) as error:
+            # PyTorch reports a dead worker as RuntimeError; others are errors of the code.
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise DataError(
@@ -183,7 +189,8 @@ class TrainLoader:
         return batches
 
     def _stop_workers(self) -> None:
-        batches, self._batches = self._batches, None
+        batches = self._batches
+        self._batches = None
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
             # PyTorch ends a hanging worker by SIGTERM, which the workers ignore.

@@ -87,11 +87,13 @@ class MixtureOrder:
 
         `samples` (n,) contains the indices of the samples in the mixture. Returns two arrays (n,).
         """
-        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        sources = np.empty_like(samples)
+        numbers = np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
             start, (order, ranks), before = self._at(sample)
             source = int(order[sample - start])
-            sources[i], numbers[i] = source, before[source] + int(ranks[sample - start])
+            sources[i] = source
+            numbers[i] = before[source] + int(ranks[sample - start])
         return sources, numbers
 
     def counts(self, samples: int) -> list[int]:
@@ -248,6 +250,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
     """Set weights below LEAST_WEIGHT times the sum to 0, then scale all weights to a sum of 1."""
     total = sum(weights)
+    # MixtureOrder refuses positive weights below this limit.
     used = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(used) for weight in used)
 

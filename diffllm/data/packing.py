@@ -53,7 +53,8 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
     bins = np.empty(len(sizes), np.int64)
     open_bins = Bins()
     count = 0
-    dtype = np.uint16 if capacity <= 2**16 else np.int64  # 16 bits: a fast radix sort
+    # NumPy's stable sort of 16-bit numbers is a radix sort, which is faster.
+    dtype = np.uint16 if capacity <= 2**16 else np.int64
     order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
     per_size = np.bincount(sizes, minlength=capacity + 1)[::-1]
     # `order` divided into groups of equal size; without items, np.split returns an empty group.
@@ -114,10 +115,14 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
     Yields (3, k) int64 arrays with one column per piece. The rows are: position of the piece in the
     stream, length of the piece, and position of the piece in its document.
     """
-    document = place = 0  # start of the unfinished document, and of its next piece
+    # Start of the unfinished document, and of its next piece.
+    document = place = 0
     for stop, ends in document_ends(stream, eos_id):
-        documents, places = np.append(document, ends), np.append(place, ends)
-        open_end = stop  # a document that continues after the block yields only whole pieces
+        documents = np.append(document, ends)
+        places = np.append(place, ends)
+        # A document that continues after the block yields only pieces of `seq_len` tokens, because
+        # the length of its last piece is not known yet.
+        open_end = stop
         if stop < len(stream):
             open_end -= (stop - int(places[-1])) % seq_len
         tokens = np.append(ends, open_end) - places
@@ -126,7 +131,8 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
         starts = np.repeat(places, counts) + cut
         lengths = np.minimum(np.repeat(tokens, counts) - cut, seq_len)
         yield np.stack((starts, lengths, starts - np.repeat(documents, counts)))
-        document, place = int(documents[-1]), open_end
+        document = int(documents[-1])
+        place = open_end
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
@@ -221,6 +227,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
             sequences += count
             packed += len(bins)
             advance(int(lengths.sum()))
+    # `firsts` has one entry more than there are sequences: the end of the last sequence.
     write([], [], [packed])
     padding = sequences * seq_len - len(stream)
     counts = PackingCounts(documents, cut, len(stream), sequences, padding)
@@ -243,7 +250,8 @@ class PackingPlan:
         with usable(directory / PLAN, directory):
             record = read_typed(directory / PLAN, PlanRecord, follow=True)
             record.check(directory)
-        self.counts, self._files = record.counts, record.files
+        self.counts = record.counts
+        self._files = record.files
 
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
         """Return (position of first token, length) of each document piece in a sequence.

@@ -42,6 +42,7 @@ def stages() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def held(path: Path, activity: str) -> Iterator[None]:
+    # The first attempt does not wait, so that a message can name the process that holds the lock.
     try:
         lock = acquire(path, wait=False)
     except Timeout:

@@ -63,7 +63,9 @@ class ShuffledSequences:
     def __init__(
         self, sequences: Sequences, seed: int, bits: float | None = None, stage: int = 0
     ) -> None:
-        self.sequences, self.seed, self.bits = sequences, seed, bits
+        self.sequences = sequences
+        self.seed = seed
+        self.bits = bits
         self.order_seed = order_seed(seed, stage)
 
     def __getitem__(self, samples: range) -> Batch | DataError:
@@ -174,8 +176,10 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
     """Permute uint64 values below 2**(2 * half) by a Feistel network with one key per round."""
-    mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
-    upper, lower = values >> bits, values & mask
+    mask = np.uint64((1 << half) - 1)
+    bits = np.uint64(half)
+    upper = values >> bits
+    lower = values & mask
     for key in keys:
         upper, lower = lower, upper ^ (_splitmix64_hash(lower ^ key) & mask)
     return (upper << bits) | lower
@@ -206,8 +210,11 @@ class MixedSequences:
         total: int,
         stage: int = 0,
     ) -> None:
-        self.data, self.names = data, list(data.sources)
-        self.seq_len, self.seed, self.total = seq_len, seed, total
+        self.data = data
+        self.names = list(data.sources)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.total = total
         self.order_seed = order_seed(seed, stage)
         self.sources: list[Sequences] = []
         for name, source in data.sources.items():
@@ -229,6 +236,7 @@ class MixedSequences:
             try:
                 _, (source_inputs, source_targets) = self._read(k, numbers[rows])
             except DataError as error:
+                # Returned instead of raised, as by `ShuffledSequences`.
                 return error
             inputs[rows] = source_inputs
             targets[rows] = source_targets
@@ -243,7 +251,8 @@ class MixedSequences:
             return PlacedBatch(places, self.sources[source].read(places))
 
     def places(self, samples: range) -> list[Place]:
-        before, after = self.order.counts(samples.start), self.order.counts(samples.stop)
+        before = self.order.counts(samples.start)
+        after = self.order.counts(samples.stop)
         places = []
         for name, first, stop in zip(self.names, before, after, strict=True):
             if stop > first:
@@ -311,7 +320,8 @@ class MixedSequences:
         return sample
 
     def _order_from(self, since: int, before: list[int]) -> None:
-        self.since, self.before = since, before
+        self.since = since
+        self.before = before
         plan = limited(self.plan, since, self.total, before, self.most)
         self.order = MixtureOrder(plan, before)
 

@@ -225,7 +225,9 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
-        self._directory, self._name, self._masked = directory, name, masked
+        self._directory = directory
+        self._name = name
+        self._masked = masked
         self._dtype = token_dtype(vocab_size)
         self._shards: list[Shard] = []
         self._files: list[HashedFile] = []
@@ -282,7 +284,8 @@ class ShardWriter:
 
 class HashedFile:
     def __init__(self, path: Path) -> None:
-        self._path, self._digest = path, hashlib.sha256()
+        self._path = path
+        self._digest = hashlib.sha256()
         self._file = os.fdopen(open_to_write(path), "wb")
 
     # The hash is computed while writing, which saves reading the file again.

@@ -91,9 +91,11 @@ class FileArray:
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, self.dtype)
-        place, filled = self.offset + start * self.dtype.itemsize, 0
+        place = self.offset + start * self.dtype.itemsize
+        filled = 0
         with usable(self.path):
-            while filled < out.nbytes:  # one call reads at most 2 GiB
+            # On Linux, one call reads at most 2 GiB.
+            while filled < out.nbytes:
                 read = os.preadv(self._file, [out.view(np.uint8)[filled:].data], place + filled)
                 if not read:
                     raise self._unusable("truncated after it was opened")
@@ -213,9 +215,11 @@ def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, i
     while start < stop:
         begin = int(ends[number - 1]) if number else 0
         end = int(ends[number])
-        if end > start:  # skip empty parts
+        # Empty arrays contain no part of the range.
+        if end > start:
             yield number, start - begin, min(end, stop) - begin
-        start, number = end, number + 1
+        start = end
+        number += 1
 
 
 def read_joined(
@@ -227,7 +231,8 @@ def read_joined(
     [a, b) of array i.
     """
     check_range(start, stop, int(ends[-1]) if len(ends) else 0)
-    out, filled = np.empty(stop - start, dtype), 0
+    out = np.empty(stop - start, dtype)
+    filled = 0
     for number, first, last in spans(ends, start, stop):
         out[filled : filled + last - first] = read(number, first, last)
         filled += last - first
@@ -252,7 +257,8 @@ class JoinedTokens:
 class JoinedStream(JoinedTokens):
     def __init__(self, split: str, streams: Sequence[Stream]) -> None:
         super().__init__(streams)
-        self.split, self.streams = split, list(streams)
+        self.split = split
+        self.streams = list(streams)
         self.masked = any(stream.masked for stream in streams)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
@@ -269,7 +275,8 @@ class TokenStream:
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
         self._arguments = directory, manifest, split
-        self.split, self._directory = split, directory
+        self.split = split
+        self._directory = directory
         self._shards = manifest.split(split).shards
         self.masked = manifest.splits[split].masked
         self._dtype = token_dtype(manifest.vocab_size)

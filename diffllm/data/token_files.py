@@ -70,13 +70,16 @@ class WithEnds:
     """Token file without EOS, read as if each document ended with an EOS."""
 
     def __init__(self, file: TokenFile, eos_id: int) -> None:
-        self.file, self.eos_id = file, eos_id
-        self.path, self.documents = file.path, file.documents
+        self.file = file
+        self.eos_id = eos_id
+        self.path = file.path
+        self.documents = file.documents
 
     def __len__(self) -> int:
         return len(self.file) + self.documents
 
     def end_of(self, document: Any) -> Any:
+        # Plus one EOS of each earlier document, and the EOS of this document.
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
@@ -94,7 +97,8 @@ class WithEnds:
                 place = len(out) - (stop - start)
                 read = self.file.tokens(start - document, last - document)
                 out[place : place + last - start] = read
-            start, document = end, document + 1
+            start = end
+            document += 1
         return out
 
 

@@ -71,7 +71,8 @@ class Tokenizer:
         self.bos_id: int | None = bos_id if processor.is_control(bos_id) else None
         mark_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._mark_bytes = mark_bytes if all(map(processor.is_byte, mark_bytes)) else None
-        self._prefix, self._encoder = "", processor
+        self._prefix = ""
+        self._encoder = processor
         if processor.normalize(BEHAVIOUR_PROBE) == SPACE_MARK + marked(BEHAVIOUR_PROBE):
             # With an explicit prefix, parts of a text can be encoded separately.
             self._prefix = " "
@@ -105,6 +106,7 @@ class Tokenizer:
     @property
     def spells_eos(self) -> bool:
         """Whether the text of the EOS encodes to the EOS, so that a text can end a document."""
+        # The ids of a text can depend on the characters around the text.
         texts = [f"{before}{self.eos_token}{before}" for before in ("", " ", "a")]
         return any(self.eos_id in ids for ids in self.encode_batch(texts, threads=1))
 
@@ -145,7 +147,8 @@ class Tokenizer:
         # Cuts are chosen in the text as given, so only a model that keeps all characters qualifies.
         if self._encoder.normalize(BEHAVIOUR_PROBE) != marked(BEHAVIOUR_PROBE):
             return [text]
-        parts, start = [], 0
+        parts = []
+        start = 0
         while len(text) - start > 2 * PART_CHARACTERS:
             cut = start + PART_CHARACTERS
             while marked(text[cut - 1 : cut + 1]) in self._pairs:
@@ -201,7 +204,8 @@ def load_fast(path: Path) -> "tokenizers.Tokenizer":
         import tokenizers
 
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        tokenizer.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
+        # Raises here, not while texts are encoded, if the unknown token has no piece.
+        tokenizer.encode(BEHAVIOUR_PROBE)
     except ImportError as error:
         raise DataError(f"{path} needs a library: pip install tokenizers") from error
     except Exception as error:
@@ -219,7 +223,8 @@ class FastTokenizer(Tokenizer):
         self._fast.no_truncation()
         self._fast.no_padding()
         vocabulary = self._fast.get_vocab()
-        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
+        # Not the number of pieces, because ids may have gaps.
+        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)
         if self.vocab_size > 2**24:
             raise DataError(
                 f"{path}: the largest token id {self.vocab_size - 1} must be below {2**24}; "

@@ -121,19 +121,22 @@ class Encoding:
         Shards of earlier attempts are overwritten. The tokenizer uses `threads` threads. Progress
         of this part is added to `counts`.
         """
-        set_if_ours(os.environ, "RAYON_NUM_THREADS", str(threads))  # threads of tokenizers
+        # The tokenizers library reads its number of threads from this variable.
+        set_if_ours(os.environ, "RAYON_NUM_THREADS", str(threads))
         # Never "true": a process that is forked later would inherit this setting and wait forever
         # for threads that exist only in its parent.
         if threads == 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        vocab_size, masked = self.tokenizer.vocab_size, self.corpus.has_prompts
+        vocab_size = self.tokenizer.vocab_size
+        masked = self.corpus.has_prompts
         writers = {
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
         empty = 0
         range_of_hashes: list[int] = []
-        held, following = np.zeros(2, np.int64), np.zeros((0, 3), np.int64)
+        held = np.zeros(2, np.int64)
+        following = np.zeros((0, 3), np.int64)
         for documents, blank in batches(self.corpus.parts[number]):
             empty += blank
             if not documents:
@@ -142,6 +145,7 @@ class Encoding:
             range_of_hashes += [int(hashes.min()), int(hashes.max())]
             tokens, sizes = self.tokens_of(documents, threads)
             is_heldout = hashes < self.heldout_below
+            # Pieces of a single document are divided by their part, not by their hashes.
             if self.cut:
                 is_heldout[:] = number == len(self.corpus.parts) - 1
             rows = np.array([[h, 1, len(ids)] for h, ids in zip(hashes, tokens, strict=True)])
@@ -150,9 +154,10 @@ class Encoding:
             following = next_held_out(np.concatenate([following, rows[~is_heldout]]), held)
             for split, is_chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
                 chosen = np.flatnonzero(is_chosen).tolist()
-                ids = np.fromiter(chain.from_iterable(tokens[i] for i in chosen), dtype=np.uint32)
+                chosen_tokens = [tokens[i] for i in chosen]
                 text_bytes = sum(documents[i].predicted_bytes for i in chosen)
                 mask = loss_mask([sizes[i] for i in chosen]) if masked else None
+                ids = np.fromiter(chain.from_iterable(chosen_tokens), dtype=np.uint32)
                 writers[split].add(ids, text_bytes, len(chosen), mask)
             counts.text_bytes[number] += sum(document.predicted_bytes for document in documents)
             counts.tokens[number] += sum(map(len, tokens))
@@ -220,7 +225,9 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch, empty
-                batch, size, empty = [], 0, 0
+                batch = []
+                size = 0
+                empty = 0
     if batch or empty:
         yield batch, empty
 

@@ -347,7 +347,8 @@ def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
     window = end = 0
     for part in parts:
         for text in beginning(part, limit):
-            begin, end = end, end + len(text)
+            begin = end
+            end += len(text)
             while window < windows:
                 place = window * total // windows
                 if place >= end:

@@ -89,7 +89,8 @@ class TokensJob:
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
             return
-        cores, counts = usable_cpus(), Counts(len(parts))
+        cores = usable_cpus()
+        counts = Counts(len(parts))
         processes = min(prepare_cfg.processes or cores, len(todo))
         # With fewer parts than cores, the tokenizer uses several threads per part.
         threads = max(1, cores // processes)
@@ -128,9 +129,11 @@ class TokensJob:
                 if shard.mask and shard.mask_sha256:
                     hashes[shard.mask] = shard.mask_sha256
         for path in encoding.directory.glob("*-*-*"):
-            if path.name not in hashes:  # from an earlier attempt
+            # Shards of an earlier attempt, for example with another limit.
+            if path.name not in hashes:
                 path.unlink()
-        self.corpus.check()  # raises if the text no longer has this hash
+        # Before publishing: the text may have changed since its hash was computed.
+        self.corpus.check()
         manifest.save(encoding.directory)
         publish(encoding.directory, self.final)
         # The writers have just hashed the shards, so the first run need not hash them again.
@@ -187,7 +190,8 @@ def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
     hashes: list[int] = []
     for record in records:
         hashes += [value for value in (record.least, record.most) if value is not None]
-    least, most = min(hashes, default=0), max(hashes, default=0)
+    least = min(hashes, default=0)
+    most = max(hashes, default=0)
     if least == most:
         raise DataError(
             "the corpus must contain at least two different documents with text, because "

@@ -106,7 +106,8 @@ def work_through(
 def start_worker(do: Callable[[int], None], parent: int) -> None:
     global _do
     _do = do
-    gc.freeze()  # collections would scan the objects of the parent, which never become garbage
+    # Collections would scan the objects of the parent, which never become garbage.
+    gc.freeze()
     ignore_signals()
 
     # A killed parent cannot stop its workers, so each worker watches its parent.
@@ -151,7 +152,8 @@ def report(counts: Counts, share: float, before: float, seconds: float, reading:
     `share` is the finished fraction (0 to 1) of the corpus now, and `before` the fraction when this
     preparation started, `seconds` seconds ago.
     """
-    text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
+    text_bytes = sum(counts.text_bytes)
+    tokens = sum(counts.tokens)
     progress = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
     progress += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
     if share - before >= 1e-3:

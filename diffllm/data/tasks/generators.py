@@ -186,8 +186,10 @@ class Needle(Task):
         return [{"length": length, **settings} for length in lengths[-LENGTHS:]]
 
     def longest(self, level: Level, count: Count) -> int:
-        next(self.examples(level, 1, 0, count))  # raises for an impossible level
-        return int(level["length"]) - 1  # an EOS precedes the text
+        # Raises for an impossible level.
+        next(self.examples(level, 1, 0, count))
+        # An EOS precedes the text.
+        return int(level["length"]) - 1
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         for i in range(number):
@@ -219,7 +221,8 @@ class Needle(Task):
         "length", "needles" and "queries". Raises ValueError if "queries" is less than 1 or greater
         than "needles", or if "length" is too small for 20 unrelated sentences.
         """
-        number, queries = int(level["needles"]), int(level["queries"])
+        number = int(level["needles"])
+        queries = int(level["queries"])
         if not 1 <= queries <= number:
             raise ValueError(f"queries={queries:,} must be between 1 and needles={number:,}")
         cities: list[str] = []
@@ -339,7 +342,8 @@ class Icl(Task):
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)
         names = rng.choice(LABELS)
-        pieces, seen = [""], set()
+        pieces = [""]
+        seen = set()
         for word, label in (*shots.shown, (shots.query, shots.right)):
             pieces[-1] += f" {word} ->"
             if word[0] in seen:

@@ -160,13 +160,15 @@ class Task(ABC):
         for level in self.levels(length):
             try:
                 size = self.longest(level, count)
-            except ValueError:  # the level is impossible with this tokenizer
+            except ValueError:
+                # The level is impossible with this tokenizer.
                 continue
             sizes.append(size)
             if size <= length:
                 levels.append(level)
             elif size > 4 * length:
-                break  # later levels are even longer
+                # Later levels are even longer, and slow to generate.
+                break
         if not levels:
             needs = f"{min(sizes)} tokens" if sizes else "more tokens"
             raise DoesNotFit(f"the task {self.name} needs {needs}, but the model reads {length}")
@@ -246,7 +248,8 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
         # A notebook or a test may define the same class again.
         if registered is not None and type(registered).__qualname__ != cls.__qualname__:
             raise ConfigError(f"the task {name} is registered twice; rename one of the two tasks")
-        cls.name, cls.sizes = name, sizes
+        cls.name = name
+        cls.sizes = sizes
         TASKS[name] = cls()
         return cls
 

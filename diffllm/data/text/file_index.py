@@ -93,10 +93,14 @@ def _is_known(path: Path, index: dict[str, FileFacts]) -> bool:
 
 
 def _read_facts(path: Path) -> FileFacts:
-    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
-    is_utf8, is_blank, block = True, True, b"begin"
+    digest = hashlib.sha256()
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    is_utf8 = True
+    is_blank = True
+    block = b"begin"
     with usable(path):
-        identity = settled_identity(path)  # before reading, to detect concurrent changes
+        # Before reading, to detect concurrent changes.
+        identity = settled_identity(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             while block:

@@ -64,22 +64,13 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     skipped = {**other, **problems, **local_files.skipped}
     # Only the first reasons are printed; empty and hidden files are the least surprising ones.
     skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
-    has_tokens = any(path.suffix in TOKEN_FILES for path in roots)
-    # Directories of token files may also contain .json files, which are not the text to train on.
-    if not read_facts or (has_tokens and all(path.suffix == ".json" for path in read_facts)):
-        hint = "; data=tokens reads its token files" if has_tokens else ""
-        reasons = f"; skipped {reasons_text(skipped)}" if skipped else ""
-        paths = ", ".join(map(str, cfg.paths[:3]))
-        raise DataError(
-            f"data.paths={paths} has no text file, .parquet file or .jsonl file{hint}{reasons}"
-        )
-    contents: dict[Path, list[str]] = {}
+    check_has_text(list(read_facts), roots, skipped, cfg)
+    contents = {path: content_of(path, file) for path, file in usable_facts.items()}
     # Older versions read all kinds, and skipped most .json files of directories.
-    without_json: list[list[str]] = []
-    for path, usable_file in usable_facts.items():
-        contents[path] = content_of(path, usable_file)
+    without_json = []
+    for path, content in contents.items():
         if roots[path] is None or path.suffix != ".json":
-            without_json.append(contents[path])
+            without_json.append(content)
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
         description=description_of({path: roots[path] for path in read_facts}),
@@ -91,6 +82,21 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         skipped_undecodable=len(skipped) - empty,
         skipped=skipped,
     )
+
+
+def check_has_text(
+    paths: Sequence[Path], roots: Mapping[Path, Path | None], skipped: Skipped, cfg: DataConfig
+) -> None:
+    """Raise DataError if `paths`, the files to read, contain no text of a corpus."""
+    has_tokens = any(path.suffix in TOKEN_FILES for path in roots)
+    # Directories of token files may also contain .json files, which are not the text to train on.
+    if not paths or (has_tokens and all(path.suffix == ".json" for path in paths)):
+        hint = "; data=tokens reads its token files" if has_tokens else ""
+        reasons = f"; skipped {reasons_text(skipped)}" if skipped else ""
+        entries = ", ".join(map(str, cfg.paths[:3]))
+        raise DataError(
+            f"data.paths={entries} has no text file, .parquet file or .jsonl file{hint}{reasons}"
+        )
 
 
 def content_of(path: Path, facts: FileFacts) -> list[str]:

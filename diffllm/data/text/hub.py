@@ -122,7 +122,8 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
             info = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN)
         stored.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{stored}.lock")):
-            if not stored.exists():  # the first process to resolve wins
+            # The first process decides, so that all processes read the same commit.
+            if not stored.exists():
                 commit = {"dataset": dataset, "revision": revision, "sha": info.sha}
                 replace_file(stored, json.dumps(commit))
     with usable(stored, stored):

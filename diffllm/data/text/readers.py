@@ -100,12 +100,14 @@ def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tup
                     size += chunk.total_uncompressed_size
             if size >= least or i + 1 == file.num_row_groups:
                 yield size, first, i + 1
-                size, first = 0, i + 1
+                size = 0
+                first = i + 1
 
 
 def _read_rows(part: Slice) -> Iterator[TextBatch]:
     assert part.stop is not None
-    groups, columns = range(part.start, part.stop), list(part.columns)
+    groups = range(part.start, part.stop)
+    columns = list(part.columns)
     with raw(part.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         for batch in file.iter_batches(ROWS, row_groups=groups, columns=columns):
             yield TextBatch(*(batch.column(name).to_pylist() for name in columns))
@@ -165,7 +167,8 @@ def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
     for name, text in zip(columns, texts, strict=True):
         if not isinstance(text, str | None):
             raise ValueError(f"column {name!r} contains {type(text).__name__}, not text")
-        (text or "").encode()  # raises for half of a surrogate pair
+        # Raises for half of a surrogate pair, which JSON allows and UTF-8 does not.
+        (text or "").encode()
     return texts
 
 
@@ -241,7 +244,8 @@ def unpacked(path: Path) -> IO[bytes]:
 
 
 def raw(path: Path) -> Any:
-    return pyarrow.OSFile(os.fsencode(path))  # pyarrow would encode a str as UTF-8.
+    # As bytes, because pyarrow encodes a str as UTF-8, also for names that are not UTF-8.
+    return pyarrow.OSFile(os.fsencode(path))
 
 
 def json_rows(path: Path) -> Iterator[dict[str, Any]]:
