@@ -44,7 +44,7 @@ PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
 """Sources without documents of text."""
 BUILT_IN = ("stdlib", "packages", "synthetic", "files", "hub", TOKENS, MIXTURE)
 """Sources that refuse the keys of other sources; the source of a plugin can read every key."""
-NEEDED = {
+REQUIRED_KEYS = {
     "files": ("paths", "[file, directory, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
     "hub": ("dataset", "<owner/name>"),
@@ -139,31 +139,32 @@ class TextConfig:
         help="Branch, tag or commit of the hub dataset; null: the newest commit at first use.",
     )
 
-    def check_source(self, where: str) -> None:
+    def check_source(self, prefix: str) -> None:
         """Raise ConfigError for an unknown source, a missing key or a key that the source ignores.
 
-        `where` is the prefix of the keys in messages, for example "data.sources.web.".
+        `prefix` is the prefix of the keys in messages, for example "data.sources.web.".
         """
-        if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
-            raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
+        names = (*SOURCES, *PREPARED_ELSEWHERE)
+        if self.source not in names:
+            raise ConfigError(f"{prefix}source={self.source!r} is not one of {', '.join(names)}")
         if self.prompt_column == self.text_column:
             raise ConfigError(
-                f"{where}prompt_column={self.prompt_column} must differ from {where}text_column"
+                f"{prefix}prompt_column={self.prompt_column} must differ from {prefix}text_column"
             )
         readers = read_by() if self.source in BUILT_IN else {}
         for name, sources in readers.items():
             value = getattr(self, name, None)
             is_set = value and value != getattr(TextConfig, name, None)
             if is_set and self.source not in sources:
-                usable = [other for other, among in readers.items() if self.source in among]
+                usable = [other for other, others in readers.items() if self.source in others]
                 raise ConfigError(
-                    f"{where}{name}={getattr(value, 'value', value)} cannot be set with "
-                    f"{where}source={self.source}; keys of this source: "
+                    f"{prefix}{name}={getattr(value, 'value', value)} cannot be set with "
+                    f"{prefix}source={self.source}; keys of this source: "
                     f"{', '.join(usable) or '(no keys)'}"
                 )
-        name, example = NEEDED.get(self.source, ("source", ""))
+        name, example = REQUIRED_KEYS.get(self.source, ("source", ""))
         if not getattr(self, name):
-            raise ConfigError(f"{where}source={self.source} needs {where}{name}={example}")
+            raise ConfigError(f"{prefix}source={self.source} needs {prefix}{name}={example}")
 
 
 @dataclass
@@ -318,8 +319,8 @@ class DataConfig(TextConfig):
         return self.packing is Packing.best_fit
 
     def for_source(self, source: SourceConfig) -> "DataConfig":
-        text = {each.name: getattr(source, each.name) for each in fields(TextConfig)}
-        return replace(self, **text, sources={}, curriculum=[])
+        text_settings = {item.name: getattr(source, item.name) for item in fields(TextConfig)}
+        return replace(self, **text_settings, sources={}, curriculum=[])
 
     def validate(self) -> None:
         """Raise ConfigError for invalid values, without reading the corpus."""
@@ -343,45 +344,51 @@ class DataConfig(TextConfig):
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))
         for name, source in self.sources.items():
-            where = f"data.sources.{name}."
-            if not NAME.fullmatch(name):
-                raise ConfigError(
-                    f"data.sources: the name {name!r} may contain only letters, digits, _ and -"
-                )
-            if source.source == MIXTURE:
-                raise ConfigError(
-                    f"{where}source=mixture: a mixture cannot contain a mixture; "
-                    "choose another source"
-                )
-            if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(
-                    f"{where}source=tokens needs data.tokenizer; "
-                    "set the tokenizer that encoded the tokens"
-                )
-            source.check_source(where)
+            self.check_mixture_source(name, source)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")
         for i, (former, point) in enumerate(pairwise([Point(), *self.curriculum])):
-            where = f"data.curriculum[{i}]"
-            for name, weight in point.weights.items():
-                if name not in self.sources:
-                    known = ", ".join(self.sources)
-                    raise ConfigError(
-                        f"{where}.weights: the source {name!r} must be one of data.sources: {known}"
-                    )
-                if not 0 <= weight <= MOST_WEIGHT:
-                    raise ConfigError(
-                        f"{where}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
-                    )
-            if not any(point.weights.values()):
-                raise ConfigError(f"{where}.weights: all are 0; at least one must be above 0")
+            self.check_point(f"data.curriculum[{i}]", point)
             # Shares and numbers of tokens compare only if the run's length is known.
-            of_one_unit = (former.at <= 1) == (point.at <= 1)
-            if of_one_unit and point.at <= former.at:
+            has_same_unit = (former.at <= 1) == (point.at <= 1)
+            if has_same_unit and point.at <= former.at:
                 previous = f", the value of data.curriculum[{i - 1}].at" if i else ""
                 raise ConfigError(
-                    f"{where}.at={point.at:g} must be greater than {former.at:g}{previous}"
+                    f"data.curriculum[{i}].at={point.at:g} must be greater than "
+                    f"{former.at:g}{previous}"
                 )
+
+    def check_mixture_source(self, name: str, source: SourceConfig) -> None:
+        prefix = f"data.sources.{name}."
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"data.sources: the name {name!r} may contain only letters, digits, _ and -"
+            )
+        if source.source == MIXTURE:
+            raise ConfigError(
+                f"{prefix}source=mixture: a mixture cannot contain a mixture; choose another source"
+            )
+        if source.source == TOKENS and self.tokenizer is None:
+            raise ConfigError(
+                f"{prefix}source=tokens needs data.tokenizer; "
+                "set the tokenizer that encoded the tokens"
+            )
+        source.check_source(prefix)
+
+    def check_point(self, key_name: str, point: Point) -> None:
+        """Raise ConfigError for invalid weights; `key_name` is the key of the curriculum point."""
+        for name, weight in point.weights.items():
+            if name not in self.sources:
+                names = ", ".join(self.sources)
+                raise ConfigError(
+                    f"{key_name}.weights: the source {name!r} must be one of data.sources: {names}"
+                )
+            if not 0 <= weight <= MOST_WEIGHT:
+                raise ConfigError(
+                    f"{key_name}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
+                )
+        if not any(point.weights.values()):
+            raise ConfigError(f"{key_name}.weights: all are 0; at least one must be above 0")
 
 
 @cache

@@ -15,13 +15,12 @@ import torch
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.sequences import Batch, StreamSequences
-from diffllm.data.streams import Stream, document_end, document_ends, spans
+from diffllm.data.streams import BLOCK, Stream, document_end, document_ends, spans
 from diffllm.data.tokenizer import Tokenizer
 
-BLOCK = 2**22
 GOLDEN = (5**0.5 - 1) / 2
 """The first n multiples of this number, modulo 1, are spread evenly over [0, 1) for every n."""
-CONTEXT = 4
+CONTEXT_TOKENS = 4
 """Tokens that are decoded before a cut, because the text of a token can depend on these tokens.
 
 Bytes of a character can be separate tokens, and some tokenizers omit a space at the start of a
@@ -71,6 +70,7 @@ class HeldoutDocuments:
         batches; the last batches are filled with padding sequences.
         """
         check_rank(rank, world_size)
+        # Equally many batches on all ranks: the forward pass of sharded models is collective.
         rounds = self.rounds(seq_len, batch_size, world_size)
         borders = self.borders(seq_len)
         for number in range(rank, rounds * world_size, world_size):
@@ -89,12 +89,14 @@ class HeldoutDocuments:
         total = int(self.ends[-1])
         if not self.whole:
             return np.append(np.arange(0, total, seq_len), total)
-        found = [0]
-        for begin, end in zip((self.ends - self.lengths).tolist(), self.ends.tolist(), strict=True):
-            if end - found[-1] > seq_len and begin > found[-1]:
-                found.append(begin)
-            found += range(found[-1] + seq_len, end, seq_len)
-        return np.array([*found, total])
+        borders = [0]
+        begins = self.ends - self.lengths
+        for begin, end in zip(begins.tolist(), self.ends.tolist(), strict=True):
+            # A document that does not fit into the current sequence begins a new sequence.
+            if end - borders[-1] > seq_len and begin > borders[-1]:
+                borders.append(begin)
+            borders += range(borders[-1] + seq_len, end, seq_len)
+        return np.array([*borders, total])
 
     def read(self, borders: np.ndarray, indices: np.ndarray, seq_len: int) -> OwnedBatch:
         """Read the b sequences with the numbers `indices`, an array of shape (b,).
@@ -103,26 +105,34 @@ class HeldoutDocuments:
         is the result of the method `borders`. For a number beyond the last sequence, return a
         padding sequence, in which all targets are -1.
         """
-        inputs, targets, owners = np.full(
-            (3, len(indices), seq_len), [[[0]], [[-1]], [[0]]], np.int64
-        )
+        shape = len(indices), seq_len
+        inputs = np.zeros(shape, np.int64)
+        targets = np.full(shape, -1, np.int64)
+        owners = np.zeros(shape, np.int64)
         for i, index in enumerate(indices.tolist()):
             if index >= len(borders) - 1:
                 break
-            start, stop = int(borders[index]), int(borders[index + 1])
-            read = [self.stream.tokens(*place) for place in self.places(max(start - 1, 0), stop)]
-            tokens = np.concatenate(read)
-            inputs[i, : stop - start] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
-            mask = [self.stream.loss_mask(*place) for place in self.places(start, stop)]
-            targets[i, : stop - start] = np.where(np.concatenate(mask), tokens[start - stop :], -1)
-            own = np.searchsorted(self.ends, np.arange(start, stop), side="right")
-            owners[i, : stop - start] = own
+            start = int(borders[index])
+            stop = int(borders[index + 1])
+            # The first input is the token before the first target, in the sequence before.
+            places = self.places(max(start - 1, 0), stop)
+            tokens = np.concatenate([self.stream.tokens(*place) for place in places])
+            if not start:
+                tokens = np.append(self.eos_id, tokens)  # no token precedes the first document
+            masks = [self.stream.loss_mask(*place) for place in self.places(start, stop)]
+            size = stop - start
+            inputs[i, :size] = tokens[:-1]
+            targets[i, :size] = np.where(np.concatenate(masks), tokens[1:], -1)
+            owners[i, :size] = np.searchsorted(self.ends, np.arange(start, stop), side="right")
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
 
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges of the stream that make up [start, stop) of the concatenation."""
-        parts = [(int(self.starts[i]), a, b) for i, a, b in spans(self.ends, start, stop)]
-        return [(first + a, first + b) for first, a, b in parts]
+        places = []
+        for number, begin, end in spans(self.ends, start, stop):
+            first = int(self.starts[number])
+            places.append((first + begin, first + end))
+        return places
 
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
@@ -140,7 +150,8 @@ class HeldoutDocuments:
             tokens = self.stream.tokens(*span)
             text = tokenizer.decode(tokens.tolist()).encode()
             digest = hashlib.sha256(text).digest()
-            sizes[i], hashes[i] = len(text), int.from_bytes(digest[:8], signed=True)
+            sizes[i] = len(text)
+            hashes[i] = int.from_bytes(digest[:8], signed=True)
             if self.predicted[i] < self.lengths[i]:
                 sizes[i] = text_size(tokenizer, tokens[self.stream.loss_mask(*span)])
         return sizes, hashes
@@ -164,13 +175,15 @@ def predicted_text(
     """Count predicted tokens in [start, stop) of a stream, and the UTF-8 bytes of their text.
 
     The sums over consecutive ranges are equal to the sums over documents: each document is decoded
-    separately, and a document that begins earlier with CONTEXT tokens before `start`.
+    separately, and a document that begins earlier with CONTEXT_TOKENS tokens before `start`.
     """
-    first = max(start - CONTEXT, 0)
-    tokens, mask = stream.tokens(first, stop), stream.loss_mask(first, stop)
+    first = max(start - CONTEXT_TOKENS, 0)
+    tokens = stream.tokens(first, stop)
+    mask = stream.loss_mask(first, stop)
     ends = (np.flatnonzero(tokens == eos_id) + 1).tolist()
     size = begin = 0
-    for end in [*ends, len(tokens)]:  # the last part is empty or continues after `stop`
+    # The last part is empty, or its document continues after `stop`.
+    for end in [*ends, len(tokens)]:
         if end > start - first:
             predicted = mask[begin:end]
             before = int(predicted[: max(start - first - begin, 0)].sum())
@@ -209,18 +222,21 @@ def heldout_documents(
             ends = np.append(ends, len(stream))
         starts = np.append(0, ends[:-1])
         return HeldoutDocuments(stream, eos_id, starts, np.diff(ends, prepend=0), whole)
-    found: dict[int, int] = {}
+    # Every further document is chosen by a rule that does not depend on `tokens` and `most`, so
+    # larger values only add documents.
+    end_by_start: dict[int, int] = {}
     for number in itertools.count():
         place = int(len(stream) * (number * GOLDEN % 1))
         start = document_end(stream, eos_id, place - 1) % len(stream) if place else 0
-        while start in found:
-            start = found[start] % len(stream)
-        found[start] = document_end(stream, eos_id, start)
-        tokens -= found[start] - start
-        if tokens <= 0 or len(found) == most:
+        # If the document is already chosen, take the next one (after the last, the first).
+        while start in end_by_start:
+            start = end_by_start[start] % len(stream)
+        end_by_start[start] = document_end(stream, eos_id, start)
+        tokens -= end_by_start[start] - start
+        if tokens <= 0 or len(end_by_start) == most:
             break
-    starts = np.array(sorted(found))
-    lengths = np.array([found[i] for i in starts.tolist()]) - starts
+    starts = np.array(sorted(end_by_start))
+    lengths = np.array([end_by_start[start] for start in starts.tolist()]) - starts
     return HeldoutDocuments(stream, eos_id, starts, lengths, whole)
 
 
@@ -232,8 +248,9 @@ def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> 
     if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     else:
-        starts = range(0, len(stream), BLOCK)
-        count = sum(int(stream.loss_mask(i, min(i + BLOCK, len(stream))).sum()) for i in starts)
+        count = 0
+        for start in range(0, len(stream), BLOCK):
+            count += int(stream.loss_mask(start, min(start + BLOCK, len(stream))).sum())
     if not count:
         raise DataError(
             "the held-out documents have no token to predict, because all tokens are prompts; "
@@ -259,7 +276,8 @@ class HeldoutSample:
 
     def __post_init__(self) -> None:
         check_counts(least=1, sequences=self.sequences)
-        _ = self.cut  # a short stream must fail here, not during training
+        # A stream that is too short must raise here, not during training.
+        _ = self.cut
 
     @cached_property
     def cut(self) -> StreamSequences:
@@ -290,9 +308,9 @@ class HeldoutSample:
         """
         check_counts(least=1, batch_size=batch_size)
         check_rank(rank, world_size)
-        mine = self.places[rank::world_size]
-        for start in range(0, len(mine), batch_size):
-            places = mine[start : start + batch_size]
+        rank_places = self.places[rank::world_size]
+        for start in range(0, len(rank_places), batch_size):
+            places = rank_places[start : start + batch_size]
             if self.whole:
                 yield self.documents.read(self.borders, places, self.seq_len)[:2]
             else:

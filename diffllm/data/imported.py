@@ -19,7 +19,7 @@ from diffllm.data.text.file_index import (
     names_of,
 )
 from diffllm.data.text.local_files import paths_of
-from diffllm.data.text.skipped import report_again, report_skipped
+from diffllm.data.text.skipped import Skipped, report_again, report_skipped
 from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import (
     OPENERS,
@@ -51,8 +51,10 @@ class FilesStream:
     masked = False
 
     def __post_init__(self) -> None:
-        self.whole = JoinedTokens([open_tokens(Path(p), *self.tokenizer) for p in self.paths])
-        for path, facts in self.indexes.items():  # open arrays detect later changes
+        files = [open_tokens(Path(path), *self.tokenizer) for path in self.paths]
+        self.joined = JoinedTokens(files)
+        # Changes after this check are detected by the open arrays.
+        for path, facts in self.indexes.items():
             with usable(Path(path)):
                 check_unchanged(Path(path), facts)
 
@@ -61,13 +63,13 @@ class FilesStream:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         check_range(start, stop, len(self))
-        return self.whole.tokens(self.start + start, self.start + stop)
+        return self.joined.tokens(self.start + start, self.start + stop)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
         return np.ones(stop - start, np.bool_)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FilesStream, tuple(getattr(self, each.name) for each in fields(self))
+        return FilesStream, tuple(getattr(self, item.name) for item in fields(self))
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,17 @@ class ImportedData(TokenData):
         tokens differs from the manifest.
         """
         manifest = self.manifest
-        manifest.split(name)  # raises ConfigError for an unknown name
+        # Raises ConfigError for an unknown name.
+        manifest.split(name)
         train = manifest.splits["train"].tokens
         total = train + manifest.splits["heldout"].tokens
         start, stop = (0, train) if name == "train" else (train, total)
         tokenizer = manifest.vocab_size, manifest.eos_id
         stream = FilesStream(name, self.paths, tokenizer, start, stop, self.indexes)
-        if len(stream.whole) != total:
+        if len(stream.joined) != total:
             raise DataError(
                 f"{', '.join(self.paths[:3])}: the number of tokens was {total:,} in the first "
-                f"run, but is now {len(stream.whole):,}; restore the original files, or delete "
+                f"run, but is now {len(stream.joined):,}; restore the original files, or delete "
                 f"{self.directory} to count the tokens again"
             )
         return stream
@@ -125,29 +128,14 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             "tokenizer that encoded the tokens"
         )
     tokenizer = Tokenizer.from_file(cfg.tokenizer, cfg.eos_token)
-    local_files = paths_of(cfg)
-    roots, skipped = local_files.roots, dict(local_files.skipped)
-    paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
-    if not paths:
-        raise DataError(
-            f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file; "
-            "for text files, set data=files"
-        )
-    index_paths = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
-    for path, root in roots.items():
-        if root and path.suffix not in OPENERS and path not in index_paths:
-            skipped[path] = f"not a {' or '.join(OPENERS)} file"
-    paths = [path for path in paths if path not in index_paths]
-    if wrong := [path for path in paths if path.suffix not in OPENERS]:
-        raise DataError(
-            f"data.paths: {wrong[0]} is neither a {' or '.join(OPENERS)} file nor a directory with "
-            f"{MANIFEST}"
-        )
+    paths, skipped = token_paths(cfg)
     fingerprints = [fingerprint(path) for path in paths]
     indexes = [index for path in paths for index in index_files(path)]
     facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
-    hashes = [each.sha256 for each in facts.values()]
-    corpus = combined_hash(["tokens", fingerprints, cfg.heldout_fraction, hashes])
+    index_hashes = [index_facts.sha256 for index_facts in facts.values()]
+    # Token files can be too large to hash, so their fingerprints contain only samples. Index files
+    # are smaller and hashed completely.
+    corpus = combined_hash(["tokens", fingerprints, cfg.heldout_fraction, index_hashes])
     directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
 
     def build(scratch: Path) -> None:
@@ -160,6 +148,38 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
         report_again(skipped, directory)
     build_once(directory, build)
     return ImportedData(directory, tuple(map(str, paths)), facts)
+
+
+def token_paths(cfg: DataConfig) -> tuple[list[Path], Skipped]:
+    """Return the token files that data.paths lists or finds, and the skipped files with reasons.
+
+    Raises DataError if there is no token file, or if a file that data.paths lists has another
+    format.
+    """
+    local_files = paths_of(cfg)
+    roots = local_files.roots
+    skipped = dict(local_files.skipped)
+    paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
+    if not paths:
+        raise DataError(
+            f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file; "
+            "for text files, set data=files"
+        )
+    index_paths: set[Path] = set()
+    for path in paths:
+        if path.suffix in OPENERS:
+            index_paths.update(index_files(path))
+    for path, root in roots.items():
+        if root and path.suffix not in OPENERS and path not in index_paths:
+            skipped[path] = f"not a {' or '.join(OPENERS)} file"
+    paths = [path for path in paths if path not in index_paths]
+    unsupported = [path for path in paths if path.suffix not in OPENERS]
+    if unsupported:
+        raise DataError(
+            f"data.paths: {unsupported[0]} is neither a {' or '.join(OPENERS)} file nor a "
+            f"directory with {MANIFEST}"
+        )
+    return paths, skipped
 
 
 def manifest_of(
@@ -176,20 +196,22 @@ def manifest_of(
     can be held out. The manifest stores `fingerprints`, one hash per file.
     """
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
-    whole = JoinedTokens(files)
-    length = len(whole)
+    joined = JoinedTokens(files)
+    length = len(joined)
     share = max(fraction, min(LARGEST_SHARE, LEAST_TOKENS / max(length, 1)))
-    cut = document_end(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
+    # The cut is at the end of a document, so that no document is in both splits.
+    cut = document_end(joined, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
     if cut >= length:
         raise DataError(
             f"{', '.join(map(str, paths[:3]))}: no document can be held out, because none begins "
             f"in the last {share:.2%} of the tokens; set data.heldout_fraction above {share:.4g}"
         )
-    counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
+    counts = token_counts(joined.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}
     for name, start, stop in (("train", 0, cut), ("heldout", cut, length)):
-        documents, shards = 0, []
-        for number, first, last in spans(whole.ends, start, stop):
+        documents = 0
+        shards: list[Shard] = []
+        for number, first, last in spans(joined.ends, start, stop):
             if last > first:
                 documents += documents_in(files[number], first, last)
                 shards.append(Shard(paths[number].name, last - first, fingerprints[number]))

@@ -63,11 +63,15 @@ class TrainLoader:
                 f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size="
                 f"{micro_batch_size} times world_size={world_size}; change one of these sizes"
             )
-        self.samples, self._start = samples, 0
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._rank, self._world_size = rank, world_size
+        self.samples = samples
+        self._start = 0
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
+            # PyTorch refuses a prefetch factor without workers.
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,
         }
@@ -99,13 +103,13 @@ class TrainLoader:
 
         If a read raises DataError, stop reading and return this error. Otherwise, return None.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:
             try:
                 self._ahead.append(self._read())
             except DataError as error:
                 self.failed = error
-        self.waited_s += time.perf_counter() - begun
+        self.waited_s += time.perf_counter() - started
         return self.failed
 
     def _read(self) -> Batch:
@@ -113,7 +117,9 @@ class TrainLoader:
             self._batches = self._started()
         try:
             batch = next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # OSError, EOFError: broken pipe
+        # OSError and EOFError are broken pipes of a dead loader process.
+        except (RuntimeError, OSError, EOFError) as error:
+            # PyTorch reports a dead worker as RuntimeError; others are errors of the code.
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise DataError(
@@ -138,6 +144,7 @@ class TrainLoader:
         World size, micro-batch size and `num_workers` may differ from those at the time of saving.
         Raises CheckpointError if `state` belongs to a different order of samples.
         """
+        # The workers have prefetched batches of the old position.
         self._stop_workers()
         self._start = self.samples.sample_of(state)
         self._consumed = 0
@@ -173,16 +180,20 @@ class TrainLoader:
                 **self._options,
             )
         handler = signal.getsignal(signal.SIGCHLD)
+        # A signal before `ignore_signals` would run the handlers of the trainer in a worker.
         with signals_blocked():
             batches = iter(loader)
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handler)
         return batches
 
     def _stop_workers(self) -> None:
-        batches, self._batches = self._batches, None
+        batches = self._batches
+        self._batches = None
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
+            # PyTorch ends a hanging worker by SIGTERM, which the workers ignore.
             for worker in batches._workers:
                 if worker.is_alive():
                     worker.kill()

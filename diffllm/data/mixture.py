@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.shards import Manifest, together
+from diffllm.data.shards import Manifest, Split, together
 from diffllm.data.streams import JoinedStream
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
@@ -44,23 +44,24 @@ class MixtureData:
         The corpus hash depends on the names and corpus hashes of all sources. The unigram entropy
         is the mean over the sources, weighted by the number of held-out tokens of each source.
         """
-        named = {name: data.manifest for name, data in self.sources.items()}
-        each = list(named.values())
-        entropies = [manifest.heldout_unigram_entropy for manifest in each]
-        heldout = [manifest.splits["heldout"].tokens for manifest in each]
+        by_name = {name: data.manifest for name, data in self.sources.items()}
+        manifests = list(by_name.values())
+        entropies = [manifest.heldout_unigram_entropy for manifest in manifests]
+        heldout = [manifest.splits["heldout"].tokens for manifest in manifests]
+        splits: dict[str, Split] = {}
+        for split in manifests[0].splits:
+            splits[split] = together([manifest.splits[split] for manifest in manifests])
+        notes = [f"{name}: {manifest.note}" for name, manifest in by_name.items() if manifest.note]
         return replace(
-            each[0],
-            source=f"a mixture of {', '.join(named)}",
-            corpus=combined_hash([[name, manifest.corpus] for name, manifest in named.items()]),
-            skipped_empty=sum(manifest.skipped_empty for manifest in each),
-            skipped_undecodable=sum(manifest.skipped_undecodable for manifest in each),
+            manifests[0],
+            source=f"a mixture of {', '.join(by_name)}",
+            corpus=combined_hash([[name, manifest.corpus] for name, manifest in by_name.items()]),
+            skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
+            skipped_undecodable=sum(manifest.skipped_undecodable for manifest in manifests),
             heldout_unigram_entropy=float(np.average(entropies, weights=heldout)),
-            splits={
-                split: together([manifest.splits[split] for manifest in each])
-                for split in each[0].splits
-            },
-            cut=any(manifest.cut for manifest in each),
-            note="; ".join(f"{name}: {each.note}" for name, each in named.items() if each.note),
+            splits=splits,
+            cut=any(manifest.cut for manifest in manifests),
+            note="; ".join(notes),
         )
 
     def tokenizer(self) -> Tokenizer:

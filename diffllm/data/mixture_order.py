@@ -28,13 +28,14 @@ from diffllm.data.config import Between, DataConfig
 
 Segments = list[tuple[int, tuple[float, ...]]]
 """First sample of each segment, with one weight per source."""
-WHOLE = 10**9
+SUM_OF_WEIGHTS = 10**9
 LEAST_WEIGHT = 1e-4
 """Sources with a smaller share are not read."""
-SHORTEST, LONGEST = 64, 65_536
-ENOUGH = 8
+SHORTEST_BLOCK, LONGEST_BLOCK = 64, 65_536
+RAREST_SAMPLES = 8
 """Minimum samples per block of the rarest source, for each other source."""
-STAIRS = 256
+MOST_STEPS = 256
+"""Maximum segments between two points of a linear curriculum."""
 MOST_SAMPLES = 2**53
 
 
@@ -48,8 +49,8 @@ class Segment:
     @property
     def block(self) -> int:
         rarest = min(weight for weight in self.weights if weight)
-        wanted = ENOUGH * (len(self.weights) - 1) * sum(self.weights) // rarest
-        return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
+        size = RAREST_SAMPLES * (len(self.weights) - 1) * sum(self.weights) // rarest
+        return min(max(1 << size.bit_length(), SHORTEST_BLOCK), LONGEST_BLOCK)
 
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each source has provided up to a position in this segment.
@@ -75,6 +76,7 @@ class MixtureOrder:
         self.segments: list[Segment] = []
         counts = tuple(before) or (0,) * len(segments[0][1])
         for i, (start, weights) in enumerate(segments):
+            # A segment begins with the counts at the end of the previous segment.
             if i:
                 counts = self.segments[-1].counts(start - self.segments[-1].start)
             self.segments.append(Segment(start, in_parts(weights), counts))
@@ -85,17 +87,19 @@ class MixtureOrder:
 
         `samples` (n,) contains the indices of the samples in the mixture. Returns two arrays (n,).
         """
-        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        sources = np.empty_like(samples)
+        numbers = np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
             start, (order, ranks), before = self._at(sample)
             source = int(order[sample - start])
-            sources[i], numbers[i] = source, before[source] + int(ranks[sample - start])
+            sources[i] = source
+            numbers[i] = before[source] + int(ranks[sample - start])
         return sources, numbers
 
     def counts(self, samples: int) -> list[int]:
         start, (order, _), before = self._at(samples)
-        here = np.bincount(order[: samples - start], minlength=len(before))
-        return (here + before).tolist()
+        in_block = np.bincount(order[: samples - start], minlength=len(before))
+        return (in_block + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
         """Return the number of mixture samples after which `source` has provided `most` samples.
@@ -106,10 +110,10 @@ class MixtureOrder:
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
             weight = segment.weights[source]
-            left = most - segment.before[source]
-            if not weight or left == math.inf:
+            remaining = most - segment.before[source]
+            if not weight or remaining == math.inf:
                 continue
-            place = segment.start + int(max(left, 0)) * sum(segment.weights) // weight
+            place = segment.start + int(max(remaining, 0)) * sum(segment.weights) // weight
             if place < end:
                 return place
         return None
@@ -125,6 +129,7 @@ class MixtureOrder:
         size = segment.block
         first = (sample - segment.start) // size * size
         after = first + size
+        # A block never extends into the next segment, whose weights differ.
         if number + 1 < len(self.segments):
             after = min(after, self._starts[number + 1] - segment.start)
         before = segment.counts(first)
@@ -132,6 +137,7 @@ class MixtureOrder:
         return segment.start + first, block_of(content), before
 
 
+# Cached, because consecutive samples are usually in the same block.
 @lru_cache(maxsize=8)
 def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Order the samples of a block, which contains `counts[k]` samples of source k.
@@ -152,8 +158,10 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
     Raises ValueError if a weight is negative, if all weights are 0, or if a positive weight is less
     than LEAST_WEIGHT times the sum.
     """
+    # Fractions are exact, so the result is equal on every platform and Python version.
     exact = [Fraction(weight) for weight in weights]
-    if min(exact) < 0 or not (total := sum(exact)):
+    total = sum(exact)
+    if min(exact) < 0 or not total:
         raise ValueError(f"weights={list(weights)} must be at least 0, and one above 0")
     for weight in exact:
         if 0 < weight < Fraction(LEAST_WEIGHT) * total:
@@ -161,16 +169,17 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
                 f"a weight is {float(weight / total):.2g} of the sum; must be 0 or at least "
                 f"{LEAST_WEIGHT:g}"
             )
-    return tuple(round(weight * WHOLE / total) for weight in exact)
+    return tuple(round(weight * SUM_OF_WEIGHTS / total) for weight in exact)
 
 
 def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
     """Divide a number of samples among sources in proportion to `weights` (largest remainders)."""
-    whole = sum(weights)
-    shares = [samples * weight // whole for weight in weights]
-    left = samples - sum(shares)
-    by_rest = sorted(range(len(weights)), key=lambda k: -(samples * weights[k] % whole))
-    for k in by_rest[:left]:
+    total = sum(weights)
+    shares = [samples * weight // total for weight in weights]
+    missing = samples - sum(shares)
+    # The sort is stable: of sources with equal remainders, the first gets the sample.
+    by_remainder = sorted(range(len(weights)), key=lambda k: -(samples * weights[k] % total))
+    for k in by_remainder[:missing]:
         shares[k] += 1
     return shares
 
@@ -188,13 +197,15 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
     of the unused samples with earliest position <= p, position p gets the sample with the smallest
     latest position.
     """
-    size, used = sum(counts), [k for k, count in enumerate(counts) if count]
+    size = sum(counts)
+    used = [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
 
     def first_position(count: int, n: int, part: int) -> int:
         # The first position p at which count * p / size - n is at least part / parts.
         return -(-size * (parts * n + part) // (parts * count))
 
+    # `waiting` is ordered by the earliest position of a sample, `ready` by the latest position.
     waiting = [(first_position(counts[k], 0, 1), k, 0) for k in used]
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
@@ -221,24 +232,27 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
     for point in cfg.curriculum:
         place = round(point.at * samples) if point.at <= 1 else round(point.at / seq_len)
         weights = [point.weights.get(name, 0.0) for name in cfg.sources]
+        # A share of tokens and a number of tokens can be in the wrong order for a short run.
         points.append((max(place, points[-1][0]), as_shares(weights)))
     if cfg.between is Between.constant:
         return points
-    found: Segments = []
+    plan: Segments = []
     for (start, first), (stop, last) in pairwise(points):
-        steps = min(STAIRS, max(1, (stop - start) // SHORTEST))
+        steps = min(MOST_STEPS, max(1, (stop - start) // SHORTEST_BLOCK))
         for i in range(steps):
-            at = (2 * i + 1) / (2 * steps)
-            between = [a + at * (b - a) for a, b in zip(first, last, strict=True)]
-            found.append((start + i * (stop - start) // steps, as_shares(between)))
-    return [*found, points[-1]]
+            midpoint = (2 * i + 1) / (2 * steps)
+            weights = [a + midpoint * (b - a) for a, b in zip(first, last, strict=True)]
+            plan.append((start + i * (stop - start) // steps, as_shares(weights)))
+    plan.append(points[-1])
+    return plan
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
     """Set weights below LEAST_WEIGHT times the sum to 0, then scale all weights to a sum of 1."""
     total = sum(weights)
-    kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
-    return tuple(weight / sum(kept) for weight in kept)
+    # MixtureOrder refuses positive weights below this limit.
+    used = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
+    return tuple(weight / sum(used) for weight in used)
 
 
 def limited(
@@ -258,24 +272,29 @@ def limited(
     """
     plan = from_sample(plan, first)
     spent: set[int] = set()
+    # Each round removes the sources that reach their maximum first. The other sources then get
+    # larger weights, so their ends must be computed again.
     while True:
         order = MixtureOrder(plan, before)
-        ends = {k: order.reaches(k, most[k]) for k in range(len(most)) if k not in spent}
-        reached = {k: end for k, end in ends.items() if end is not None and end < last}
-        if not reached:
+        ends: dict[int, int] = {}
+        for k in range(len(most)):
+            source_end = None if k in spent else order.reaches(k, most[k])
+            if source_end is not None and source_end < last:
+                ends[k] = source_end
+        if not ends:
             return plan
-        end = min(reached.values())
-        spent |= {k for k, place in reached.items() if place == end}
+        end = min(ends.values())
+        spent |= {k for k, source_end in ends.items() if source_end == end}
         later = []
         for start, weights in from_sample(plan, end):
-            left = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
-            if not any(left):
+            remaining = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
+            if not any(remaining):
                 raise ConfigError(
                     f"data.sources: the run needs {last:,} samples, but no data is left after "
                     f"sample {end:,}, because all sources with a weight reach epochs_at_most; "
                     "increase epochs_at_most or shorten the run"
                 )
-            later.append((start, as_shares(left)))
+            later.append((start, as_shares(remaining)))
         plan = [segment for segment in plan if segment[0] < end] + later
 
 
@@ -313,9 +332,9 @@ class MixturePlace:
                 "consumed must add up to sample, and before, by the same names, to since"
             )
         for row in self.weights:
-            start, *shares = row or [0.5]
-            whole = len(shares) == len(self.consumed) and abs(sum(shares) - 1) < 1e-6
-            if not (whole and start == int(start)):
+            start, *shares = row or [0.5]  # 0.5 is an invalid start
+            has_all_shares = len(shares) == len(self.consumed) and abs(sum(shares) - 1) < 1e-6
+            if not (has_all_shares and start == int(start)):
                 raise ValueError(f"weights has {row}; must be a start and one share per source")
             in_parts(shares)
         starts = [int(start) for start, *_ in self.weights]

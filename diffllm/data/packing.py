@@ -51,27 +51,32 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
     """
     assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
     bins = np.empty(len(sizes), np.int64)
-    open_bins, count = Bins(), 0
-    dtype = np.uint16 if capacity <= 2**16 else np.int64  # 16 bits: a fast radix sort
+    open_bins = Bins()
+    count = 0
+    # NumPy's stable sort of 16-bit numbers is a radix sort, which is faster.
+    dtype = np.uint16 if capacity <= 2**16 else np.int64
     order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
     per_size = np.bincount(sizes, minlength=capacity + 1)[::-1]
-    for items in np.split(order, np.cumsum(per_size[per_size > 0])[:-1]) if len(sizes) else []:
+    # `order` divided into groups of equal size; without items, np.split returns an empty group.
+    groups = np.split(order, np.cumsum(per_size[per_size > 0])[:-1]) if len(sizes) else []
+    for items in groups:
         size = int(sizes[items[0]])
         while len(items):
-            room, here = open_bins.take(size)
+            room, fullest = open_bins.take(size)
             if not room:
                 room = capacity
-                here = np.arange(count, count - (-len(items) // (capacity // size)))
-                count += len(here)
-            each = room // size
-            used = min(len(here), -(-len(items) // each))
-            taken = min(len(items), used * each)
-            bins[items[:taken]] = np.repeat(here[:used], each)[:taken]
+                fullest = np.arange(count, count - (-len(items) // (capacity // size)))
+                count += len(fullest)
+            per_bin = room // size
+            used = min(len(fullest), -(-len(items) // per_bin))
+            taken = min(len(items), used * per_bin)
+            bins[items[:taken]] = np.repeat(fullest[:used], per_bin)[:taken]
             items = items[taken:]
-            last = taken - (used - 1) * each  # items in the last used bin
-            open_bins.put(room - each * size, here[: used - 1])
-            open_bins.put(room - last * size, here[used - 1 : used])
-            open_bins.put(room, here[used:])
+            # The last used bin may get fewer items than the others.
+            in_last = taken - (used - 1) * per_bin
+            open_bins.put(room - per_bin * size, fullest[: used - 1])
+            open_bins.put(room - in_last * size, fullest[used - 1 : used])
+            open_bins.put(room, fullest[used:])
     return bins, count
 
 
@@ -110,10 +115,14 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
     Yields (3, k) int64 arrays with one column per piece. The rows are: position of the piece in the
     stream, length of the piece, and position of the piece in its document.
     """
-    document = place = 0  # start of the unfinished document, and of its next piece
+    # Start of the unfinished document, and of its next piece.
+    document = place = 0
     for stop, ends in document_ends(stream, eos_id):
-        documents, places = np.append(document, ends), np.append(place, ends)
-        open_end = stop  # a document that continues after the block yields only whole pieces
+        documents = np.append(document, ends)
+        places = np.append(place, ends)
+        # A document that continues after the block yields only pieces of `seq_len` tokens, because
+        # the length of its last piece is not known yet.
+        open_end = stop
         if stop < len(stream):
             open_end -= (stop - int(places[-1])) % seq_len
         tokens = np.append(ends, open_end) - places
@@ -122,20 +131,21 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
         starts = np.repeat(places, counts) + cut
         lengths = np.minimum(np.repeat(tokens, counts) - cut, seq_len)
         yield np.stack((starts, lengths, starts - np.repeat(documents, counts)))
-        document, place = int(documents[-1]), open_end
+        document = int(documents[-1])
+        place = open_end
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
     """Concatenate arrays along axis 1, and yield the result in windows of `size` columns."""
-    held: list[np.ndarray] = []
+    pending: list[np.ndarray] = []
     for part in parts:
-        held.append(part)
-        if sum(each.shape[1] for each in held) >= size:
-            joined = np.concatenate(held, axis=1)
-            whole = joined.shape[1] // size * size
-            yield from np.split(joined[:, :whole], whole // size, axis=1)
-            held = [joined[:, whole:]]
-    rest = np.concatenate(held, axis=1)
+        pending.append(part)
+        if sum(array.shape[1] for array in pending) >= size:
+            joined = np.concatenate(pending, axis=1)
+            full = joined.shape[1] // size * size
+            yield from np.split(joined[:, :full], full // size, axis=1)
+            pending = [joined[:, full:]]
+    rest = np.concatenate(pending, axis=1)
     if rest.size:
         yield rest
 
@@ -184,6 +194,7 @@ class PlanRecord:
             raise ValueError(f"counts must be at least 0, and files must be {', '.join(ARRAYS)}")
         for name in ARRAYS:
             check_size(directory / name, self.files[name].bytes)
+        # Sizes in bytes: an element has 8 bytes in `starts` and `firsts`, 4 in `lengths`.
         starts, lengths, firsts = (self.files[name].bytes for name in ARRAYS)
         if starts != 2 * lengths or firsts != 8 * (self.counts.sequences + 1):
             raise ValueError("the file sizes do not match each other or counts.sequences")
@@ -209,20 +220,24 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
             bins, count = best_fit_decreasing(slots, seq_len)
             # A stable sort keeps the pieces of a sequence in corpus order.
             starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
-            each = np.bincount(bins)
-            write(starts, lengths, packed + np.cumsum(each) - each)
+            per_sequence = np.bincount(bins)
+            write(starts, lengths, packed + np.cumsum(per_sequence) - per_sequence)
             documents += int((before == 0).sum())
             cut += int((before == seq_len).sum())
-            sequences, packed = sequences + count, packed + len(bins)
+            sequences += count
+            packed += len(bins)
             advance(int(lengths.sum()))
+    # `firsts` has one entry more than there are sequences: the end of the last sequence.
     write([], [], [packed])
     padding = sequences * seq_len - len(stream)
     counts = PackingCounts(documents, cut, len(stream), sequences, padding)
-    described: dict[str, PlanFile] = {}
-    for name, sha256 in (file.close() for file in files):
-        described[name] = PlanFile((directory / name).stat().st_size, sha256)
+    plan_files: dict[str, PlanFile] = {}
+    for file in files:
+        name, sha256 = file.close()
+        plan_files[name] = PlanFile((directory / name).stat().st_size, sha256)
+        # The hash was computed while writing, so the first reader need not hash the file again.
         leave_mark(directory / name, sha256, identity_of(directory / name))
-    record = PlanRecord(counts, described)
+    record = PlanRecord(counts, plan_files)
     (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
@@ -235,7 +250,8 @@ class PackingPlan:
         with usable(directory / PLAN, directory):
             record = read_typed(directory / PLAN, PlanRecord, follow=True)
             record.check(directory)
-        self.counts, self._files = record.counts, record.files
+        self.counts = record.counts
+        self._files = record.files
 
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
         """Return (position of first token, length) of each document piece in a sequence.
@@ -243,8 +259,8 @@ class PackingPlan:
         Raises DataError if the files of the plan are damaged.
         """
         starts, lengths, firsts = self._arrays
-        here = slice(*firsts[sequence : sequence + 2].tolist())
-        return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
+        first, stop = firsts[sequence : sequence + 2].tolist()
+        return list(zip(starts[first:stop].tolist(), lengths[first:stop].tolist(), strict=True))
 
     def require(self, fits: bool) -> None:
         with usable(self._directory / PLAN, self._directory):

@@ -41,11 +41,12 @@ def stages() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def held(path: Path, what: str) -> Iterator[None]:
+def held(path: Path, activity: str) -> Iterator[None]:
+    # The first attempt does not wait, so that a message can name the process that holds the lock.
     try:
         lock = acquire(path, wait=False)
     except Timeout:
-        to_stderr(f"waiting for {holder(path)}, which {what}")
+        to_stderr(f"waiting for {holder(path)}, which {activity}")
         lock = acquire(path)
     try:
         yield

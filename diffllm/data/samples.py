@@ -63,7 +63,9 @@ class ShuffledSequences:
     def __init__(
         self, sequences: Sequences, seed: int, bits: float | None = None, stage: int = 0
     ) -> None:
-        self.sequences, self.seed, self.bits = sequences, seed, bits
+        self.sequences = sequences
+        self.seed = seed
+        self.bits = bits
         self.order_seed = order_seed(seed, stage)
 
     def __getitem__(self, samples: range) -> Batch | DataError:
@@ -111,7 +113,8 @@ class ShuffledSequences:
                 f"the checkpoint is at sequence {state['sample']} of an epoch, but this corpus has "
                 f"{count} sequences; resume with the checkpoint's corpus, seq_len and data.packing"
             )
-        if (sample := state["epoch"] * count + state["sample"]) >= MOST_SAMPLES:
+        sample = state["epoch"] * count + state["sample"]
+        if sample >= MOST_SAMPLES:
             raise CheckpointError(
                 f"the checkpoint is invalid: its sample number {sample} must be below "
                 f"{MOST_SAMPLES}; resume from another checkpoint"
@@ -127,8 +130,8 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
     epochs, positions = np.divmod(samples, sequences)
     places = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        places[here] = permute(positions[here], sequences, seed, epoch)
+        is_in_epoch = epochs == epoch
+        places[is_in_epoch] = permute(positions[is_in_epoch], sequences, seed, epoch)
     return places
 
 
@@ -164,18 +167,22 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     out = _feistel(np.asarray(indices, dtype=np.uint64), keys, half)
-    while (outside := out >= n).any():
-        out[outside] = _feistel(out[outside], keys, half)
+    is_outside = out >= n
+    while is_outside.any():
+        out[is_outside] = _feistel(out[is_outside], keys, half)
+        is_outside = out >= n
     return out.astype(np.int64)
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
     """Permute uint64 values below 2**(2 * half) by a Feistel network with one key per round."""
-    mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
-    left, right = values >> bits, values & mask
+    mask = np.uint64((1 << half) - 1)
+    bits = np.uint64(half)
+    upper = values >> bits
+    lower = values & mask
     for key in keys:
-        left, right = right, left ^ (_splitmix64_hash(right ^ key) & mask)
-    return (left << bits) | right
+        upper, lower = lower, upper ^ (_splitmix64_hash(lower ^ key) & mask)
+    return (upper << bits) | lower
 
 
 def _splitmix64_hash(x: np.ndarray) -> np.ndarray:
@@ -203,18 +210,21 @@ class MixedSequences:
         total: int,
         stage: int = 0,
     ) -> None:
-        self.data, self.names = data, list(data.sources)
-        self.seq_len, self.seed, self.total = seq_len, seed, total
+        self.data = data
+        self.names = list(data.sources)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.total = total
         self.order_seed = order_seed(seed, stage)
-        self.sources = [
-            of_source(name)(training_sequences)(each, cfg, seq_len)
-            for name, each in data.sources.items()
-        ]
-        self.sequences = [len(each) for each in self.sources]
-        self.most = [
-            math.inf if source.epochs_at_most is None else math.floor(source.epochs_at_most * count)
-            for source, count in zip(cfg.sources.values(), self.sequences, strict=True)
-        ]
+        self.sources: list[Sequences] = []
+        for name, source in data.sources.items():
+            with of_source(name):
+                self.sources.append(training_sequences(source, cfg, seq_len))
+        self.sequences = [len(source) for source in self.sources]
+        self.most: list[float] = []
+        for source_cfg, count in zip(cfg.sources.values(), self.sequences, strict=True):
+            epochs = source_cfg.epochs_at_most
+            self.most.append(math.inf if epochs is None else math.floor(epochs * count))
         self.plan = segments(cfg, total, seq_len)
         self._order_from(0, [0] * len(self.names))
 
@@ -222,22 +232,27 @@ class MixedSequences:
         sources, numbers = self.order.places(np.asarray(samples, np.int64))
         inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
         for k in np.unique(sources).tolist():
-            here = np.flatnonzero(sources == k)
+            rows = np.flatnonzero(sources == k)
             try:
-                _, read = self._read(k, numbers[here])
+                _, (source_inputs, source_targets) = self._read(k, numbers[rows])
             except DataError as error:
+                # Returned instead of raised, as by `ShuffledSequences`.
                 return error
-            inputs[here], targets[here] = read
+            inputs[rows] = source_inputs
+            targets[rows] = source_targets
         return inputs, targets
 
     def _read(self, source: int, numbers: np.ndarray) -> PlacedBatch:
         name = self.names[source]
+        # The seed contains the name: sources of equal length are shuffled differently, and the
+        # order of a source does not depend on the other sources.
         places = shuffled(numbers, self.sequences[source], f"{self.order_seed}/{name}")
         with of_source(name):
             return PlacedBatch(places, self.sources[source].read(places))
 
     def places(self, samples: range) -> list[Place]:
-        before, after = self.order.counts(samples.start), self.order.counts(samples.stop)
+        before = self.order.counts(samples.start)
+        after = self.order.counts(samples.stop)
         places = []
         for name, first, stop in zip(self.names, before, after, strict=True):
             if stop > first:
@@ -250,11 +265,12 @@ class MixedSequences:
         return self._read(self.names.index(place.source), numbers)
 
     def consumed(self, sample: int) -> dict[str, float]:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         rows = zip(self.names, self.order.counts(sample), self.sequences, strict=True)
-        for name, n, whole in rows:
-            found |= {f"data/tokens/{name}": n * self.seq_len, f"data/epochs/{name}": n / whole}
-        return found
+        for name, samples, sequences in rows:
+            values[f"data/tokens/{name}"] = samples * self.seq_len
+            values[f"data/epochs/{name}"] = samples / sequences
+        return values
 
     def bits_per_nat(self, sample: int) -> float | None:
         splits = [data.manifest.splits["train"] for data in self.data.sources.values()]
@@ -278,10 +294,10 @@ class MixedSequences:
         another seed, other sources or an invalid state.
         """
         check_seed(state, self.seed)
-        known = [*state.get("consumed", {})]
-        if known != self.names:
+        names = [*state.get("consumed", {})]
+        if names != self.names:
             raise CheckpointError(
-                f"the checkpoint has data.sources {', '.join(known) or '(no mixture)'}, but this "
+                f"the checkpoint has data.sources {', '.join(names) or '(no mixture)'}, but this "
                 f"run has data.sources {', '.join(self.names)}; resume with the same sources"
             )
         try:
@@ -294,6 +310,8 @@ class MixedSequences:
             ) from error
         sample = place.sample
         former: Segments = [(int(start), tuple(weights)) for start, *weights in place.weights]
+        # With unchanged weights, keep the plan of the checkpoint: its blocks begin elsewhere than
+        # those of a plan that begins at this sample.
         if former and from_sample(former, sample) == from_sample(self.plan, sample):
             self.plan = former
             self._order_from(place.since, list(place.before.values()))
@@ -302,7 +320,8 @@ class MixedSequences:
         return sample
 
     def _order_from(self, since: int, before: list[int]) -> None:
-        self.since, self.before = since, before
+        self.since = since
+        self.before = before
         plan = limited(self.plan, since, self.total, before, self.most)
         self.order = MixtureOrder(plan, before)
 
@@ -314,14 +333,18 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
     `splits[i]`, including context and repetitions. Returns None if no predicted token was read, or
     if predicted tokens were read from a split of unknown text size.
     """
-    read = [
-        (count * split.share_predicted, split.bits_per_byte(1.0))
-        for split, count in zip(splits, tokens, strict=True)
-        if count * split.share_predicted
-    ]
-    if not read or not all(bits for _, bits in read):
-        return None
-    return sum(count for count, _ in read) / sum(count / bits for count, bits in read if bits)
+    predicted_tokens: list[float] = []
+    text_sizes: list[float] = []
+    for split, count in zip(splits, tokens, strict=True):
+        predicted = count * split.share_predicted
+        if not predicted:
+            continue
+        bits = split.bits_per_byte(1.0)
+        if not bits:
+            return None
+        predicted_tokens.append(predicted)
+        text_sizes.append(predicted / bits)
+    return sum(predicted_tokens) / sum(text_sizes) if predicted_tokens else None
 
 
 Samples = ShuffledSequences | MixedSequences

@@ -20,9 +20,8 @@ def load_processor(path: Path, eos_token: str | None = None) -> "SentencePiecePr
 
     try:
         processor = SentencePieceProcessor(model_file=str(path))
-        processor.id_to_piece(
-            list(range(processor.vocab_size()))
-        )  # raises for a piece that is not UTF-8
+        # Raises for a piece that is not UTF-8, which would otherwise fail much later.
+        processor.id_to_piece(list(range(processor.vocab_size())))
     except (RuntimeError, TypeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: not a valid sentencepiece model; "

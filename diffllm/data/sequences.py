@@ -33,7 +33,8 @@ class StreamSequences:
     """
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
-        self.stream, self.seq_len = stream, seq_len
+        self.stream = stream
+        self.seq_len = seq_len
         self.count = sequences_in(stream, seq_len)
 
     def __len__(self) -> int:
@@ -45,7 +46,8 @@ class StreamSequences:
         Both are (m, seq_len) int64; context tokens have target CONTEXT. Raises DataError for
         unreadable tokens.
         """
-        inputs, targets = [], []
+        inputs = []
+        targets = []
         for start in (places * self.seq_len).tolist():
             tokens = self.stream.tokens(start, start + self.seq_len + 1)
             inputs.append(tokens[:-1])
@@ -89,18 +91,21 @@ class PackedSequences:
         inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
         targets = np.full_like(inputs, PADDING)
         for row, place in enumerate(places.tolist()):
-            at = 0
+            used = 0
             for start, length in self.plan[place]:
+                # The plan is a cache file: a damaged plan must not read other tokens silently.
                 self.plan.require(0 <= start < start + length <= len(self.stream))
                 tokens = self.stream.tokens(max(start - 1, 0), start + length)
                 if not start:
-                    tokens = np.append(self.eos_id, tokens)  # no EOS precedes the corpus
+                    # No EOS precedes the first document of the corpus.
+                    tokens = np.append(self.eos_id, tokens)
                 if tokens[0] != self.eos_id and length < self.seq_len:
-                    at += 1  # an EOS before the last piece of a cut document
-                self.plan.require(at + length <= self.seq_len)
-                inputs[row, at : at + length] = tokens[:-1]
-                targets[row, at : at + length] = as_targets(self.stream, start, tokens[1:])
-                at += length
+                    # An EOS separates the last piece of a cut document from the document before.
+                    used += 1
+                self.plan.require(used + length <= self.seq_len)
+                inputs[row, used : used + length] = tokens[:-1]
+                targets[row, used : used + length] = as_targets(self.stream, start, tokens[1:])
+                used += length
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
@@ -118,7 +123,8 @@ def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequen
     stream = data.split("train")
     if cfg.packing is Packing.stream:
         return StreamSequences(stream, seq_len)
-    eos_id, cache_dir = data.manifest.eos_id, Path(cfg.cache_dir).expanduser()
+    eos_id = data.manifest.eos_id
+    cache_dir = Path(cfg.cache_dir).expanduser()
     directory = cache_dir / "packing" / plan_key(data.manifest, seq_len)
     try:
         build_once(directory, partial(write_plan, stream, eos_id, seq_len))
@@ -146,13 +152,15 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
     if cfg.packing is Packing.stream:
         return None
     if isinstance(data, MixtureData):
-        packed = [
-            of_source(name)(training_sequences)(source, cfg, seq_len)
-            for name, source in data.sources.items()
-        ]
+        sequences = []
+        for name, source in data.sources.items():
+            with of_source(name):
+                sequences.append(training_sequences(source, cfg, seq_len))
     else:
-        packed = [training_sequences(data, cfg, seq_len)]
-    return reduce(add, (each.plan.counts for each in packed if isinstance(each, PackedSequences)))
+        sequences = [training_sequences(data, cfg, seq_len)]
+    return reduce(
+        add, (item.plan.counts for item in sequences if isinstance(item, PackedSequences))
+    )
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:

@@ -67,14 +67,17 @@ class Split:
         return any(shard.mask for shard in self.shards)
 
     def check(self, name: str) -> None:
-        counts = (self.documents, self.bytes, self.predicted or 0, *(s.tokens for s in self.shards))
+        shard_tokens = [shard.tokens for shard in self.shards]
+        counts = (self.documents, self.bytes, self.predicted or 0, *shard_tokens)
         if min(counts) < 0 or (self.predicted or 0) > self.tokens:
             raise ValueError(f"splits.{name}: counts must be at least 0; predicted at most tokens")
-        if self.tokens != sum(shard.tokens for shard in self.shards):
+        if self.tokens != sum(shard_tokens):
             raise ValueError(f"splits.{name}: the tokens of shards must add up to {self.tokens}")
         for shard in self.shards:
-            for file in filter(None, (shard.file, shard.mask)):
-                if Path(file).name != file or "\0" in file:
+            files = [shard.file] if not shard.mask else [shard.file, shard.mask]
+            for file in files:
+                # A forged manifest must not read files outside of its directory.
+                if file and (Path(file).name != file or "\0" in file):
                     raise ValueError(f"shard {file} must be a file name without a directory")
             if (shard.mask is None) != (shard.mask_sha256 is None):
                 raise ValueError(f"shard {shard.file} must have both mask and mask_sha256, or none")
@@ -101,12 +104,12 @@ class Manifest:
     """Differences from a known reference; empty if none."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, heldout: np.ndarray, **more: Any) -> "Manifest":
+    def of(cls, tokenizer: Tokenizer, heldout: np.ndarray, **fields: Any) -> "Manifest":
         """Create the manifest of a corpus that was encoded with `tokenizer`.
 
         Args:
             heldout: (vocab_size,) number of occurrences of each token id in the held-out split.
-            more: values of the other fields, by name.
+            fields: values of the other fields, by name.
         """
         return cls(
             format_version=FORMAT_VERSION,
@@ -115,7 +118,7 @@ class Manifest:
             eos_id=tokenizer.eos_id,
             dtype=token_dtype(tokenizer.vocab_size).name,
             heldout_unigram_entropy=unigram_entropy(heldout),
-            **{"skipped_empty": 0, "skipped_undecodable": 0, **more},
+            **{"skipped_empty": 0, "skipped_undecodable": 0, **fields},
         )
 
     @classmethod
@@ -126,7 +129,9 @@ class Manifest:
         """
         with usable(directory / MANIFEST, directory):
             content = read_json(directory / MANIFEST, follow=True)
-            if (version := content.get("format_version")) != FORMAT_VERSION:
+            # Before the other fields, which another format may not have.
+            version = content.get("format_version")
+            if version != FORMAT_VERSION:
                 raise ValueError(f"format {version}, expected {FORMAT_VERSION}")
             manifest = made(cls, content)
             manifest.check()
@@ -138,8 +143,8 @@ class Manifest:
         return self.splits[name]
 
     def check(self) -> None:
-        if self.dtype != token_dtype(self.vocab_size).name:
-            expected = token_dtype(self.vocab_size).name
+        expected = token_dtype(self.vocab_size).name
+        if self.dtype != expected:
             raise ValueError(f"dtype={self.dtype} must be {expected} for {self.vocab_size} pieces")
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
@@ -153,22 +158,32 @@ class Manifest:
 
 
 def check_split_counts(splits: Mapping[str, Split]) -> None:
-    if missing := [name for name in SPLITS if name not in splits]:
-        raise ValueError(f"splits.{missing[0]} is missing")
+    for name in SPLITS:
+        if name not in splits:
+            raise ValueError(f"splits.{name} is missing")
     for name, split in splits.items():
         split.check(name)
 
 
 def together(splits: Sequence[Split]) -> Split:
-    known = all(split.bytes for split in splits if split.tokens)
+    documents = tokens = text_bytes = predicted = 0
+    shards: list[Shard] = []
+    is_size_known = True
+    for split in splits:
+        documents += split.documents
+        tokens += split.tokens
+        text_bytes += split.bytes
+        predicted += split.tokens if split.predicted is None else split.predicted
+        shards += split.shards
+        if split.tokens and not split.bytes:
+            is_size_known = False
+    is_masked = any(split.masked for split in splits)
     return Split(
-        documents=sum(split.documents for split in splits),
-        tokens=sum(split.tokens for split in splits),
-        bytes=sum(split.bytes for split in splits) if known else 0,
-        shards=[shard for split in splits for shard in split.shards],
-        predicted=sum(s.tokens if s.predicted is None else s.predicted for s in splits)
-        if any(split.masked for split in splits)
-        else None,
+        documents,
+        tokens,
+        text_bytes if is_size_known else 0,
+        shards,
+        predicted if is_masked else None,
     )
 
 
@@ -180,8 +195,9 @@ def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fr
     """
     if documents >= LEAST_DOCUMENTS and (tokens is None or tokens >= LEAST_TOKENS):
         return ""
-    counted = f"{documents:,} document{'s' * (documents != 1)}"
-    counted += "" if tokens is None else f" and {tokens:,} tokens"
+    counted = f"{documents:,} document" if documents == 1 else f"{documents:,} documents"
+    if tokens is not None:
+        counted += f" and {tokens:,} tokens"
     return (
         f"held-out text: only {counted} (minimum: {LEAST_DOCUMENTS} documents and "
         f"{LEAST_TOKENS:,} tokens), so a gap may not hold for other text; add text or increase "
@@ -209,7 +225,9 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
-        self._directory, self._name, self._masked = directory, name, masked
+        self._directory = directory
+        self._name = name
+        self._masked = masked
         self._dtype = token_dtype(vocab_size)
         self._shards: list[Shard] = []
         self._files: list[HashedFile] = []
@@ -232,13 +250,16 @@ class ShardWriter:
         self._predicted += 0 if mask is None else int(mask.sum())
         self._documents += documents
         self._bytes += text_bytes
-        rows = [tokens.astype(self._dtype), *([] if mask is None else [mask.astype(np.uint8)])]
+        rows: list[np.ndarray] = [tokens.astype(self._dtype)]
+        if mask is not None:
+            rows.append(mask.astype(np.uint8))
         while len(rows[0]):
             if not self._files:
                 name = f"{self._name}-{len(self._shards):05d}"
-                ends = [".bin", ".mask"] if self._masked else [".bin"]
-                self._files = [HashedFile(self._directory / f"{name}{end}") for end in ends]
+                suffixes = [".bin", ".mask"] if self._masked else [".bin"]
+                self._files = [HashedFile(self._directory / f"{name}{end}") for end in suffixes]
                 self._written = 0
+            # Tokens and mask are cut at the same positions, so their files correspond.
             room = SHARD_TOKENS - self._written
             for file, row in zip(self._files, rows, strict=True):
                 file.write(row[:room])
@@ -255,17 +276,19 @@ class ShardWriter:
 
     def _close(self) -> None:
         if self._files:
-            (name, sha256), *masks = (file.close() for file in self._files)
-            mask, mask_sha256 = masks[0] if masks else (None, None)
+            (name, sha256), *mask_files = [file.close() for file in self._files]
+            mask, mask_sha256 = mask_files[0] if mask_files else (None, None)
             self._shards.append(Shard(name, self._written, sha256, mask, mask_sha256))
             self._files = []
 
 
 class HashedFile:
     def __init__(self, path: Path) -> None:
-        self._path, self._digest = path, hashlib.sha256()
+        self._path = path
+        self._digest = hashlib.sha256()
         self._file = os.fdopen(open_to_write(path), "wb")
 
+    # The hash is computed while writing, which saves reading the file again.
     def write(self, content: np.ndarray) -> None:
         self._file.write(content.data)
         self._digest.update(content.data)
@@ -273,5 +296,6 @@ class HashedFile:
     def close(self) -> tuple[str, str]:
         """Close the file and sync it to disk; return its name and the SHA-256 of its content."""
         self._file.close()
+        # Before a manifest names this file: after a power cut, a manifest implies its shards.
         sync(self._path)
         return self._path.name, self._digest.hexdigest()

@@ -49,15 +49,15 @@ class FileArray:
             stream = open_regular(path, 2**63, follow=True)
         weakref.finalize(self, stream.close)
         self._file = stream.fileno()
-        found = os.fstat(self._file)
-        self.identity = identity_in(found)
+        stat = os.fstat(self._file)
+        self.identity = identity_in(stat)
         """Size, times and inode of the file at opening; every later write changes the times."""
-        self._written = found.st_size, found.st_mtime_ns
-        there, rest = divmod(found.st_size - offset, self.dtype.itemsize)
-        self._count = there if count is None else count
-        if not 0 <= self._count <= there or (count is None and rest):
+        self._written = stat.st_size, stat.st_mtime_ns
+        available, rest = divmod(stat.st_size - offset, self.dtype.itemsize)
+        self._count = available if count is None else count
+        if not 0 <= self._count <= available or (count is None and rest):
             raise self._unusable(
-                f"{found.st_size:,} bytes, which are not {self._count:,} numbers of "
+                f"{stat.st_size:,} bytes, which are not {self._count:,} numbers of "
                 f"{self.dtype.itemsize} bytes after byte {offset:,}: truncated, or of another type"
             )
 
@@ -78,25 +78,30 @@ class FileArray:
             start, stop, _ = index.indices(self._count)
             return self._read(start, max(start, stop))
         if isinstance(index, np.ndarray):
-            least, most = int(index.min(initial=self._count)), int(index.max(initial=0))
-            if 0 <= least <= most < min(self._count, least + 64 * len(index)):  # nearby: one read
+            least = int(index.min(initial=self._count))
+            most = int(index.max(initial=0))
+            # One read of nearby numbers is faster than many small reads.
+            if 0 <= least <= most < min(self._count, least + 64 * len(index)):
                 return self._read(least, most + 1)[index - least]
             return np.array([self[int(i)] for i in index], self.dtype)
-        start = index + self._count * (index < 0)
+        start = index + self._count if index < 0 else index
         if not 0 <= start < self._count:
             raise self._unusable(f"index {index} is outside its {self._count} numbers")
         return self._read(start, start + 1)[0]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, self.dtype)
-        place, filled = self.offset + start * self.dtype.itemsize, 0
+        place = self.offset + start * self.dtype.itemsize
+        filled = 0
         with usable(self.path):
-            while filled < out.nbytes:  # one call reads at most 2 GiB
+            # On Linux, one call reads at most 2 GiB.
+            while filled < out.nbytes:
                 read = os.preadv(self._file, [out.view(np.uint8)[filled:].data], place + filled)
                 if not read:
                     raise self._unusable("truncated after it was opened")
                 filled += read
             now = os.fstat(self._file)
+        # Compare after the read, so that a write during the read is also detected.
         if (now.st_size, now.st_mtime_ns) != self._written:
             raise self._unusable("changed after it was opened")
         return out
@@ -119,9 +124,9 @@ def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
 
 def check_size(path: Path, expected: int) -> None:
     with usable(path):
-        found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
-    if found != f"{expected} bytes":
-        raise DataError(f"{path}: {found}, expected {expected} bytes; {again(path.parent)}")
+        size = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+    if size != f"{expected} bytes":
+        raise DataError(f"{path}: {size}, expected {expected} bytes; {again(path.parent)}")
 
 
 class Readable(Protocol):
@@ -186,8 +191,10 @@ def document_end(stream: Readable, eos_id: int, position: int) -> int:
     The end is the position after the first EOS at or after `position`. Without such an EOS, the end
     is the length of the stream.
     """
-    found = (ends for _, ends in document_ends(stream, eos_id, position, STEP) if len(ends))
-    return int(next(found, [len(stream)])[0])
+    for _, ends in document_ends(stream, eos_id, position, STEP):
+        if len(ends):
+            return int(ends[0])
+    return len(stream)
 
 
 def check_range(start: int, stop: int, length: int) -> None:
@@ -206,10 +213,13 @@ def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, i
     """
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
-        begin, end = int(ends[number - 1]) if number else 0, int(ends[number])
-        if end > start:  # skip empty parts
+        begin = int(ends[number - 1]) if number else 0
+        end = int(ends[number])
+        # Empty arrays contain no part of the range.
+        if end > start:
             yield number, start - begin, min(end, stop) - begin
-        start, number = end, number + 1
+        start = end
+        number += 1
 
 
 def read_joined(
@@ -221,7 +231,8 @@ def read_joined(
     [a, b) of array i.
     """
     check_range(start, stop, int(ends[-1]) if len(ends) else 0)
-    out, filled = np.empty(stop - start, dtype), 0
+    out = np.empty(stop - start, dtype)
+    filled = 0
     for number, first, last in spans(ends, start, stop):
         out[filled : filled + last - first] = read(number, first, last)
         filled += last - first
@@ -246,7 +257,8 @@ class JoinedTokens:
 class JoinedStream(JoinedTokens):
     def __init__(self, split: str, streams: Sequence[Stream]) -> None:
         super().__init__(streams)
-        self.split, self.streams = split, list(streams)
+        self.split = split
+        self.streams = list(streams)
         self.masked = any(stream.masked for stream in streams)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
@@ -262,12 +274,14 @@ class TokenStream:
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
-        self._made_of = directory, manifest, split
-        self.split, self._directory = split, directory
+        self._arguments = directory, manifest, split
+        self.split = split
+        self._directory = directory
         self._shards = manifest.split(split).shards
         self.masked = manifest.splits[split].masked
         self._dtype = token_dtype(manifest.vocab_size)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        # Closes the oldest files, because the number of open files per process is limited.
         self._array = lru_cache(MOST_OPEN)(checked_array)
         for shard in self._shards:
             check_size(directory / shard.file, shard.tokens * self._dtype.itemsize)
@@ -294,5 +308,6 @@ class TokenStream:
 
         return read_joined(self._ends, start, stop, np.bool_, read)
 
+    # File descriptors are valid in one process only, so a copy opens the files again.
     def __reduce__(self) -> tuple[object, ...]:
-        return TokenStream, self._made_of
+        return TokenStream, self._arguments

@@ -28,11 +28,12 @@ from diffllm.core.files import open_regular, read_text
 from diffllm.data.streams import FileArray
 from diffllm.data.verified import usable
 
-SAMPLED = 64
-BLOCK = 1 << 16
-LOOKED_AT = 100
+SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 1 << 16
+"""Content of a token file that `fingerprint` hashes."""
+DOCUMENTS_AT_ONCE = 1 << 16
+CHECKED_DOCUMENTS = 100
 MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DATATROVE_TYPES = {"2": "<u2", "4": "<u4"}
 
@@ -57,9 +58,9 @@ class TokenFile:
         """
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
-            wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
+            invalid = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
             raise DataError(
-                f"{self.path}: token id {wrong} is not in the tokenizer's vocabulary of "
+                f"{self.path}: token id {invalid} is not in the tokenizer's vocabulary of "
                 f"{self.pieces:,} tokens; set data.tokenizer to the tokenizer of this file"
             )
         return tokens
@@ -69,13 +70,16 @@ class WithEnds:
     """Token file without EOS, read as if each document ended with an EOS."""
 
     def __init__(self, file: TokenFile, eos_id: int) -> None:
-        self.file, self.eos_id = file, eos_id
-        self.path, self.documents = file.path, file.documents
+        self.file = file
+        self.eos_id = eos_id
+        self.path = file.path
+        self.documents = file.documents
 
     def __len__(self) -> int:
         return len(self.file) + self.documents
 
     def end_of(self, document: Any) -> Any:
+        # Plus one EOS of each earlier document, and the EOS of this document.
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
@@ -93,7 +97,8 @@ class WithEnds:
                 place = len(out) - (stop - start)
                 read = self.file.tokens(start - document, last - document)
                 out[place : place + last - start] = read
-            start, document = end, document + 1
+            start = end
+            document += 1
         return out
 
 
@@ -109,21 +114,22 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     of the checked documents end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
-    looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
-    ends = [file.end_of(int(i)) for i in looked_at]
+    checked = np.unique(np.linspace(0, file.documents - 1, CHECKED_DOCUMENTS).astype(np.int64))
+    ends = [file.end_of(int(document)) for document in checked]
     # Check only a sample of ends: reading all ends at every start would take too long.
     if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
         raise DataError(
             f"{path} does not match its index: the index ends at token {ends[-1]:,}, but the file "
             f"has {len(file):,} tokens; create both files again"
         )
-    last = [int(file.content[end - 1]) == eos_id for end in ends if end]
-    if all(last):
+    # Empty documents at the beginning of the file have the end 0 and no last token.
+    ends_with_eos = [int(file.content[end - 1]) == eos_id for end in ends if end]
+    if all(ends_with_eos):
         return file
-    if any(last):
+    if any(ends_with_eos):
         raise DataError(
-            f"{path}: only {sum(last)} of {len(last)} documents end with token {eos_id}, the EOS "
-            "of the tokenizer, but all or none must; check data.tokenizer"
+            f"{path}: only {sum(ends_with_eos)} of {len(ends_with_eos)} documents end with token "
+            f"{eos_id}, the EOS of the tokenizer, but all or none must; check data.tokenizer"
         )
     return WithEnds(file, eos_id)
 
@@ -132,23 +138,25 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     """Open the Megatron token file NAME.bin with NAME.idx; raise DataError for an unusable file."""
     index = path.with_suffix(".idx")
     with usable(index), open_regular(index, 2**63, follow=True) as file:
-        head = file.read(HEADER.size)
-    magic, version, code, sequences, marks = HEADER.unpack(head.ljust(HEADER.size))
+        head = file.read(MEGATRON_HEADER.size)
+    header = MEGATRON_HEADER.unpack(head.ljust(MEGATRON_HEADER.size))
+    magic, version, code, sequences, marks = header
     if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
         raise DataError(
             f"{index}: not a Megatron index of version 1 with an integer token type; "
             "create the index and its .bin file again with Megatron"
         )
-    lengths = FileArray(index, "<i4", HEADER.size, sequences)
+    lengths = FileArray(index, "<i4", MEGATRON_HEADER.size, sequences)
     places = FileArray(index, "<i8", lengths.end, sequences)
     firsts = FileArray(index, "<i8", places.end, marks)
     content = FileArray(path, MEGATRON_TYPES[code])
     size = content.dtype.itemsize
-    looked_at = np.unique(np.linspace(0, max(sequences - 2, 0), LOOKED_AT).astype(np.int64))
-    ends = places[looked_at] + lengths[looked_at].astype(np.int64) * size if sequences else []
     # Compare only a sample of sequences: comparing all sequences would take too long.
-    contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
-    if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
+    last = max(sequences - 2, 0)
+    checked = np.unique(np.linspace(0, last, CHECKED_DOCUMENTS).astype(np.int64))
+    ends = places[checked] + lengths[checked].astype(np.int64) * size if sequences else []
+    is_contiguous = sequences == 1 or (sequences and (ends == places[checked + 1]).all())
+    if not is_contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
         raise DataError(
             f"{index}: the index has gaps or overlaps between the documents of {path.name}; "
             "create both files again"
@@ -192,22 +200,27 @@ OPENERS = {".bin": open_megatron, ".ds": open_datatrove}
 
 
 def documents_in(file: Tokens, start: int, stop: int) -> int:
-    found = begin = 0
-    for first in range(0, file.documents, BLOCK):
-        ends = file.end_of(np.arange(first, min(first + BLOCK, file.documents)))
-        begins, begin = np.append(begin, ends[:-1]), ends[-1]
-        found += int((np.minimum(ends, stop) > np.maximum(begins, start)).sum())
-    return found
+    count = 0
+    begin = 0
+    for first in range(0, file.documents, DOCUMENTS_AT_ONCE):
+        last = min(first + DOCUMENTS_AT_ONCE, file.documents)
+        ends = file.end_of(np.arange(first, last))
+        begins = np.append(begin, ends[:-1])
+        begin = ends[-1]
+        count += int((np.minimum(ends, stop) > np.maximum(begins, start)).sum())
+    return count
 
 
 def fingerprint(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    starts = np.unique(np.linspace(0, max(0, size - BLOCK), SAMPLED).astype(np.int64))
+    starts = np.unique(
+        np.linspace(0, max(0, size - SAMPLE_BYTES), SAMPLES_PER_FILE).astype(np.int64)
+    )
     with usable(path), open_regular(path, 2**63, follow=True) as file:
         for start in starts.tolist():
             file.seek(start)
-            digest.update(file.read(BLOCK))
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 

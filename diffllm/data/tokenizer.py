@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ LARGEST_TOKENIZER = 2**30
 """Limit in bytes, about 30 times the largest known tokenizer."""
 SPACE_MARK = "\u2581"
 """U+2581: sentencepiece writes spaces as U+2581, so U+2581 in a text would decode to a space."""
-PART = 100_000
+PART_CHARACTERS = 100_000
 """Characters encoded at once, because encoding time grows faster than the length."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
 
@@ -68,9 +69,10 @@ class Tokenizer:
             )
         bos_id = processor.piece_to_id(added_bos(path) or "")
         self.bos_id: int | None = bos_id if processor.is_control(bos_id) else None
-        mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        self._mark_bytes = mark if all(map(processor.is_byte, mark)) else None
-        self._prefix, self._encoder = "", processor
+        mark_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        self._mark_bytes = mark_bytes if all(map(processor.is_byte, mark_bytes)) else None
+        self._prefix = ""
+        self._encoder = processor
         if processor.normalize(BEHAVIOUR_PROBE) == SPACE_MARK + marked(BEHAVIOUR_PROBE):
             # With an explicit prefix, parts of a text can be encoded separately.
             self._prefix = " "
@@ -104,6 +106,7 @@ class Tokenizer:
     @property
     def spells_eos(self) -> bool:
         """Whether the text of the EOS encodes to the EOS, so that a text can end a document."""
+        # The ids of a text can depend on the characters around the text.
         texts = [f"{before}{self.eos_token}{before}" for before in ("", " ", "a")]
         return any(self.eos_id in ids for ids in self.encode_batch(texts, threads=1))
 
@@ -112,19 +115,26 @@ class Tokenizer:
 
         Long texts are encoded in several parts, which saves time and does not change the ids.
         """
-        cut = [self._parts(self._prefix + text if text else text) for text in texts]
-        parts = [part for of_text in cut for part in of_text]
-        ids = self._encoder.encode(parts, num_threads=threads)
+        parts_by_text = [self._parts(self._prefix + text if text else text) for text in texts]
+        parts = list(chain.from_iterable(parts_by_text))
+        ids_by_part = self._encoder.encode(parts, num_threads=threads)
         if self._mark_bytes is not None:
             for i, part in enumerate(parts):
-                if SPACE_MARK in part:  # encoded as bytes, to decode exactly
-                    first, *rest = self._encoder.encode(part.split(SPACE_MARK))
-                    ids[i] = first + [id for some in rest for id in (*self._mark_bytes, *some)]
-        left = iter(ids)
-        return [
-            next(left) if len(of_text) == 1 else [token for _ in of_text for token in next(left)]
-            for of_text in cut
-        ]
+                if SPACE_MARK in part:
+                    # Encode the marks of the text as bytes, which decode to marks, not to spaces.
+                    ids, *others = self._encoder.encode(part.split(SPACE_MARK))
+                    for following in others:
+                        ids += self._mark_bytes
+                        ids += following
+                    ids_by_part[i] = ids
+        encoded_parts = iter(ids_by_part)
+        ids_by_text: list[list[int]] = []
+        for text_parts in parts_by_text:
+            ids = next(encoded_parts)
+            for _ in text_parts[1:]:
+                ids += next(encoded_parts)
+            ids_by_text.append(ids)
+        return ids_by_text
 
     def _parts(self, text: str) -> list[str]:
         """Cut a long text into parts whose token ids, concatenated, are the ids of the whole text.
@@ -132,13 +142,15 @@ class Tokenizer:
         Each cut is between two characters that are not adjacent in any vocabulary piece. Returns
         [text] if the text is short, or if the model changes characters before encoding.
         """
-        if len(text) <= 2 * PART:
+        if len(text) <= 2 * PART_CHARACTERS:
             return [text]
+        # Cuts are chosen in the text as given, so only a model that keeps all characters qualifies.
         if self._encoder.normalize(BEHAVIOUR_PROBE) != marked(BEHAVIOUR_PROBE):
             return [text]
-        parts, start = [], 0
-        while len(text) - start > 2 * PART:
-            cut = start + PART
+        parts = []
+        start = 0
+        while len(text) - start > 2 * PART_CHARACTERS:
+            cut = start + PART_CHARACTERS
             while marked(text[cut - 1 : cut + 1]) in self._pairs:
                 cut += 1
             parts.append(text[start:cut])
@@ -147,8 +159,10 @@ class Tokenizer:
 
     @cached_property
     def _pairs(self) -> frozenset[str]:
-        pieces = map(self.piece, range(self.vocab_size))
-        return frozenset(piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1))
+        pairs: set[str] = set()
+        for piece in map(self.piece, range(self.vocab_size)):
+            pairs.update(piece[i : i + 2] for i in range(len(piece) - 1))
+        return frozenset(pairs)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text; EOS and other control tokens give no text."""
@@ -174,7 +188,9 @@ class Tokenizer:
             processor.is_byte,
             processor.is_unused,
         )
-        pieces = [[fact(index) for fact in facts] for index in range(self.vocab_size)]
+        pieces: list[list[Any]] = []
+        for token in range(self.vocab_size):
+            pieces.append([fact(token) for fact in facts])
         behaviour = [pieces, self.eos_id, processor.encode(BEHAVIOUR_PROBE)]
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
@@ -188,7 +204,8 @@ def load_fast(path: Path) -> "tokenizers.Tokenizer":
         import tokenizers
 
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        tokenizer.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
+        # Raises here, not while texts are encoded, if the unknown token has no piece.
+        tokenizer.encode(BEHAVIOUR_PROBE)
     except ImportError as error:
         raise DataError(f"{path} needs a library: pip install tokenizers") from error
     except Exception as error:
@@ -202,10 +219,12 @@ class FastTokenizer(Tokenizer):
     def __init__(self, path: Path, eos_token: str | None = None) -> None:
         self._fast = load_fast(path)
         self._fast.encode_special_tokens = True
+        # The file may enable truncation and padding, which would change documents.
         self._fast.no_truncation()
         self._fast.no_padding()
         vocabulary = self._fast.get_vocab()
-        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
+        # Not the number of pieces, because ids may have gaps.
+        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)
         if self.vocab_size > 2**24:
             raise DataError(
                 f"{path}: the largest token id {self.vocab_size - 1} must be below {2**24}; "
@@ -218,8 +237,8 @@ class FastTokenizer(Tokenizer):
         self.bos_id = vocabulary.get(added_bos(path) or "")
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        encoded = self._fast.encode_batch(list(texts), add_special_tokens=False)
-        return [each.ids for each in encoded]
+        encodings = self._fast.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
@@ -240,7 +259,8 @@ def located(name: str | Path) -> Path:
     repository is downloaded. Raises DataError if there is no usable file.
     """
     path = Path(name).expanduser()
-    path = tokenizer_in(path) if path.is_dir() else path
+    if path.is_dir():
+        path = tokenizer_in(path)
     if path.is_file():
         with usable(path), open_regular(path, LARGEST_TOKENIZER, follow=True):
             return path
@@ -250,6 +270,7 @@ def located(name: str | Path) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
+        # The config is optional; it may name the EOS and the BOS.
         with suppress(EntryNotFoundError):
             hf_hub_download(str(name), FAST_CONFIG)
         return Path(hf_hub_download(str(name), FAST))
@@ -286,6 +307,7 @@ def eos_text(eos_token: str, eos_id: int, guessed: bool) -> str:
 
 def tokenizer_of(run: Path) -> Path:
     for name in (FAST, MODEL):
+        # A broken link is an unreadable tokenizer, not a missing tokenizer.
         if os.path.lexists(run / name):
             with readable(run / name):
                 open_regular(run / name, LARGEST_TOKENIZER).close()

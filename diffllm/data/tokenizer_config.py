@@ -52,7 +52,9 @@ def eos_of(
 
 
 def listed_tokens(tokens: Sequence[str]) -> str:
-    names = list(map(repr, tokens[:5])) + ["..."] * (len(tokens) > 5)
+    names = list(map(repr, tokens[:5]))
+    if len(tokens) > 5:
+        names.append("...")
     return ", ".join(names) or "(no tokens)"
 
 

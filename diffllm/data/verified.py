@@ -28,11 +28,14 @@ def matches(path: Path, sha256: str) -> bool:
     if is_marked(path, sha256):
         return True
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # read-only cache: all processes hash
+        # In a read-only cache no lock can be created, so every process hashes the file.
+        with contextlib.suppress(OSError):
             stack.enter_context(locked(mark_of(path).with_suffix(".lock")))
+        # Another process may have hashed the file while this process waited for the lock.
         if is_marked(path, sha256):
             return True
-        identity = settled_identity(path)  # before reading, to detect concurrent changes
+        # Before reading, to detect concurrent changes.
+        identity = settled_identity(path)
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
@@ -42,6 +45,7 @@ def matches(path: Path, sha256: str) -> bool:
 
 
 def leave_mark(path: Path, sha256: str, identity: str) -> None:
+    # Without a mark, as in a read-only cache, the next process hashes the file again.
     with contextlib.suppress(OSError):
         replace_file(mark_of(path), f"{sha256} {identity}\n")
 
@@ -52,6 +56,7 @@ def mark_of(path: Path) -> Path:
 
 def is_marked(path: Path, sha256: str) -> bool:
     try:
+        # Absolute, so that a mark with a time in the future also expires.
         age = abs(time.time() - mark_of(path).stat().st_mtime)
         marked = read_text(mark_of(path), 1000)
         return age < VALID_SECONDS and marked == f"{sha256} {identity_of(path)}\n"
@@ -73,8 +78,11 @@ def settled_identity(path: Path) -> str:
     First wait until 50 ms after the last write to the file. File systems store times with a limited
     resolution, so two writes in quick succession may have the same time.
     """
-    while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
+    age = time.time() - path.stat().st_ctime
+    # A time in the future, as on a network disk with another clock, must not cause a long wait.
+    while 0 <= age < TICK:
         time.sleep(TICK - age)
+        age = time.time() - path.stat().st_ctime
     return identity_of(path)
 
 

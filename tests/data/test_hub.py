@@ -29,7 +29,7 @@ import sys
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation import workers
 from diffllm.data.preparation.prepare import prepare
-workers.EVERY = 0.5
+workers.REPORT_SECONDS = 0.5
 cache, dataset, revision = sys.argv[1:]
 print(prepare(DataConfig(
     source="hub", dataset=dataset, revision=revision or None, cache_dir=cache, vocab_size=400,

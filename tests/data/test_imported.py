@@ -17,7 +17,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.imported import FilesStream, ImportedData
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_data import TokenData
-from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_tokens
+from diffllm.data.token_files import MAGIC, MEGATRON_HEADER, TokenFile, WithEnds, open_tokens
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
@@ -125,7 +125,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
     if path.suffix == ".ds":
         ends.astype("<u8").tofile(path.with_name(f"{path.name}.index"))
         return
-    head = HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1)
+    head = MEGATRON_HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1)
     places, firsts = 2 * (ends - lengths), np.arange(len(lengths) + 1)
     content = lengths.astype("<i4").tobytes() + np.append(places, firsts).astype("<i8").tobytes()
     path.with_suffix(".idx").write_bytes(head + content)
@@ -154,7 +154,7 @@ def test_document_count_equals_eos_count_if_some_documents_are_empty(
 def test_empty_document_in_megatron_index_becomes_a_single_eos(make: Make, tmp_path: Path) -> None:
     lengths = np.full(30, 4, "<i4")
     places, firsts = 8 * np.arange(30), [0, 0, *range(31)]  # the first two contain no sequence
-    head = HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
+    head = MEGATRON_HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
     index = head + lengths.tobytes() + np.append(places, firsts).astype("<i8").tobytes()
     (tmp_path / "t.idx").write_bytes(index)
     np.full(120, 7, "<u2").tofile(tmp_path / "t.bin")

@@ -215,7 +215,7 @@ def test_packing_accepts_token_files_of_other_libraries(tmp_path: Path, eos_id: 
     """Documents without an EOS are read with an added EOS."""
     files = Path(__file__).parent.parent / "data_files" / "imported"
     stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
-    stream.stop = len(stream.whole)
+    stream.stop = len(stream.joined)
     sequences = packed(stream, 16, tmp_path, eos_id)
     documents = json.loads((files / "documents.json").read_text(encoding="utf-8"))
     assert sequences.plan.counts.documents == len(documents)

@@ -252,7 +252,7 @@ def test_preparation_progress_line_contains_current_file_name(
         if "MB/s" in text and "tokens/s; reading a hub that hangs" in text:
             told.touch()
 
-    monkeypatch.setattr(workers, "EVERY", 0.02)
+    monkeypatch.setattr(workers, "REPORT_SECONDS", 0.02)
     monkeypatch.setattr(workers, "to_stderr", read_aloud)
     job = TokensJob(
         replace(base, list_parts=lambda: [Stalled(1000)]),

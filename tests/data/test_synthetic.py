@@ -107,7 +107,7 @@ def test_needle_documents_contain_481_to_512_tokens(tmp_path: Path) -> None:
 def test_synthetic_documents_are_determined_by_settings_and_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffllm.data.text.synthetic.A_PART", 100)
+    monkeypatch.setattr("diffllm.data.text.synthetic.PART_EXAMPLES", 100)
     level = "data.level={filler: 9}"
     first = texts(tmp_path, level)
     assert len(set(first)) == 300

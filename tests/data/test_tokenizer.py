@@ -72,7 +72,7 @@ def test_splitting_of_long_text_does_not_change_token_ids(
     """Parts have at least 8 characters and end at allowed cuts."""
     whole = code_tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "PART", 8)
+        patch.setattr(tokenizer, "PART_CHARACTERS", 8)
         cut = code_tokenizer._parts(text)
         assert "".join(cut) == text
         assert all(len(part) >= 8 for part in cut[:-1])
@@ -86,7 +86,7 @@ def test_long_text_is_not_split_if_tokenizer_normalises_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
-    monkeypatch.setattr(tokenizer, "PART", 8)
+    monkeypatch.setattr(tokenizer, "PART_CHARACTERS", 8)
     text = "Two  words and\nmore of them, again and again."
     assert foreign._parts(text) == [text]
 

@@ -92,14 +92,20 @@ class Encoding:
         try:
             record = PartRecord.load(self.partial, number)
             shards = [shard for split in record.splits.values() for shard in split.shards]
-            there = [(self.directory / s.file).stat().st_size == s.tokens * size for s in shards]
+            is_complete = all(
+                (self.directory / shard.file).stat().st_size == shard.tokens * size
+                for shard in shards
+            )
         except (OSError, ValueError):
             return False
+        if not is_complete:
+            return False
         if record.least is None or record.most is None:
-            return all(there)
+            return True
+        # Only documents with a hash between the old and the new limit change their split.
         low, high = sorted((self.heldout_below, record.below))
-        changed = low < high and record.least < high and record.most >= low
-        return all(there) and not changed
+        may_change_splits = low < high and record.least < high and record.most >= low
+        return not may_change_splits
 
     def work(self, number: int, counts: Counts, threads: int) -> None:
         # A worker of a killed parent may still write this part; such a worker ends within a second.
@@ -115,41 +121,45 @@ class Encoding:
         Shards of earlier attempts are overwritten. The tokenizer uses `threads` threads. Progress
         of this part is added to `counts`.
         """
-        set_if_ours(os.environ, "RAYON_NUM_THREADS", str(threads))  # threads of tokenizers
+        # The tokenizers library reads its number of threads from this variable.
+        set_if_ours(os.environ, "RAYON_NUM_THREADS", str(threads))
         # Never "true": a process that is forked later would inherit this setting and wait forever
         # for threads that exist only in its parent.
         if threads == 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        vocab_size, masked = self.tokenizer.vocab_size, self.corpus.has_prompts
+        vocab_size = self.tokenizer.vocab_size
+        masked = self.corpus.has_prompts
         writers = {
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
         empty = 0
         range_of_hashes: list[int] = []
-        held, following = np.zeros(2, np.int64), np.zeros((0, 3), np.int64)
-        for kept, blank in batches(self.corpus.parts[number]):
+        held = np.zeros(2, np.int64)
+        following = np.zeros((0, 3), np.int64)
+        for documents, blank in batches(self.corpus.parts[number]):
             empty += blank
-            if not kept:
+            if not documents:
                 continue
-            hashes = document_hashes(kept)
+            hashes = document_hashes(documents)
             range_of_hashes += [int(hashes.min()), int(hashes.max())]
-            tokens, sizes = self.tokens_of(kept, threads)
+            tokens, sizes = self.tokens_of(documents, threads)
             is_heldout = hashes < self.heldout_below
+            # Pieces of a single document are divided by their part, not by their hashes.
             if self.cut:
                 is_heldout[:] = number == len(self.corpus.parts) - 1
             rows = np.array([[h, 1, len(ids)] for h, ids in zip(hashes, tokens, strict=True)])
             held += rows[is_heldout, 1:].sum(axis=0)
+            # Drop rows that cannot be needed, so that memory does not grow with the part.
             following = next_held_out(np.concatenate([following, rows[~is_heldout]]), held)
-            for split, chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
-                mine = np.flatnonzero(chosen).tolist()
-                writers[split].add(
-                    np.fromiter(chain.from_iterable(tokens[i] for i in mine), dtype=np.uint32),
-                    sum(kept[i].predicted_bytes for i in mine),
-                    len(mine),
-                    loss_mask([sizes[i] for i in mine]) if masked else None,
-                )
-            counts.text_bytes[number] += sum(d.predicted_bytes for d in kept)
+            for split, is_chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
+                chosen = np.flatnonzero(is_chosen).tolist()
+                chosen_tokens = [tokens[i] for i in chosen]
+                text_bytes = sum(documents[i].predicted_bytes for i in chosen)
+                mask = loss_mask([sizes[i] for i in chosen]) if masked else None
+                ids = np.fromiter(chain.from_iterable(chosen_tokens), dtype=np.uint32)
+                writers[split].add(ids, text_bytes, len(chosen), mask)
+            counts.text_bytes[number] += sum(document.predicted_bytes for document in documents)
             counts.tokens[number] += sum(map(len, tokens))
         record = PartRecord(
             splits={split: writer.finish() for split, writer in writers.items()},
@@ -176,13 +186,17 @@ class Encoding:
             ids.append(self.tokenizer.eos_id)
         if not self.corpus.has_prompts:
             return tokens, []
-        before = [piece.decode() for document in documents for piece in document.prompt]
-        encoded = iter(self.tokenizer.encode_batch(before, threads))
-        apart = [
-            [*(list(islice(encoded, len(document.prompt))) or [[]]), ids]
-            for document, ids in zip(documents, tokens, strict=True)
-        ]
-        return [list(chain(*ids)) for ids in apart], [list(map(len, ids)) for ids in apart]
+        pieces = [piece.decode() for document in documents for piece in document.prompt]
+        encoded_pieces = iter(self.tokenizer.encode_batch(pieces, threads))
+        joined: list[list[int]] = []
+        sizes: list[list[int]] = []
+        for document, ids in zip(documents, tokens, strict=True):
+            # The first section is context; this section is empty for a document without a prompt.
+            sections = list(islice(encoded_pieces, len(document.prompt))) or [[]]
+            sections.append(ids)
+            joined.append(list(chain(*sections)))
+            sizes.append([len(section) for section in sections])
+        return joined, sizes
 
 
 def record_path(partial: Path, number: int) -> Path:
@@ -196,13 +210,13 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
     """
     batch: list[Document] = []
     empty = size = 0
-    for some in part.read():
-        for text, before in zip(some.texts, some.before, strict=True):
+    for texts in part.read():
+        for text, prompt in zip(texts.texts, texts.before, strict=True):
             if not text or text.isspace():
                 empty += 1
                 continue
             try:
-                batch.append(Document(text.encode(), tuple(map(str.encode, before))))
+                batch.append(Document(text.encode(), tuple(map(str.encode, prompt))))
             except UnicodeEncodeError as error:
                 raise DataError(
                     f"{part.name}: a document has a character that UTF-8 cannot encode ({error}); "
@@ -211,7 +225,9 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch, empty
-                batch, size, empty = [], 0, 0
+                batch = []
+                size = 0
+                empty = 0
     if batch or empty:
         yield batch, empty
 

@@ -1,7 +1,7 @@
 """Train the tokenizer and write the token shards of a data config, and cache the results."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -66,7 +66,7 @@ NEW_RUN = RunHashes()
 
 
 def prepare(
-    cfg: DataConfig, how: PrepareConfig | None = None, run_hashes: RunHashes = NEW_RUN
+    cfg: DataConfig, prepare_cfg: PrepareConfig | None = None, run_hashes: RunHashes = NEW_RUN
 ) -> Prepared:
     """Return the token shards that `cfg` describes; create missing shards first.
 
@@ -82,59 +82,63 @@ def prepare(
     tokenizer or cache directory.
     """
     cfg.validate()
-    how = how or PrepareConfig()
-    how.validate()
+    prepare_cfg = prepare_cfg or PrepareConfig()
+    prepare_cfg.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
-        of: Callable[..., Prepared] = prepare_mixture if cfg.source == MIXTURE else prepare_one
-        data = of(cfg, cache_dir, how, run_hashes)
+        data: Prepared
+        if cfg.source == MIXTURE:
+            data = prepare_mixture(cfg, cache_dir, prepare_cfg, run_hashes)
+        else:
+            data = prepare_one(cfg, cache_dir, prepare_cfg, run_hashes)
         data.check()
         return data
     except OSError as error:
-        where = f"{error.filename}: " if error.filename not in (None, str(cache_dir)) else ""
-        raise DataError(f"data.cache_dir={cache_dir}: {where}{error.strerror or error}") from error
+        file = f"{error.filename}: " if error.filename not in (None, str(cache_dir)) else ""
+        raise DataError(f"data.cache_dir={cache_dir}: {file}{error.strerror or error}") from error
 
 
 def prepare_mixture(
-    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, run_hashes: RunHashes
+    cfg: DataConfig, cache_dir: Path, prepare_cfg: PrepareConfig, run_hashes: RunHashes
 ) -> MixtureData:
     """Prepare all sources of a mixture with one tokenizer.
 
     If data.tokenizer is null, a tokenizer is trained on the same number of bytes from each text
     source. The mixture weights do not affect this training.
     """
-    each = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
-    texts = {
-        name: of_source(name)(open_corpus)(own, cache_dir)
-        for name, own in each.items()
-        if own.source != TOKENS
-    }
+    source_configs = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
+    corpora: dict[str, Corpus] = {}
+    for name, source_cfg in source_configs.items():
+        if source_cfg.source != TOKENS:
+            with of_source(name):
+                corpora[name] = open_corpus(source_cfg, cache_dir)
     tokenizer = cfg.tokenizer
     if tokenizer is None:
-        size = -(-cfg.tokenizer_sample_bytes // len(texts))
-        names = sorted(texts, key=lambda name: texts[name].identity)
-        what = [[texts[name].identity for name in names], size, cfg.vocab_size, TRAINING]
+        size = -(-cfg.tokenizer_sample_bytes // len(corpora))
+        # Neither the names of the sources nor their order in the config may change the tokenizer.
+        names = sorted(corpora, key=lambda name: corpora[name].identity)
+        identities = [corpora[name].identity for name in names]
 
         def sample() -> Iterator[str]:
             for name in names:
                 with of_source(name):
-                    yield from training_sample(texts[name], size)
+                    yield from training_sample(corpora[name], size)
 
-        path = trained_tokenizer(cache_dir, [MIXTURE, *what])
-        build_tokenizer(cfg, sample(), path, list(texts.values()))
+        path = trained_tokenizer(cache_dir, [MIXTURE, identities, size, cfg.vocab_size, TRAINING])
+        build_tokenizer(cfg, sample(), path, list(corpora.values()))
         tokenizer = str(path)
     prepared = {}
-    for name, source in each.items():
+    for name, source_cfg in source_configs.items():
         with of_source(name):
-            with_tokenizer = replace(source, tokenizer=tokenizer)
+            with_tokenizer = replace(source_cfg, tokenizer=tokenizer)
             # The corpus hash of the run is that of all sources together.
             of_source_only = run_hashes._replace(corpus=None)
-            prepared[name] = prepare_one(with_tokenizer, cache_dir, how, of_source_only)
+            prepared[name] = prepare_one(with_tokenizer, cache_dir, prepare_cfg, of_source_only)
     return MixtureData(prepared)
 
 
 def prepare_one(
-    cfg: DataConfig, cache_dir: Path, how: PrepareConfig, run_hashes: RunHashes
+    cfg: DataConfig, cache_dir: Path, prepare_cfg: PrepareConfig, run_hashes: RunHashes
 ) -> TokenData:
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
@@ -176,7 +180,7 @@ def prepare_one(
         cut=bool(pieces),
         eos_token=cfg.eos_token,
     )
-    job.build(how)
+    job.build(prepare_cfg)
     return TokenData(directory)
 
 
@@ -189,8 +193,8 @@ def places(cfg: DataConfig, cache_dir: Path, identity: str) -> tuple[Path, Path]
     else:
         tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path, cfg.eos_token).pieces_hash
-    what = [FORMAT_VERSION, DIVISION, identity, tokenizer_key, cfg.heldout_fraction]
-    return tokenizer_path, cache_dir / "tokens" / combined_hash(what)[:32]
+    settings = [FORMAT_VERSION, DIVISION, identity, tokenizer_key, cfg.heldout_fraction]
+    return tokenizer_path, cache_dir / "tokens" / combined_hash(settings)[:32]
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
@@ -219,12 +223,23 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
     least = min(LARGEST_SHARE, LEAST_TOKENS * CHARACTERS_PER_TOKEN / len(text))
     cuts = [0, *held_out_borders(text, max(fraction, least)), len(text)]
     pieces = [text[start:stop] for start, stop in pairwise(cuts)]
-    train, heldout = ([t for t in pieces[k::2] if not t.isspace() and t] for k in (0, 1))
+    # The pieces alternate: the first is for training, the second is held out.
+    train = [piece for piece in pieces[::2] if piece and not piece.isspace()]
+    heldout = [piece for piece in pieces[1::2] if piece and not piece.isspace()]
     if not train:
         raise too_few
-    blank = sum(not t or t.isspace() for p in corpus.parts for d in p.read() for t in d.texts)
     parts = [TextsPart("training pieces", train), TextsPart("held-out pieces", heldout)]
-    return replace(corpus, list_parts=lambda: parts, skipped_empty=corpus.skipped_empty + blank)
+    # The new parts contain no blank document, so blank documents must be counted here.
+    skipped_empty = corpus.skipped_empty + blank_documents(corpus)
+    return replace(corpus, list_parts=lambda: parts, skipped_empty=skipped_empty)
+
+
+def blank_documents(corpus: Corpus) -> int:
+    count = 0
+    for part in corpus.parts:
+        for documents in part.read():
+            count += sum(not text or text.isspace() for text in documents.texts)
+    return count
 
 
 def held_out_borders(text: str, fraction: float) -> list[int]:
@@ -239,15 +254,12 @@ def held_out_borders(text: str, fraction: float) -> list[int]:
     number = min(LEAST_DOCUMENTS, max(1, int(fraction * end) // PIECE))
     size = max(1, round(fraction * end / number))
     room = max(0, min(size, end // number - size))
-    places = [end * i // number for i in range(1, number + 1)]
-    cuts = [
-        (
-            beginning_of_line(text, place - size - room, place - size),
-            beginning_of_line(text, place - size // 2, place),
-        )
-        for place in places
-    ]
-    return [*chain(*cuts)][:-1]
+    borders: list[int] = []
+    for i in range(1, number + 1):
+        stop = end * i // number
+        borders.append(beginning_of_line(text, stop - size - room, stop - size))
+        borders.append(beginning_of_line(text, stop - size // 2, stop))
+    return borders[:-1]
 
 
 def beginning_of_line(text: str, earliest: int, latest: int) -> int:
@@ -256,12 +268,15 @@ def beginning_of_line(text: str, earliest: int, latest: int) -> int:
     If no line starts in this range, return the last position in the range at which a word starts.
     If no word starts there either, return `latest`.
     """
-    cuts = (text.rfind(mark, max(0, earliest), latest) + 1 for mark in "\n ")
-    return next((cut for cut in cuts if cut), latest)
+    for mark in "\n ":
+        start = text.rfind(mark, max(0, earliest), latest) + 1
+        if start:
+            return start
+    return latest
 
 
-def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:
-    return cache_dir / "tokenizers" / combined_hash(what)[:32] / MODEL
+def trained_tokenizer(cache_dir: Path, settings: list[Any]) -> Path:
+    return cache_dir / "tokenizers" / combined_hash(settings)[:32] / MODEL
 
 
 def build_tokenizer(
@@ -324,28 +339,43 @@ def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
     number = min(len(corpus.parts), MOST_SAMPLED)
     parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]
     limit = -(-READ_FOR_SAMPLE * sample_bytes // max(number, 1))
-    total = sum(len(text) for part in parts for text in beginning(part, limit))
+    # The texts are read twice, because even spacing needs their total size first.
+    total = 0
+    for part in parts:
+        total += sum(len(text) for text in beginning(part, limit))
     windows = -(-min(sample_bytes, total) // WINDOW_BYTES)
     window = end = 0
     for part in parts:
         for text in beginning(part, limit):
-            begin, end = end, end + len(text)
-            while window < windows and (place := window * total // windows) < end:
+            begin = end
+            end += len(text)
+            while window < windows:
+                place = window * total // windows
+                if place >= end:
+                    break
                 start = place - begin
+                # A window may cut a character at either end; incomplete characters are ignored.
                 yield text[start : start + WINDOW_BYTES].decode(errors="ignore")
                 window += 1
 
 
 def beginning(part: Part, limit: int) -> Iterator[bytes]:
-    read = 0
+    bytes_read = 0
     for documents in part.read():
         # A single prompt is a separate text; several pieces form one text with the document.
-        pairs = list(zip(documents.before, documents.texts, strict=True))
-        texts = ["".join((*b, text or "")) if len(b) > 1 else text for b, text in pairs]
-        texts += (before[0] for before, _ in pairs if len(before) == 1)
-        for text in filter(None, texts):
+        texts: list[str | None] = []
+        single_prompts: list[str] = []
+        for pieces, text in zip(documents.before, documents.texts, strict=True):
+            if len(pieces) > 1:
+                texts.append("".join((*pieces, text or "")))
+            else:
+                texts.append(text)
+                single_prompts += pieces
+        for text in (*texts, *single_prompts):
+            if not text:
+                continue
             encoded = text.encode()
             yield encoded
-            read += len(encoded)
-            if read >= limit:
+            bytes_read += len(encoded)
+            if bytes_read >= limit:
                 return

@@ -28,7 +28,7 @@ from diffllm.data.preparation.workers import (
     work_through,
 )
 from diffllm.data.progress import held
-from diffllm.data.shards import LARGEST_SHARE, SPLITS, Manifest, together, unigram_entropy
+from diffllm.data.shards import LARGEST_SHARE, SPLITS, Manifest, Split, together, unigram_entropy
 from diffllm.data.streams import TokenStream, as_targets, token_counts
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -55,10 +55,11 @@ class TokensJob:
 
     @cached_property
     def partial(self) -> Path:
+        # The hash of the division is in the name: records of another division would not fit.
         division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
-    def build(self, how: PrepareConfig) -> None:
+    def build(self, prepare_cfg: PrepareConfig) -> None:
         """Encode the unfinished parts of the corpus, then move the shards of all parts to `final`.
 
         Does nothing if `final` exists. Raises DataError if a part is unreadable or a process was
@@ -66,6 +67,7 @@ class TokensJob:
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
+            # Another process may have finished while this process waited for the lock.
             if self.final.is_dir():
                 return
             to_stderr(f"preparing tokens: {self.corpus.description}, in {self.final}")
@@ -73,27 +75,31 @@ class TokensJob:
             tokens = self.partial / "tokens"
             tokens.mkdir(parents=True, exist_ok=True)
             report_skipped(self.corpus.skipped, tokens, self.final)
+            # Encode with the copy, so that the stored tokenizer is the one that encoded the tokens.
             write_tokenizer(self.tokenizer, tokens, self.eos_token)
             tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
             below = math.floor(self.heldout_fraction * 2**64) - HALF
             encoding = Encoding(self.corpus, tokenizer, self.partial, below, self.cut)
-            self.encode(encoding, how)
-            self.join(encoding, how, started)
+            self.encode(encoding, prepare_cfg)
+            self.join(encoding, prepare_cfg, started)
 
-    def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
+    def encode(self, encoding: Encoding, prepare_cfg: PrepareConfig) -> None:
         """Encode the unfinished parts of the corpus in parallel processes."""
         parts = self.corpus.parts
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
             return
-        cores, counts = usable_cpus(), Counts(len(parts))
-        processes = min(how.processes or cores, len(todo))
+        cores = usable_cpus()
+        counts = Counts(len(parts))
+        processes = min(prepare_cfg.processes or cores, len(todo))
+        # With fewer parts than cores, the tokenizer uses several threads per part.
         threads = max(1, cores // processes)
         sizes = [max(1, part.size) for part in parts]
         before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
 
         def reading() -> str:
-            return ", ".join(sorted({parts[i].name for i in todo if counts.state[i] == READING}))
+            names = {parts[number].name for number in todo if counts.state[number] == READING}
+            return ", ".join(sorted(names))
 
         started = time.monotonic()
         if before:
@@ -107,30 +113,38 @@ class TokensJob:
         work = partial(encoding.work, counts=counts, threads=threads)
         work_through(todo, work, processes, tick, reading)
 
-    def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
+    def join(self, encoding: Encoding, prepare_cfg: PrepareConfig, started: float) -> None:
         records = self.records()
         if not self.cut:
+            # The final limit depends on the counts of all parts. With this limit, only parts with
+            # documents between the two limits are encoded again.
             below = heldout_limit(records, encoding.heldout_below)
-            self.encode(replace(encoding, heldout_below=below), how)
+            self.encode(replace(encoding, heldout_below=below), prepare_cfg)
             records = self.records()
         manifest = self.manifest(records, encoding)
-        shards = [shard for split in manifest.splits.values() for shard in split.shards]
-        hashes = {shard.file: shard.sha256 for shard in shards}
-        hashes |= {s.mask: s.mask_sha256 for s in shards if s.mask and s.mask_sha256}
+        hashes: dict[str, str] = {}
+        for split in manifest.splits.values():
+            for shard in split.shards:
+                hashes[shard.file] = shard.sha256
+                if shard.mask and shard.mask_sha256:
+                    hashes[shard.mask] = shard.mask_sha256
         for path in encoding.directory.glob("*-*-*"):
-            if path.name not in hashes:  # from an earlier attempt
+            # Shards of an earlier attempt, for example with another limit.
+            if path.name not in hashes:
                 path.unlink()
-        self.corpus.check()  # raises if the text no longer has this hash
+        # Before publishing: the text may have changed since its hash was computed.
+        self.corpus.check()
         manifest.save(encoding.directory)
         publish(encoding.directory, self.final)
+        # The writers have just hashed the shards, so the first run need not hash them again.
         for name, sha256 in hashes.items():
             leave_mark(self.final / name, sha256, identity_of(self.final / name))
         for attempt in self.final.parent.glob(f"{self.final.name}.partial-*"):
             shutil.rmtree(attempt, ignore_errors=True)
-        train, heldout = (manifest.splits[split].tokens for split in SPLITS)
+        train, heldout = (manifest.splits[name].tokens for name in SPLITS)
+        pieces = ", pieces of a single document," if manifest.cut else ""
         to_stderr(
-            f"prepared {train:,} training and {heldout:,} held-out tokens"
-            f"{', pieces of a single document,' * manifest.cut} "
+            f"prepared {train:,} training and {heldout:,} held-out tokens{pieces} "
             f"in {time.monotonic() - started:.0f} s"
         )
 
@@ -139,14 +153,18 @@ class TokensJob:
             return [PartRecord.load(self.partial, i) for i in range(len(self.corpus.parts))]
 
     def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
+        splits: dict[str, Split] = {}
+        for name in SPLITS:
+            splits[name] = together([record.splits[name] for record in records])
         manifest = Manifest.of(
             encoding.tokenizer,
             np.zeros(1),
             source=self.corpus.description,
             corpus=self.corpus.identity,
-            skipped_empty=self.corpus.skipped_empty + sum(r.skipped_empty for r in records),
+            skipped_empty=self.corpus.skipped_empty
+            + sum(record.skipped_empty for record in records),
             skipped_undecodable=self.corpus.skipped_undecodable,
-            splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
+            splits=splits,
             cut=self.cut,
             note=self.corpus.note,
         )
@@ -169,20 +187,26 @@ def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
       size but at most LARGEST_SHARE of the corpus.
     Raises DataError if the corpus has fewer than two distinct documents.
     """
-    hashes = [h for record in records for h in (record.least, record.most) if h is not None]
-    least, most = min(hashes, default=0), max(hashes, default=0)
+    hashes: list[int] = []
+    for record in records:
+        hashes += [value for value in (record.least, record.most) if value is not None]
+    least = min(hashes, default=0)
+    most = max(hashes, default=0)
     if least == most:
         raise DataError(
             "the corpus must contain at least two different documents with text, because "
             "one document is held out; add documents"
         )
     below = least + 1 if least >= below else min(below, most)
-    train, held = (
-        np.sum([[r.splits[split].documents, r.splits[split].tokens] for r in records], axis=0)
-        for split in SPLITS
-    )
+    train, held = (documents_and_tokens(records, split) for split in SPLITS)
     following = [row for record in records for row in record.following]
     rows = next_held_out(np.array(following, np.int64).reshape(-1, 3), held)
     allowed = held + rows[:, 1:].cumsum(axis=0) <= LARGEST_SHARE * (train + held)
     chosen = rows[allowed.all(axis=1), 0]
     return max(below, int(chosen[-1]) + 1) if len(chosen) else below
+
+
+def documents_and_tokens(records: Sequence[PartRecord], name: str) -> np.ndarray:
+    """Return the numbers of documents and tokens of a split in all parts, (2,) int64."""
+    splits = [record.splits[name] for record in records]
+    return np.array([[split.documents, split.tokens] for split in splits]).sum(axis=0)

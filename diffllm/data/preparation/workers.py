@@ -19,10 +19,10 @@ from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-EVERY = 60.0
+REPORT_SECONDS = 60.0
 """Seconds between two lines of the report."""
 READING, DONE = 1, 2
-HEADER = "Traceback (most recent call last):"
+TRACEBACK_HEADER = "Traceback (most recent call last):"
 
 _do: Callable[[int], None]
 
@@ -51,7 +51,10 @@ class Counts:
     """
 
     def __init__(self, parts: int) -> None:
-        self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
+        # No locks: each entry is written by one worker, and read only for progress reports.
+        self.text_bytes = RawArray("q", parts)
+        self.tokens = RawArray("q", parts)
+        self.state = RawArray("q", parts)
 
 
 def work_through(
@@ -67,24 +70,28 @@ def work_through(
     first error of a worker. If a worker is killed, raises a DataError with the result of
     `reading()`: the names of the files in progress.
     """
-    others = multiprocessing.active_children()
+    other_children = multiprocessing.active_children()
+    # Forked workers get `do` without pickling, which would fail for its closures.
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
     try:
         with signals_blocked():
-            left = {pool.submit(work, number) for number in numbers}
-        while left:
-            done, left = wait(left, EVERY, FIRST_EXCEPTION)
-            for error in filter(None, (future.exception() for future in done)):
+            unfinished = {pool.submit(work, number) for number in numbers}
+        while unfinished:
+            done, unfinished = wait(unfinished, REPORT_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                failure = future.exception()
+                if failure is None:
+                    continue
                 # Show one traceback with the frames of both processes, instead of two tracebacks.
-                frames = str(error.__cause__).strip('"\n').replace(HEADER, "In the worker:")
-                error.add_note(frames)
-                raise error from None
-            if left:
+                frames = str(failure.__cause__).strip('"\n')
+                failure.add_note(frames.replace(TRACEBACK_HEADER, "In the worker:"))
+                raise failure from None
+            if unfinished:
                 tick()
     except BaseException as error:
         for child in multiprocessing.active_children():
-            if child not in others:
+            if child not in other_children:
                 child.kill()
         if not isinstance(error, BrokenProcessPool):
             raise
@@ -99,9 +106,11 @@ def work_through(
 def start_worker(do: Callable[[int], None], parent: int) -> None:
     global _do
     _do = do
-    gc.freeze()  # collections would scan the objects of the parent, which never become garbage
+    # Collections would scan the objects of the parent, which never become garbage.
+    gc.freeze()
     ignore_signals()
 
+    # A killed parent cannot stop its workers, so each worker watches its parent.
     def leave_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
@@ -133,6 +142,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def work(number: int) -> None:
+    # The pool pickles submitted functions, so the function of the job is a global of the worker.
     _do(number)
 
 
@@ -142,10 +152,12 @@ def report(counts: Counts, share: float, before: float, seconds: float, reading:
     `share` is the finished fraction (0 to 1) of the corpus now, and `before` the fraction when this
     preparation started, `seconds` seconds ago.
     """
-    text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
-    said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
-    said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
+    text_bytes = sum(counts.text_bytes)
+    tokens = sum(counts.tokens)
+    progress = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
+    progress += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
     if share - before >= 1e-3:
-        left = round(seconds * (1 - share) / (share - before))
-        said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-    to_stderr(f"{share:4.0%}  {said}; reading {reading[:100]}")
+        remaining = round(seconds * (1 - share) / (share - before))
+        hours, minutes = divmod(remaining // 60, 60)
+        progress += f"; ETA {hours}:{minutes:02d}:{remaining % 60:02d}"
+    to_stderr(f"{share:4.0%}  {progress}; reading {reading[:100]}")

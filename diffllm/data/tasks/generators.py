@@ -34,7 +34,7 @@ FILLER = (
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
 LEAST_LENGTH, LENGTHS = 512, 5
-NEEDLES, ASKED, DEPTHS = 6, 2, 5
+NEEDLES, QUERIED_NEEDLES, DEPTHS = 6, 2, 5
 SAMPLES_PER_DEPTH = 50
 LEAST_HAY = 20
 DIGITS = 4
@@ -69,23 +69,23 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
         return count(f" {word} {word}") - count(f" {word}") == 1
 
     kinds = []
-    for every in (KEYS, VALUES, FILLER):
-        single = tuple(filter(is_token, every))
-        kinds.append(single if len(single) >= PAIRS[-1] else every)
+    for words in (KEYS, VALUES, FILLER):
+        single_tokens = tuple(filter(is_token, words))
+        kinds.append(single_tokens if len(single_tokens) >= PAIRS[-1] else words)
     return tuple(kinds)
 
 
 class Recall(NamedTuple):
     """A text with key-value pairs, and the pairs that the queries after the text ask for.
 
-    `context` contains the pairs and the filler words. Pair i is (keys[i], values[i]). `asked`
+    `context` contains the pairs and the filler words. Pair i is (keys[i], values[i]). `queried`
     contains the indices of the queried pairs.
     """
 
     context: str
     keys: list[str]
     values: list[str]
-    asked: list[int]
+    queried: list[int]
 
 
 @task("mqar", filler=(0, 16, 64, 256, 1024, 4096, 16384))
@@ -103,10 +103,12 @@ class Mqar(Task):
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         for i in range(number):
             rng = self.generator(level, seed, i)
-            yield self.asked(self.told(rng, PAIRS[-1 - i % len(PAIRS)], level, count), rng)
+            # Four consecutive examples have all numbers of pairs, so `longest` measures all.
+            recall = self.drawn(rng, PAIRS[-1 - i % len(PAIRS)], level, count)
+            yield self.example_of(recall, rng)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        return self.asked(self.told(rng, rng.choice(PAIRS), level, count), rng)
+        return self.example_of(self.drawn(rng, rng.choice(PAIRS), level, count), rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: key-value pairs and filler, then queries with their answers.
@@ -115,29 +117,34 @@ class Mqar(Task):
         About 75% of the texts contain only two pairs, which small models learn first.
         """
         (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
-        told = self.told(rng, pairs, level, count)
-        pieces = [told.context]
-        for i in told.asked:
-            pieces[-1] += f" {told.keys[i]}"
-            pieces += [f" {told.values[i]}", ""]
+        recall = self.drawn(rng, pairs, level, count)
+        pieces = [recall.context]
+        for i in recall.queried:
+            pieces[-1] += f" {recall.keys[i]}"
+            pieces += [f" {recall.values[i]}", ""]
+        # The last piece is the empty context after the last answer.
         return tuple(pieces[:-1])
 
-    def told(self, rng: random.Random, pairs: int, level: Level, count: Count) -> Recall:
-        known_keys, known_values, known_filler = vocabulary(count)
-        keys, values = rng.sample(known_keys, pairs), rng.sample(known_values, pairs)
-        words = [word for pair in zip(keys, values, strict=True) for word in pair]
-        words += rng.choices(known_filler, k=int(level["filler"]))
-        asked = rng.sample(range(pairs), queries_of(pairs))
-        return Recall("".join(f" {word}" for word in words), keys, values, asked)
+    def drawn(self, rng: random.Random, pairs: int, level: Level, count: Count) -> Recall:
+        all_keys, all_values, all_filler = vocabulary(count)
+        keys = rng.sample(all_keys, pairs)
+        values = rng.sample(all_values, pairs)
+        words: list[str] = []
+        for pair in zip(keys, values, strict=True):
+            words += pair
+        words += rng.choices(all_filler, k=int(level["filler"]))
+        # At most half of the keys, so that elimination does not find the answer.
+        queried = rng.sample(range(pairs), min(QUERIES, pairs // 2))
+        return Recall("".join(f" {word}" for word in words), keys, values, queried)
 
-    def asked(self, told: Recall, rng: random.Random) -> Example:
-        """Make an example from the pairs and queries in `told`; only the last query is scored.
+    def example_of(self, recall: Recall, rng: random.Random) -> Example:
+        """Make an example from the pairs and queries in `recall`; only the last query is scored.
 
         The answers of earlier queries are not candidates, because the prompt repeats these answers
         and models tend to choose repeated values.
         """
-        context, keys, values, (*before, last) = told
-        others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
+        context, keys, values, (*before, last) = recall
+        others = [f" {value}" for i, value in enumerate(values) if i not in recall.queried]
         candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
         answered = "".join(f" {keys[i]} {values[i]}" for i in before)
         pair = f"{keys[last]} {values[last]}"
@@ -147,15 +154,11 @@ class Mqar(Task):
         return Example(f"{context}{answered} {keys[last]}", candidates, answer, facts, evidence)
 
 
-def queries_of(pairs: int) -> int:
-    return min(QUERIES, pairs // 2)
-
-
 class Haystack(NamedTuple):
     text: str
     needles: dict[str, str]
     """Numbers by city."""
-    asked: list[str]
+    queried: list[str]
     """Cities; the last one is scored."""
 
 
@@ -179,57 +182,67 @@ class Needle(Task):
         lengths = [LEAST_LENGTH]
         while 2 * lengths[-1] <= length + 1:
             lengths.append(2 * lengths[-1])
-        return [{"length": n, "needles": NEEDLES, "queries": ASKED} for n in lengths[-LENGTHS:]]
+        settings = {"needles": NEEDLES, "queries": QUERIED_NEEDLES}
+        return [{"length": length, **settings} for length in lengths[-LENGTHS:]]
 
     def longest(self, level: Level, count: Count) -> int:
-        next(self.examples(level, 1, 0, count))  # raises for an impossible level
-        return int(level["length"]) - 1  # an EOS precedes the text
+        # Raises for an impossible level.
+        next(self.examples(level, 1, 0, count))
+        # An EOS precedes the text.
+        return int(level["length"]) - 1
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         for i in range(number):
             rng = self.generator(level, seed, i)
-            yield self.asked(self.hidden(rng, i % DEPTHS, level, count), i % DEPTHS, rng)
+            # Equally many examples per depth, because accuracy is reported by depth.
+            depth = i % DEPTHS
+            yield self.example_of(self.haystack(rng, depth, level, count), depth, rng)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         depth = rng.randrange(DEPTHS)
-        return self.asked(self.hidden(rng, depth, level, count), depth, rng)
+        return self.example_of(self.haystack(rng, depth, level, count), depth, rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: a haystack, then queries with their answers.
 
         Return strings that alternate between context and answer; the loss applies to answers.
         """
-        text, needles, asked = self.hidden(rng, rng.randrange(DEPTHS), level, count)
+        text, needles, queried = self.haystack(rng, rng.randrange(DEPTHS), level, count)
         pieces = [text]
-        for city in asked:
+        for city in queried:
             pieces[-1] += f" {question(city)}"
             pieces += [f" {needles[city]}", "."]
         return tuple(pieces[:-1])
 
-    def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
+    def haystack(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
         """Generate a haystack in which the needle of the last query is at `depth`.
 
         Depth 0 is the start of the haystack, and depth 4 is the end. `level` contains the settings
         "length", "needles" and "queries". Raises ValueError if "queries" is less than 1 or greater
         than "needles", or if "length" is too small for 20 unrelated sentences.
         """
-        number, queries = int(level["needles"]), int(level["queries"])
+        number = int(level["needles"])
+        queries = int(level["queries"])
         if not 1 <= queries <= number:
             raise ValueError(f"queries={queries:,} must be between 1 and needles={number:,}")
-        drawn = rng.sample(range(len(SYLLABLES) ** 2), number)
-        places = [divmod(place, len(SYLLABLES)) for place in drawn]
-        cities = [f"{SYLLABLES[a]}{SYLLABLES[b]}".capitalize() for a, b in places]
+        cities: list[str] = []
+        for pair in rng.sample(range(len(SYLLABLES) ** 2), number):
+            first, second = divmod(pair, len(SYLLABLES))
+            cities.append(f"{SYLLABLES[first]}{SYLLABLES[second]}".capitalize())
         numbers = rng.sample(range(10**DIGITS), number)
         needles = {c: f"{n:0{DIGITS}d}" for c, n in zip(cities, numbers, strict=True)}
-        asked = rng.sample(cities, queries)
-        depth_of = {city: rng.randrange(DEPTHS) for city in cities} | {asked[-1]: depth}
-        told = [sentence(city, needles[city]) for city in (*cities, *asked)]
-        left = int(level["length"]) - 1 - ROOM - count(" ".join(told))
+        queried = rng.sample(cities, queries)
+        depth_of = {city: rng.randrange(DEPTHS) for city in cities}
+        depth_of[queried[-1]] = depth
+        # A queried city occurs twice in a prompt: as a needle and as a query with its answer.
+        sentences = [sentence(city, needles[city]) for city in (*cities, *queried)]
+        # Minus 1, because an EOS precedes the text.
+        remaining = int(level["length"]) - 1 - ROOM - count(" ".join(sentences))
         hay: list[str] = []
         while True:
             straw = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
-            left -= tokens_of_straw(count, straw)
-            if left < 0:
+            remaining -= tokens_of_straw(count, straw)
+            if remaining < 0:
                 break
             hay.append(straw)
         straws = len(hay)
@@ -238,22 +251,22 @@ class Needle(Task):
         # Insert the deepest needles first, so that earlier places do not move.
         for city in sorted(cities, key=lambda city: -depth_of[city]):
             hay.insert(round(depth_of[city] / (DEPTHS - 1) * straws), sentence(city, needles[city]))
-        return Haystack(" ".join(hay), needles, asked)
+        return Haystack(" ".join(hay), needles, queried)
 
-    def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
-        """Make an example from the haystack `hidden`; only the last query is scored.
+    def example_of(self, haystack: Haystack, depth: int, rng: random.Random) -> Example:
+        """Make an example from `haystack`; only the last query is scored.
 
         The answers of earlier queries are not candidates, because the prompt repeats these answers
         and models tend to choose repeated numbers. `depth` is stored in `Example.facts`.
         """
-        text, needles, (*before, last) = hidden
-        others = [f" {number}" for city, number in needles.items() if city not in hidden.asked]
+        text, needles, (*before, last) = haystack
+        others = [f" {number}" for city, number in needles.items() if city not in haystack.queried]
         candidates, answer = shuffled_candidates(rng, f" {needles[last]}", others)
         answered = [sentence(city, needles[city]) for city in before]
         prompt = " ".join([text, *answered, question(last)])
-        told = sentence(last, needles[last])
-        start = text.index(told)
-        evidence = (start, start + len(told))
+        needle = sentence(last, needles[last])
+        start = text.index(needle)
+        evidence = (start, start + len(needle))
         return Example(prompt, candidates, answer, {"depth": depth / (DEPTHS - 1)}, evidence)
 
 
@@ -307,17 +320,18 @@ class Icl(Task):
             block, place = divmod(i, RULES * ORDERS)
             order, rule = divmod(place, RULES)
             rule += RULES * block
+            # Seeded by the rule, not by the example, so that four examples share words and rule.
             rng = random.Random(f"{self.name}/{level['shots']}/{seed}/{rule}")
             shots = self.drawn(rng, int(level["shots"]), rule % 2)
             names = (rule // 2 + order) % len(LABELS)
             random.Random(f"{level['shots']}/{seed}/{rule}/{order}").shuffle(shots.shown)
             facts = {"rule": rule, "order": order, "labels": "/".join(LABELS[names])}
-            yield self.asked(shots, LABELS[names], facts)
+            yield self.example_of(shots, LABELS[names], facts)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)
-        return self.asked(shots, rng.choice(LABELS), {})
+        return self.example_of(shots, rng.choice(LABELS), {})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: words, each followed by its label.
@@ -328,7 +342,8 @@ class Icl(Task):
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)
         names = rng.choice(LABELS)
-        pieces, seen = [""], set()
+        pieces = [""]
+        seen = set()
         for word, label in (*shots.shown, (shots.query, shots.right)):
             pieces[-1] += f" {word} ->"
             if word[0] in seen:
@@ -346,7 +361,7 @@ class Icl(Task):
         shown = [(self.word(rng, of_label[label]), label) for label in labels]
         first = rng.choice(of_label[right])
         query = self.word(rng, [first])
-        seen = {each for each, _ in shown if each.startswith(first)}
+        seen = {word for word, _ in shown if word.startswith(first)}
         if len(seen) == len(VOWELS) ** 2 * len(CONSONANTS):
             raise ValueError(f"{shots:,} shots leave no other word that begins with {first}")
         while query in seen:
@@ -356,14 +371,15 @@ class Icl(Task):
         shown[place] = (self.word(rng, [first], query), right)
         return Shots(shown, query, right)
 
-    def asked(self, shots: Shots, names: tuple[str, str], facts: dict[str, object]) -> Example:
-        told = "".join(f" {word} -> {names[label]}" for word, label in shots.shown)
+    def example_of(self, shots: Shots, names: tuple[str, str], facts: dict[str, object]) -> Example:
+        context = "".join(f" {word} -> {names[label]}" for word, label in shots.shown)
         candidates = (f" {names[0]}", f" {names[1]}")
-        return Example(f"{told} {shots.query} ->", candidates, shots.right, facts)
+        return Example(f"{context} {shots.query} ->", candidates, shots.right, facts)
 
     def word(self, rng: random.Random, consonants: list[str], other: str = "") -> str:
         """Draw an invented word that begins with one of `consonants` and differs from `other`."""
         while True:
             first = rng.choice(consonants) + rng.choice(VOWELS)
-            if (word := first + rng.choice(CONSONANTS) + rng.choice(VOWELS)) != other:
+            word = first + rng.choice(CONSONANTS) + rng.choice(VOWELS)
+            if word != other:
                 return word

@@ -28,12 +28,12 @@ Level = Mapping[str, int | float | str]
 """Settings of difficulty."""
 Count = Callable[[str], int]
 Seed = int | str
-SAMPLES = 4
+MEASURED_EXAMPLES = 4
 SPARE = 1.03
 """Assumed ratio of the longest example to the longest measured example."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
-LARGEST = 2**28
+LARGEST_FILE = 2**28
 
 
 class DoesNotFit(ConfigError):
@@ -66,9 +66,13 @@ def levels_of(settings: Any, key: str) -> list[Level]:
     than 1000 combinations.
     """
     axes = settings.values() if isinstance(settings, Mapping) else [None]
-    values = [each if isinstance(each, list) else [each] for each in axes]
-    if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
-        raise ConfigError(f"{key} must be a mapping such as {{filler: 64}} or {{filler: [0, 64]}}")
+    values = [axis if isinstance(axis, list) else [axis] for axis in axes]
+    for axis in values:
+        if not axis or not all(isinstance(value, int | float | str) for value in axis):
+            raise ConfigError(
+                f"{key} must be a mapping such as {{filler: 64}} or {{filler: [0, 64]}}"
+            )
+    # Before the levels are listed: a few long lists have billions of combinations.
     at_most(f"combinations of {key}", prod(map(len, values)), MOST_LEVELS)
     return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
@@ -127,7 +131,8 @@ class Task(ABC):
 
     def levels(self, length: int) -> list[Level]:
         """List the levels of difficulty for a context of `length` tokens, easiest first."""
-        return [dict(zip(self.sizes, each, strict=True)) for each in product(*self.sizes.values())]
+        combinations = product(*self.sizes.values())
+        return [dict(zip(self.sizes, values, strict=True)) for values in combinations]
 
     @abstractmethod
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
@@ -150,20 +155,24 @@ class Task(ABC):
 
         `count` returns the number of tokens of a text. Raises DoesNotFit if no level fits.
         """
-        found, sizes = [], []
+        levels: list[Level] = []
+        sizes: list[int] = []
         for level in self.levels(length):
             try:
-                sizes.append(self.longest(level, count))
-            except ValueError:  # the level is impossible with this tokenizer
+                size = self.longest(level, count)
+            except ValueError:
+                # The level is impossible with this tokenizer.
                 continue
-            if sizes[-1] <= length:
-                found.append(level)
-            elif sizes[-1] > 4 * length:
-                break  # later levels are even longer
-        if not found:
+            sizes.append(size)
+            if size <= length:
+                levels.append(level)
+            elif size > 4 * length:
+                # Later levels are even longer, and slow to generate.
+                break
+        if not levels:
             needs = f"{min(sizes)} tokens" if sizes else "more tokens"
             raise DoesNotFit(f"the task {self.name} needs {needs}, but the model reads {length}")
-        return found
+        return levels
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
         """Check that `levels` are valid for the task, and that examples fit into `length` tokens.
@@ -171,11 +180,11 @@ class Task(ABC):
         `count` returns the number of tokens of a text. Raises ConfigError for an invalid level, and
         DoesNotFit if the examples of a level are longer than `length` tokens.
         """
-        known = self.settings(length)
+        names = self.settings(length)
         for level in levels:
-            if level.keys() != {*known}:
+            if level.keys() != set(names):
                 raise ConfigError(
-                    f"level={dict(level)} must have exactly the settings {', '.join(known)} of the "
+                    f"level={dict(level)} must have exactly the settings {', '.join(names)} of the "
                     f"task {self.name}"
                 )
             try:
@@ -197,8 +206,9 @@ class Task(ABC):
 
         The estimate uses four examples. `count` returns the number of tokens of a text.
         """
-        some = self.examples(level, SAMPLES, 0, count)
-        sizes = [count(each.prompt) + max(map(count, each.candidates)) for each in some]
+        sizes = []
+        for example in self.examples(level, MEASURED_EXAMPLES, 0, count):
+            sizes.append(count(example.prompt) + max(map(count, example.candidates)))
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
@@ -213,8 +223,9 @@ class Task(ABC):
             yield self.document(self.generator(level, seed, i), level, count)
 
     def generator(self, level: Level, seed: Seed, place: int) -> random.Random:
-        named = ",".join(f"{key}={value}" for key, value in sorted(level.items()))
-        return random.Random(f"{self.name}/{named}/{seed}/{place}")
+        # Sorted, because the order of the settings in a config must not change the examples.
+        settings = ",".join(f"{key}={value}" for key, value in sorted(level.items()))
+        return random.Random(f"{self.name}/{settings}/{seed}/{place}")
 
 
 TASKS: dict[str, Task] = {}
@@ -233,10 +244,12 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
     """
 
     def register(cls: T) -> T:
-        there = TASKS.get(name)
-        if there is not None and type(there).__qualname__ != cls.__qualname__:
+        registered = TASKS.get(name)
+        # A notebook or a test may define the same class again.
+        if registered is not None and type(registered).__qualname__ != cls.__qualname__:
             raise ConfigError(f"the task {name} is registered twice; rename one of the two tasks")
-        cls.name, cls.sizes = name, sizes
+        cls.name = name
+        cls.sizes = sizes
         TASKS[name] = cls()
         return cls
 
@@ -251,7 +264,7 @@ def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tu
 
 
 @dataclass(frozen=True)
-class OwnExample:
+class ExampleLine:
     prompt: str
     answer: str
     candidates: list[str] | None = None
@@ -270,7 +283,7 @@ class OwnFile(Task):
     def __init__(self, path: Path):
         self.name = path.stem
         try:
-            content = read_bytes(path, LARGEST, follow=True)
+            content = read_bytes(path, LARGEST_FILE, follow=True)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             near = similar_path(path, os.path.isfile)
@@ -309,21 +322,24 @@ class OwnFile(Task):
 
     def longest(self, level: Level, count: Count) -> int:
         # The shortest example, because an evaluation may skip longer examples.
-        return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
+        examples = self.of_level(level)
+        return min(count(example.prompt + example.candidates[0]) for example in examples)
 
 
 def example_in(line: bytes) -> tuple[Level, Example]:
     content = parse_json(line.decode())
-    own = made(OwnExample, content)
-    candidates = [own.answer] if own.candidates is None else own.candidates
-    if not own.prompt or not all(candidates):
+    stored = made(ExampleLine, content)
+    candidates = [stored.answer] if stored.candidates is None else stored.candidates
+    if not stored.prompt or not all(candidates):
         raise ValueError("prompt, answer and candidates must not be empty")
-    if own.answer not in candidates or len(set(candidates)) < len(candidates):
+    if stored.answer not in candidates or len(set(candidates)) < len(candidates):
         raise ValueError("candidates must differ, and answer must be one of them")
     level = content.get("level", {})
-    if not isinstance(level, dict) or not all(
-        isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
-        for value in level.values()
-    ):
+    if not isinstance(level, dict) or not all(map(is_setting, level.values())):
         raise ValueError("level must map names to finite numbers and texts")
-    return level, Example(own.prompt, tuple(candidates), candidates.index(own.answer))
+    return level, Example(stored.prompt, tuple(candidates), candidates.index(stored.answer))
+
+
+def is_setting(value: Any) -> bool:
+    """Return whether a JSON value is a text or a finite number."""
+    return isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))

@@ -35,10 +35,15 @@ class TextBatch(NamedTuple):
     def before(self) -> list[tuple[str, ...]]:
         if self.prompts is None:
             return [()] * len(self.texts)
-        return [
-            ((prompt,) if prompt else ()) if isinstance(prompt, str) else tuple(prompt or ())
-            for prompt in self.prompts
-        ]
+        pieces: list[tuple[str, ...]] = []
+        for prompt in self.prompts:
+            if not prompt:
+                pieces.append(())
+            elif isinstance(prompt, str):
+                pieces.append((prompt,))
+            else:
+                pieces.append(tuple(prompt))
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,16 @@ def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
     """
     kinds: dict[str, str] = {}
     for row in rows:
-        for name, value in row.items() if isinstance(row, dict) else ():
-            known = isinstance(value, str) or value is None
-            kinds.setdefault(name, "string" if known else type(value).__name__)
+        if not isinstance(row, dict):
+            continue
+        for name, value in row.items():
+            is_string = isinstance(value, str) or value is None
+            kinds.setdefault(name, "string" if is_string else type(value).__name__)
     return kinds
 
 
 def columns_of(cfg: DataConfig) -> list[str]:
-    return [cfg.text_column, *([cfg.prompt_column] if cfg.prompt_column else [])]
+    return [cfg.text_column, cfg.prompt_column] if cfg.prompt_column else [cfg.text_column]
 
 
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
@@ -127,18 +134,19 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     corpus: Corpus = SOURCES[cfg.source](cfg, cache_dir)
     if cfg.prompt_column is None:
         return corpus
-    identity, *former = (
-        combined_hash([before, "prompts", cfg.prompt_column])
-        for before in (corpus.identity, *corpus.former_identities)
-    )
+    # Only here, so that a corpus without prompts keeps the hash that older versions gave it.
+    with_prompts = []
+    for identity in (corpus.identity, *corpus.former_identities):
+        with_prompts.append(combined_hash([identity, "prompts", cfg.prompt_column]))
+    identity, *former = with_prompts
     return replace(corpus, identity=identity, former_identities=tuple(former), has_prompts=True)
 
 
-def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:
+def check_columns(kinds: dict[str, str], columns: Sequence[str], origin: str) -> None:
     """Raise DataError unless all `columns` exist and contain text.
 
     `kinds` maps existing columns to type names. `columns` contains the text column and, optionally,
-    the prompt column. `where` names the file or dataset in the error message.
+    the prompt column. `origin` names the file or dataset in the error message.
     """
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
@@ -146,7 +154,7 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
             hint = " or ".join(f"data.{key}={name}" for name in texts if name not in columns)
             fix = f"use {hint}" if hint else "none of them contains text"
             raise DataError(
-                f"{where} has no column {column!r} that contains text (columns: "
+                f"{origin} has no column {column!r} that contains text (columns: "
                 f"{', '.join(kinds)}); {fix}"
             )
 
@@ -155,5 +163,8 @@ def reason(error: BaseException) -> str:
     cause: Any = error.__cause__ or error
     if isinstance(cause, UnicodeDecodeError):
         return "not UTF-8 text"
-    lines = str(cause.strerror if isinstance(cause, OSError) and cause.strerror else cause)
-    return next(iter(lines.strip().splitlines()), type(cause).__name__)
+    has_strerror = isinstance(cause, OSError) and cause.strerror
+    text = str(cause.strerror if has_strerror else cause)
+    # Messages of libraries can have many lines; the first line names the problem.
+    lines = text.strip().splitlines()
+    return lines[0] if lines else type(cause).__name__

@@ -52,7 +52,10 @@ def format_of(path: Path) -> str:
 
 
 def names_of(names: Sequence[str]) -> str:
-    return ", ".join([*map(printable, names[:3]), *["..."] * (len(names) > 3)])
+    shown = [printable(name) for name in names[:3]]
+    if len(names) > 3:
+        shown.append("...")
+    return ", ".join(shown)
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
@@ -66,6 +69,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
     if not all(_is_known(path, index) for path in paths):
         cache_dir.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
+            # Another process may have extended the index while this process waited for the lock.
             index = _read_index(index_path)
             unknown = [path for path in paths if not _is_known(path, index)]
             with (
@@ -89,16 +93,21 @@ def _is_known(path: Path, index: dict[str, FileFacts]) -> bool:
 
 
 def _read_facts(path: Path) -> FileFacts:
-    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
-    is_utf8, is_blank, block = True, True, b"begin"
+    digest = hashlib.sha256()
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    is_utf8 = True
+    is_blank = True
+    block = b"begin"
     with usable(path):
-        identity = settled_identity(path)  # before reading, to detect concurrent changes
+        # Before reading, to detect concurrent changes.
+        identity = settled_identity(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             while block:
                 block = file.read(BLOCK_BYTES)
                 digest.update(block)
                 is_blank = is_blank and not block.strip()
+                # An incremental decoder, because a block may end within a character.
                 try:
                     decoder.decode(block, final=not block)
                 except UnicodeDecodeError:
@@ -112,12 +121,17 @@ def check_unchanged(path: Path, facts: FileFacts) -> None:
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
+    # A damaged index or one of another version costs only time: all files are hashed again.
     try:
         stored = read_json(path, LARGEST_INDEX, follow=True)
         types = [*FileFacts.__annotations__.values()]
-        rows = stored["files"].items() if stored["version"] == INDEX_VERSION else ()
-        if any([type(value) for value in facts] != types for _, facts in rows):
+        if stored["version"] != INDEX_VERSION:
             return {}
-        return {name: FileFacts(*facts) for name, facts in rows}
+        index: dict[str, FileFacts] = {}
+        for name, facts in stored["files"].items():
+            if [type(value) for value in facts] != types:
+                return {}
+            index[name] = FileFacts(*facts)
+        return index
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -64,21 +64,13 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     skipped = {**other, **problems, **local_files.skipped}
     # Only the first reasons are printed; empty and hidden files are the least surprising ones.
     skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
-    tokens = any(path.suffix in TOKEN_FILES for path in roots)
-    if not read_facts or (tokens and all(path.suffix == ".json" for path in read_facts)):
-        hint = "; data=tokens reads its token files" if tokens else ""
-        reasons = f"; skipped {reasons_text(skipped)}" if skipped else ""
-        named = ", ".join(map(str, cfg.paths[:3]))
-        raise DataError(
-            f"data.paths={named} has no text file, .parquet file or .jsonl file{hint}{reasons}"
-        )
-    contents = {path: content_of(path, of_file) for path, of_file in usable_facts.items()}
+    check_has_text(list(read_facts), roots, skipped, cfg)
+    contents = {path: content_of(path, file) for path, file in usable_facts.items()}
     # Older versions read all kinds, and skipped most .json files of directories.
-    without_json = [
-        content
-        for path, content in contents.items()
-        if roots[path] is None or path.suffix != ".json"
-    ]
+    without_json = []
+    for path, content in contents.items():
+        if roots[path] is None or path.suffix != ".json":
+            without_json.append(content)
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
         description=description_of({path: roots[path] for path in read_facts}),
@@ -90,6 +82,21 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         skipped_undecodable=len(skipped) - empty,
         skipped=skipped,
     )
+
+
+def check_has_text(
+    paths: Sequence[Path], roots: Mapping[Path, Path | None], skipped: Skipped, cfg: DataConfig
+) -> None:
+    """Raise DataError if `paths`, the files to read, contain no text of a corpus."""
+    has_tokens = any(path.suffix in TOKEN_FILES for path in roots)
+    # Directories of token files may also contain .json files, which are not the text to train on.
+    if not paths or (has_tokens and all(path.suffix == ".json" for path in paths)):
+        hint = "; data=tokens reads its token files" if has_tokens else ""
+        reasons = f"; skipped {reasons_text(skipped)}" if skipped else ""
+        entries = ", ".join(map(str, cfg.paths[:3]))
+        raise DataError(
+            f"data.paths={entries} has no text file, .parquet file or .jsonl file{hint}{reasons}"
+        )
 
 
 def content_of(path: Path, facts: FileFacts) -> list[str]:
@@ -108,13 +115,17 @@ def hash_of(contents: Sequence[list[str]], cfg: DataConfig) -> str:
 
 def description_of(roots: Mapping[Path, Path | None]) -> str:
     """Describe the files of a corpus, such as "2 parquet files in corpus/" or "1 file: a.txt"."""
-    names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in roots.items())
+    unique_names = dict.fromkeys(
+        f"{root.name}/" if root else path.name for path, root in roots.items()
+    )
+    names = names_of(list(unique_names))
     files_word = "file" if len(roots) == 1 else "files"
     kinds = {format_of(path) for path in roots}
-    if None in roots.values() or len(kinds) > 1:
-        link = ":" if None in roots.values() else " in"
-        return f"{len(roots)} {files_word}{link} {names_of([*names])}"
-    return f"{len(roots)} {KINDS[kinds.pop()]} {files_word} in {names_of([*names])}"
+    if None in roots.values():
+        return f"{len(roots)} {files_word}: {names}"
+    if len(kinds) > 1:
+        return f"{len(roots)} {files_word} in {names}"
+    return f"{len(roots)} {KINDS[kinds.pop()]} {files_word} in {names}"
 
 
 def problems_of(
@@ -176,8 +187,8 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     form = format_of(path)
     if not facts:
         formats = ", ".join(TEXT_FORMATS)
-        known = f".parquet, {formats} (also compressed) and other text"
-        return f"unsupported format; data=files reads {known}, data=tokens .bin and .ds"
+        text_formats = f".parquet, {formats} (also compressed) and other text"
+        return f"unsupported format; data=files reads {text_formats}, data=tokens .bin and .ds"
     if facts.is_blank:
         return EMPTY
     if form != "parquet" and path.suffix.lower() not in COMPRESSIONS and not facts.is_utf8:
@@ -234,6 +245,7 @@ def rows_problem(path: Path, column: str) -> str:
 def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
     for part in slices:
         with naming(part.path):
+            # Check again after reading: a file that changes meanwhile is no longer the hashed file.
             check_unchanged(part.path, part.facts)
             yield from part.read(part)
             check_unchanged(part.path, part.facts)
@@ -247,12 +259,13 @@ def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
     """
     from diffllm.data.text.readers import slices_of
 
-    least = max(PART_BYTES, sum(each.size for each in facts.values()) // MOST_PARTS)
+    total = sum(file.size for file in facts.values())
+    least = max(PART_BYTES, total // MOST_PARTS)
     groups: list[list[Slice]] = []
     size = least
-    for path, of_file in facts.items():
+    for path, file in facts.items():
         with naming(path):
-            slices = list(slices_of(path, of_file, format_of(path), cfg, least))
+            slices = list(slices_of(path, file, format_of(path), cfg, least))
         for part in slices:
             if size >= least:
                 groups.append([])
@@ -261,15 +274,18 @@ def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
             size += part.size
     parts = []
     for group in groups:
-        name = printable(str(group[0].path)) + " and others" * (len(group) > 1)
-        parts.append(Part(name, sum(each.size for each in group), partial(read_slices, group)))
+        name = printable(str(group[0].path))
+        if len(group) > 1:
+            name += " and others"
+        size = sum(part.size for part in group)
+        parts.append(Part(name, size, partial(read_slices, group)))
     return parts
 
 
 def check_all(facts: Mapping[Path, FileFacts]) -> None:
-    for path, of_file in facts.items():
+    for path, file in facts.items():
         with naming(path):
-            check_unchanged(path, of_file)
+            check_unchanged(path, file)
 
 
 @contextmanager
@@ -280,10 +296,11 @@ def naming(source: Path | str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        packed = COMPRESSIONS.get(os.path.splitext(source)[1].lower())
-        broken = packed and isinstance(error, OSError) and not error.errno
-        done = f"decompressed as {packed}" if broken else "read"
-        raise DataError(f"{source} cannot be {done}: {reason(error)}") from error
+        compression = COMPRESSIONS.get(os.path.splitext(source)[1].lower())
+        # An OSError without errno is an error of pyarrow's decompression, not of the disk.
+        is_broken = compression and isinstance(error, OSError) and not error.errno
+        action = f"decompressed as {compression}" if is_broken else "read"
+        raise DataError(f"{source} cannot be {action}: {reason(error)}") from error
 
 
 def begins_with_mark(path: Path) -> bool:

@@ -50,12 +50,15 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
             "data.paths reads local files"
         )
     revision = resolve_revision(dataset, cfg.revision, cache_dir)
-    what = ["hub", f"{dataset}@{revision}", cfg.name, cfg.split, cfg.text_column]
-    what += [cfg.data_dir] if cfg.data_dir else []
+    settings = ["hub", f"{dataset}@{revision}", cfg.name, cfg.split, cfg.text_column]
+    # Only if set, so that hashes of versions without data.data_dir stay valid.
+    if cfg.data_dir:
+        settings.append(cfg.data_dir)
     label = f"{dataset}@{revision[:12]}"
+    names = [name for name in (label, cfg.name, cfg.data_dir, cfg.split) if name]
     return Corpus(
-        description=", ".join(filter(None, [label, cfg.name, cfg.data_dir, cfg.split])),
-        identity=combined_hash(what),
+        description=", ".join(names),
+        identity=combined_hash(settings),
         list_parts=lambda: files_of(cfg, revision, cache_dir / "datasets"),
     )
 
@@ -68,27 +71,32 @@ def files_of(cfg: DataConfig, revision: str, cache_dir: Path) -> list[Part]:
     chooses the cache. Raises DataError if the dataset cannot be read, or if the column
     `cfg.text_column` is missing.
     """
-    where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
+    label = f"data.dataset={cfg.dataset}"
+    columns = columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
     to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
     # A slice of a split cannot be streamed; the library copies the slice into the cache.
     streaming = "[" not in cfg.split
     chosen = os.environ.get("HF_DATASETS_CACHE") or os.environ.get("HF_HOME")
     cache = None if chosen else str(cache_dir)
-    with naming(where):
+    with naming(label):
         rows = library().load_dataset(cfg.dataset, streaming=streaming, cache_dir=cache, **options)
         if rows.features:
-            kinds = {name: str(getattr(k, "dtype", k)) for name, k in rows.features.items()}
+            features = rows.features.items()
+            kinds = {name: str(getattr(feature, "dtype", feature)) for name, feature in features}
         else:
             kinds = kinds_of_rows(islice(rows, 1))
-    check_columns(kinds, columns, where)
-    rows = (rows if streaming else rows.to_iterable_dataset()).select_columns(columns)
+    check_columns(kinds, columns, label)
+    if not streaming:
+        rows = rows.to_iterable_dataset()
+    rows = rows.select_columns(columns)
     number = min(rows.num_shards, MOST_PARTS)
-    parts = {
-        f"{where}, file {i + 1} of {number}": rows.shard(num_shards=number, index=i)
-        for i in range(number)
-    }
-    return [Part(name, 0, partial(read_rows, each, columns, name)) for name, each in parts.items()]
+    parts: list[Part] = []
+    for i in range(number):
+        name = f"{label}, file {i + 1} of {number}"
+        shard = rows.shard(num_shards=number, index=i)
+        parts.append(Part(name, 0, partial(read_rows, shard, columns, name)))
+    return parts
 
 
 def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Iterator[TextBatch]:
@@ -114,9 +122,10 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
             info = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN)
         stored.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{stored}.lock")):
-            if not stored.exists():  # the first process to resolve wins
-                found = {"dataset": dataset, "revision": revision, "sha": info.sha}
-                replace_file(stored, json.dumps(found))
+            # The first process decides, so that all processes read the same commit.
+            if not stored.exists():
+                commit = {"dataset": dataset, "revision": revision, "sha": info.sha}
+                replace_file(stored, json.dumps(commit))
     with usable(stored, stored):
         sha = str(read_json(stored, follow=True).get("sha"))
         if not re.fullmatch(COMMIT, sha):

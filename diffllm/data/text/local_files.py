@@ -99,11 +99,13 @@ def files_below(root: Path) -> tuple[list[Path], Skipped]:
     """
     files: list[Path] = []
     skipped: Skipped = {}
+    # Links can form cycles; a directory is known by its path without links.
     seen = {os.path.realpath(root)}
     for directory, subdirectories, names in os.walk(root, onerror=unreadable, followlinks=True):
         for name in (*subdirectories, *names):
             if name.startswith("."):
                 skipped[Path(directory, name)] = HIDDEN
+        # In reverse order, so that of several links to one directory the first name is used.
         targets = {
             os.path.realpath(os.path.join(directory, name)): name
             for name in sorted(subdirectories, reverse=True)

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from diffllm.core.errors import DataError
@@ -42,22 +43,25 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     duplicates. `Corpus.note` lists the packages that differ from REFERENCE. Raises DataError if
     none of the packages is installed.
     """
-    found = {name: package_files(name) for name in REFERENCE}
-    facts, texts = with_text([path for files in found.values() for path in files], cache_dir)
-    by_text: dict[str, Path] = {}
-    for path in texts:
-        by_text.setdefault(facts[path].sha256, path)
-    if not by_text:
+    files_by_package = {name: package_files(name) for name in REFERENCE}
+    paths = list(chain.from_iterable(files_by_package.values()))
+    facts, text_paths = with_text(paths, cache_dir)
+    path_by_text: dict[str, Path] = {}
+    for path in text_paths:
+        path_by_text.setdefault(facts[path].sha256, path)
+    if not path_by_text:
         names = ", ".join(REFERENCE)
         raise DataError(
             f"data=packages reads installed packages, but none of {names} is installed; "
             "install one of these packages or use data=stdlib"
         )
-    kept = list(by_text.values())
-    hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
-    identity = texts_hash([facts[path] for path in kept])
+    hashes: dict[str, str] = {}
+    for name, files in files_by_package.items():
+        hashes[name] = texts_hash([facts[path] for path in files])
+    distinct_paths = list(path_by_text.values())
+    identity = texts_hash([facts[path] for path in distinct_paths])
     note = "" if identity == REFERENCE_SHA256 else difference(hashes)
-    corpus = corpus_of(cfg, facts, kept, f"source of {', '.join(REFERENCE)}", identity)
+    corpus = corpus_of(cfg, facts, distinct_paths, f"source of {', '.join(REFERENCE)}", identity)
     return replace(corpus, note=note)
 
 
@@ -68,47 +72,48 @@ def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
     Skip files that are blank or not UTF-8. Raises DataError if no file remains.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    facts, kept = with_text(python_files(root), cache_dir)
-    if not kept:
+    facts, paths = with_text(python_files(root), cache_dir)
+    if not paths:
         raise DataError(f"data=stdlib: {root} contains no .py files; use data=files")
-    identity = combined_hash(["stdlib", *(facts[path].sha256 for path in kept)])
-    where = f"standard library of Python {platform.python_version()}"
-    return corpus_of(cfg, facts, kept, where, identity)
+    identity = combined_hash(["stdlib", *(facts[path].sha256 for path in paths)])
+    origin = f"standard library of Python {platform.python_version()}"
+    return corpus_of(cfg, facts, paths, origin, identity)
 
 
 def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFacts], list[Path]]:
     facts = dict(zip(paths, file_facts(paths, cache_dir), strict=True))
-    return facts, [path for path, each in facts.items() if each.is_utf8 and not each.is_blank]
+    return facts, [path for path, file in facts.items() if file.is_utf8 and not file.is_blank]
 
 
 def corpus_of(
-    cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
+    cfg: DataConfig, facts: dict[Path, FileFacts], paths: Sequence[Path], origin: str, identity: str
 ) -> Corpus:
-    """Make a corpus from the files in `kept`, with one document per file.
+    """Make a corpus from the files in `paths`, with one document per file.
 
-    `facts` contains properties of these files and of skipped files. `where` describes the origin
-    of the files. `identity` is a hash of the contents of the files in `kept`.
+    `facts` contains properties of these files and of skipped files. `origin` describes the origin
+    of the files. `identity` is a hash of the contents of the files in `paths`.
     """
-    of_kept = {path: facts[path] for path in kept}
-    whole = replace(cfg, sample_by=SampleBy.document)
+    read_facts = {path: facts[path] for path in paths}
+    # `sample_by` of the config is only for text files of data=files.
+    by_document = replace(cfg, sample_by=SampleBy.document)
     return Corpus(
-        description=f"{where}, {len(kept)} files",
+        description=f"{origin}, {len(paths)} files",
         identity=identity,
-        list_parts=lambda: parts_of(of_kept, whole),
-        check=partial(check_all, of_kept),
-        skipped_empty=sum(each.is_blank for each in facts.values()),
-        skipped_undecodable=sum(not each.is_utf8 for each in facts.values()),
+        list_parts=lambda: parts_of(read_facts, by_document),
+        check=partial(check_all, read_facts),
+        skipped_empty=sum(file.is_blank for file in facts.values()),
+        skipped_undecodable=sum(not file.is_utf8 for file in facts.values()),
     )
 
 
 def python_files(root: Path) -> list[Path]:
     """Return the .py files below `root`, sorted by path; skip site-packages and dist-packages."""
     excluded = {"site-packages", "dist-packages", "__pycache__"}
-    found = []
+    paths = []
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in excluded]
-        found += [Path(directory, name) for name in names if name.endswith(".py")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(directory, name) for name in names if name.endswith(".py")]
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def package_files(name: str) -> list[Path]:
@@ -131,7 +136,7 @@ def package_files(name: str) -> list[Path]:
 
 
 def texts_hash(facts: Sequence[FileFacts]) -> str:
-    return combined_hash([each.sha256 for each in facts])
+    return combined_hash([file.sha256 for file in facts])
 
 
 def difference(hashes: dict[str, str]) -> str:
@@ -143,6 +148,6 @@ def difference(hashes: dict[str, str]) -> str:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed = "missing"
-        edited = " with other files" * (installed == version)
+        edited = " with other files" if installed == version else ""
         differing.append(f"{name} {installed}{edited} (reference {version})")
     return f"not the reference corpus: {', '.join(differing)}"

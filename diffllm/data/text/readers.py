@@ -7,6 +7,7 @@ kinds of file are loaded into memory as a whole: JSON arrays, and text files wit
 import codecs
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,14 +62,14 @@ def slices_of(
         for size, first, last in row_groups(path, columns, least):
             yield Slice(*start, size, _read_rows, first, last)
         return
-    compressed = path.suffix.lower() in COMPRESSIONS
-    size = facts.size * (COMPRESSED_TEXT if compressed else 1)
+    is_compressed = path.suffix.lower() in COMPRESSIONS
+    size = facts.size * (COMPRESSED_TEXT if is_compressed else 1)
     read = _read_lines if form == "text" else _read_json_lines
     if form == "text" and cfg.sample_by is not SampleBy.line:
         read = _read_text if cfg.sample_by is SampleBy.document else _read_paragraphs
     elif form == "json" and begins_with(path) == b"[":
         read = _read_json_array
-    elif not compressed:
+    elif not is_compressed:
         for first, last in pairwise(line_starts(path, size, least)):
             yield Slice(*start, last - first, read, first, last)
         return
@@ -84,29 +85,37 @@ def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tup
     """
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         types = {field.name: field.type for field in file.schema_arrow}
-        values = {k: t.value_type for k, t in types.items() if pyarrow.types.is_dictionary(t)}
-        kinds = {name: str(values.get(name, kind)) for name, kind in types.items()}
+        kinds: dict[str, str] = {}
+        for name, kind in types.items():
+            # A dictionary column contains text if its values are text.
+            is_dictionary = pyarrow.types.is_dictionary(kind)
+            kinds[name] = str(kind.value_type if is_dictionary else kind)
         check_columns(kinds, columns, str(path))
         size = first = 0
         for i in range(file.num_row_groups):
             group = file.metadata.row_group(i)
-            chunks = (group.column(k) for k in range(group.num_columns))
-            size += sum(c.total_uncompressed_size for c in chunks if c.path_in_schema in columns)
+            for k in range(group.num_columns):
+                chunk = group.column(k)
+                if chunk.path_in_schema in columns:
+                    size += chunk.total_uncompressed_size
             if size >= least or i + 1 == file.num_row_groups:
                 yield size, first, i + 1
-                size, first = 0, i + 1
+                size = 0
+                first = i + 1
 
 
 def _read_rows(part: Slice) -> Iterator[TextBatch]:
     assert part.stop is not None
-    groups, columns = range(part.start, part.stop), list(part.columns)
+    groups = range(part.start, part.stop)
+    columns = list(part.columns)
     with raw(part.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         for batch in file.iter_batches(ROWS, row_groups=groups, columns=columns):
             yield TextBatch(*(batch.column(name).to_pylist() for name in columns))
 
 
 def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
-    lines, checked = 0, part.start > 0
+    lines = 0
+    is_checked = part.start > 0  # the first slice checks the columns of the file
     for block in text_blocks(part):
         rows: list[Any] = []
         texts: list[list[str | None]] = []
@@ -117,14 +126,16 @@ def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
                     rows.append(json.loads(line.decode()))
                     texts.append(texts_in(rows[-1], part.columns))
             except (ValueError, RecursionError) as error:
-                before = sum(each.count(b"\n") for each in blocks(part.path, 0, part.start))
-                why = getattr(error, "msg", reason(error))
+                # Lines before the slice are counted only now, because no other case needs them.
+                before = sum(skipped.count(b"\n") for skipped in blocks(part.path, 0, part.start))
+                message = getattr(error, "msg", reason(error))
                 raise DataError(
-                    f"line {before + lines:,} of {part.path} cannot be read: {why}"
+                    f"line {before + lines:,} of {part.path} cannot be read: {message}"
                 ) from error
-        if not checked and (kinds := kinds_of_rows(rows)):
+        kinds = {} if is_checked else kinds_of_rows(rows)
+        if kinds:
             check_columns(kinds, part.columns, str(part.path))
-            checked = True
+            is_checked = True
         yield TextBatch(*map(list, zip(*texts, strict=True))) if texts else TextBatch([])
 
 
@@ -136,7 +147,8 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
         raise ValueError(
             f"the file must be an array of objects, with text under data.text_column={column}"
         )
-    if kinds := kinds_of_rows(rows):
+    kinds = kinds_of_rows(rows)
+    if kinds:
         check_columns(kinds, part.columns[:1], str(part.path))
     for start in range(0, len(rows), ROWS):
         texts = [texts_in(row, part.columns) for row in rows[start : start + ROWS]]
@@ -155,7 +167,8 @@ def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
     for name, text in zip(columns, texts, strict=True):
         if not isinstance(text, str | None):
             raise ValueError(f"column {name!r} contains {type(text).__name__}, not text")
-        (text or "").encode()  # raises for half of a surrogate pair
+        # Raises for half of a surrogate pair, which JSON allows and UTF-8 does not.
+        (text or "").encode()
     return texts
 
 
@@ -167,8 +180,9 @@ def _read_lines(part: Slice) -> Iterator[TextBatch]:
 def _read_paragraphs(part: Slice) -> Iterator[TextBatch]:
     rest = ""
     for block in text_blocks(part):
-        *whole, rest = (rest + decoded(block).read()).split("\n\n")
-        yield TextBatch(list(filter(None, whole)))
+        # The last paragraph of a block may continue in the next block.
+        *paragraphs, rest = (rest + decoded(block).read()).split("\n\n")
+        yield TextBatch([paragraph for paragraph in paragraphs if paragraph])
     yield TextBatch([rest] if rest else [])
 
 
@@ -182,6 +196,7 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
     with path.open("rb") as file:
         place = least
         while place < size:
+            # One byte before: if `place` is the start of a line, no line is skipped.
             file.seek(place - 1)
             file.readline()
             if file.tell() < size:
@@ -199,10 +214,11 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
     with unpacked(path) as file:
         if start:
             file.seek(start)
-        left = None if stop is None else stop - start
+        remaining = math.inf if stop is None else stop - start
+        # A list of blocks, because repeated joining of a long line would take quadratic time.
         rest: list[bytes] = []
-        while block := file.read(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES)):
-            left = None if left is None else left - len(block)
+        while block := file.read(int(min(remaining, BLOCK_BYTES))):
+            remaining -= len(block)
             end = block.rfind(b"\n") + 1
             if end:
                 yield b"".join([*rest, block[:end]])
@@ -213,6 +229,7 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def text_blocks(part: Slice) -> Iterator[bytes]:
+    # A byte order mark can only be at the start of the file.
     for number, block in enumerate(blocks(part.path, part.start, part.stop)):
         yield block if part.start or number else block.removeprefix(codecs.BOM_UTF8)
 
@@ -227,7 +244,8 @@ def unpacked(path: Path) -> IO[bytes]:
 
 
 def raw(path: Path) -> Any:
-    return pyarrow.OSFile(os.fsencode(path))  # pyarrow would encode a str as UTF-8.
+    # As bytes, because pyarrow encodes a str as UTF-8, also for names that are not UTF-8.
+    return pyarrow.OSFile(os.fsencode(path))
 
 
 def json_rows(path: Path) -> Iterator[dict[str, Any]]:

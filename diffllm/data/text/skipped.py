@@ -10,7 +10,7 @@ from diffllm.core.files import locked, read_text, replace_file
 from diffllm.core.printing import to_stderr
 
 SKIPPED = "skipped.txt"
-LARGEST = 2**30
+LARGEST_LIST = 2**30
 PRINTED = 10
 EMPTY, HIDDEN, NOT_REGULAR = "the file is empty", "hidden", "not a regular file"
 OTHER_KIND = re.compile(r"; of .*/, only .* is read \(")
@@ -67,7 +67,7 @@ def lines_of(skipped: Skipped) -> list[str]:
 
 def stored_lines(directory: Path) -> list[str]:
     with suppress(OSError, ValueError):
-        return read_text(directory / SKIPPED, LARGEST).splitlines()
+        return read_text(directory / SKIPPED, LARGEST_LIST).splitlines()
     return []
 
 

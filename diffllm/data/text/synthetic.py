@@ -19,9 +19,9 @@ from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 
-A_PART = 10_000
-LARGEST = 2**20
-USUAL = 256
+PART_EXAMPLES = 10_000
+LARGEST_SETTING = 2**20
+DEFAULT_LENGTH = 256
 """Context length whose easiest level is the default."""
 
 
@@ -69,29 +69,32 @@ class SyntheticConfig(DataConfig):
         if self.task not in {*TASKS, *REMOVED}:
             raise ConfigError(f"data.task={self.task} is not one of {', '.join(sorted(TASKS))}")
         # Runs of older versions can be read but not resumed.
-        if self.task in TASKS and not {*self.level} & {*FORMER.get(self.task, ())}:
+        has_former_settings = not self.level.keys().isdisjoint(FORMER.get(self.task, ()))
+        if self.task in TASKS and not has_former_settings:
             self.check_current()
 
     def check_current(self) -> None:
         if self.task in REMOVED:
             raise ConfigError(f"data.task={self.task} was removed; use {AVAILABLE}")
-        known = TASKS[self.task].settings(USUAL)
+        setting_names = TASKS[self.task].settings(DEFAULT_LENGTH)
         for name, value in self.level.items():
-            if name not in known:
+            if name not in setting_names:
                 raise ConfigError(
                     f"data.level: {name}={value} is not a setting of the task {self.task}; its "
-                    f"settings are {', '.join(known)}"
+                    f"settings are {', '.join(setting_names)}"
                 )
-            if type(value) is not int or not 0 <= value <= LARGEST:
+            if type(value) is not int or not 0 <= value <= LARGEST_SETTING:
                 raise ConfigError(
-                    f"data.level: {name}={value} must be a whole number from 0 to {LARGEST:,}"
+                    f"data.level: {name}={value} must be a whole number from 0 to "
+                    f"{LARGEST_SETTING:,}"
                 )
 
 
 def read_examples(
     cfg: SyntheticConfig, level: Level, number: int, tokenizer: Tokenizer | None
 ) -> Iterator[TextBatch]:
-    examples = min(A_PART, cfg.examples - number * A_PART)
+    examples = min(PART_EXAMPLES, cfg.examples - number * PART_EXAMPLES)
+    # Evaluations use a number as seed, so a training example is never an evaluation example.
     seed = f"training/{cfg.task_seed}/{number}"
     count = tokenizer.count if tokenizer else words_of
     for *before, answer in TASKS[cfg.task].documents(level, examples, seed, count):
@@ -114,7 +117,8 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     """
     cfg.check_current()
     task = TASKS[cfg.task]
-    level = {**task.levels(USUAL)[0], **cfg.level}
+    level = {**task.levels(DEFAULT_LENGTH)[0], **cfg.level}
+    # One example shows whether the level is possible, before a tokenizer exists.
     try:
         next(iter(task.examples(level, 1, 0, words_of)))
     except (ValueError, IndexError, ArithmeticError) as error:
@@ -122,17 +126,18 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
             f"data.level={dict(cfg.level)} is not possible for data.task={cfg.task}: {error}"
         ) from error
     settings = [f"{key}={value}" for key, value in sorted(level.items())]
-    what = ["synthetic", str(VERSION), cfg.task, *settings, str(cfg.examples), str(cfg.task_seed)]
+    numbers = [str(cfg.examples), str(cfg.task_seed), str(cfg.answers_only)]
 
     def parts(tokenizer: Tokenizer | None = None) -> list[Part]:
-        return [
-            Part(f"{cfg.task}, part {i + 1}", 0, partial(read_examples, cfg, level, i, tokenizer))
-            for i in range(-(-cfg.examples // A_PART))
-        ]
+        parts: list[Part] = []
+        for i in range(-(-cfg.examples // PART_EXAMPLES)):
+            read = partial(read_examples, cfg, level, i, tokenizer)
+            parts.append(Part(f"{cfg.task}, part {i + 1}", 0, read))
+        return parts
 
     return Corpus(
         description=f"{cfg.examples:,} examples of {cfg.task}, {', '.join(settings)}",
-        identity=combined_hash([*what, str(cfg.answers_only)]),
+        identity=combined_hash(["synthetic", str(VERSION), cfg.task, *settings, *numbers]),
         list_parts=parts,
         parts_for=parts,
         has_prompts=cfg.answers_only,
