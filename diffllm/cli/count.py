@@ -99,7 +99,7 @@ def count(cfg: "TrainConfig") -> dict[str, Any]:
     for name, param in model.named_parameters():
         by_group[group_of(name)] += param.numel()
         by_component[component_of(name)] += param.numel()
-    # Variants may have components of their own, which follow the common ones.
+    # Special components of a variant follow the common ones.
     common = (*ATTENTION_COMPONENTS, *OTHER_COMPONENTS)
     special = [name for name in by_component if name not in common]
     attention_params = 0
