@@ -52,7 +52,7 @@ RANK_0_S = 30.0
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}} {what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}} {text}" for name, text in COMMANDS.items())
     return f"""\
 usage: diffllm COMMAND ...; diffllm COMMAND --help; diffllm --version
 
@@ -75,14 +75,18 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
     directory of YAML files, and return `words` without --config-dir DIR. Otherwise, return `words`
     unchanged.
     """
-    named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
-    if name in NO_PLUGINS or not any(named):
+    options = ("plugins=", "--config-dir", "-cd")
+    has_option = any(word.lstrip("+").startswith(options) for word in words)
+    if name in NO_PLUGINS or not has_option:
         return words  # avoids the slow imports below
     from diffllm.config.plugins import load_plugins, take_directories
 
-    found, others = take_directories(words) if name in COMPOSE else ([], words)
-    load_plugins(others, found)
-    return others
+    if name not in COMPOSE:
+        load_plugins(words, [])
+        return words
+    directories, words = take_directories(words)
+    load_plugins(words, directories)
+    return words
 
 
 def run_command(name: str, words: list[str]) -> int:
@@ -90,7 +94,9 @@ def run_command(name: str, words: list[str]) -> int:
         raise UserError(f"unknown command {name!r}{choose_from(name, list(COMMANDS))}")
     set_variables()  # before the first import of torch
     try:
+        # Plugins register variants and data sources before a command composes a config.
         words = with_plugins(name, words)
+        # Only the module of this command: others would import libraries that take seconds.
         module = importlib.import_module(module_of_command(name))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "diffllm":
@@ -100,10 +106,13 @@ def run_command(name: str, words: list[str]) -> int:
     command = getattr(module, f"{name.replace('-', '_')}_command")
     # `train` installs handlers later. From here on, other commands can clean up after Ctrl-C.
     if name != "train" and signal.getsignal(signal.SIGINT) is exit_at_once:
-        more = "; the same command resumes" * (name == "prepare")
-        signal.signal(signal.SIGINT, partial(interrupt, f"interrupted{more}"))
+        text = "interrupted"
+        if name == "prepare":
+            text += "; the same command resumes"
+        signal.signal(signal.SIGINT, partial(interrupt, text))
     # Commands that only print fail if the output cannot be written.
-    makes_files = name in ("train", "prepare", "timing") or [name, *words[:1]] == ["study", "run"]
+    is_study_run = name == "study" and words[:1] == ["run"]
+    makes_files = is_study_run or name in ("train", "prepare", "timing")
     with nullcontext() if makes_files else result():
         return command(words) or 0
     return 0
@@ -142,12 +151,15 @@ def main(argv: list[str] | None = None, command: str | None = None) -> int:
     `argv` defaults to sys.argv[1:], and `command` to the first word of `argv`.
     """
     open_closed_descriptors()  # before the imports that open files
-    args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
+    args = list(sys.argv[1:] if argv is None else argv)
+    if command:
+        args.insert(0, command)
     never_fail()
-    before = signal.getsignal(signal.SIGINT)
+    former_handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
-        before = None  # another thread cannot set handlers
-    if before is signal.default_int_handler:
+        former_handler = None  # another thread cannot set handlers
+    # A caller's own handler stays in place.
+    if former_handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_at_once)
     try:
         if not args or args[0] in ("-h", "--help", "--version"):
@@ -161,5 +173,6 @@ def main(argv: list[str] | None = None, command: str | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        if before is signal.default_int_handler:  # prints a traceback at exit
-            signal.signal(signal.SIGINT, signal.SIG_DFL if argv is None else before)
+        if former_handler is signal.default_int_handler:
+            # At the exit of a process, the default handler of Python would print a traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL if argv is None else former_handler)

@@ -16,7 +16,7 @@ from diffllm.core.printing import echo
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
-KINDS = {bool: "true or false", int: "an integer", float: "a number, such as 0.5 or 1e6"}
+VALUE_TEXTS = {bool: "true or false", int: "an integer", float: "a number, such as 0.5 or 1e6"}
 OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 JSON_WORD = re.compile(r"--json(=.*)?|json=.*", re.S)
 
@@ -76,43 +76,60 @@ def parse(cls: type[T], argv: list[str], help_text: str) -> T:
     the union of one such type and None. Raises ConfigError for an unknown word, an invalid value or
     a missing field.
     """
-    known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
+    # A field whose name is a keyword of Python, such as lambda, ends in an underscore.
+    fields_by_key = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
+        # Commands import torch and other slow libraries after this call.
         echo(f"{help_text.strip()}\n")
-        for name, f in known.items():
-            default = f" (default {f.default!r})" if f.default is not MISSING else ""
-            if f.metadata.get("flag"):
-                echo(f"  --{name.replace('_', '-'):<16}{f.metadata['help']}")
-            else:
-                more = " (required)" if required(f) else default
-                echo(f"  {name + '=':<18}{f.metadata['help']}{more}")
+        print_fields(fields_by_key)
         sys.exit(0)
-    values: dict[str, Any] = {}
     for word in argv:
-        name = word.partition("=")[0]
-        if (instead := REMOVED_ARGUMENTS.get((cls.__name__, name))) and "=" in word:
-            raise ConfigError(f"{name}= was removed; {instead}")
-    for name, text in split_words(argv, known):
+        name, equals, _ = word.partition("=")
+        replacement = REMOVED_ARGUMENTS.get((cls.__name__, name))
+        if replacement and equals:
+            raise ConfigError(f"{name}= was removed; {replacement}")
+    values: dict[str, Any] = {}
+    for name, text in split_words(argv, fields_by_key):
         try:
             text.encode()
         except UnicodeEncodeError:  # Python keeps undecodable bytes as surrogates
             raise ConfigError(f"{name}= must be valid UTF-8 text") from None
-        key, kind = known[name].name, known[name].type
-        if known[name].metadata.get("path") and text:
+        field_of_name = fields_by_key[name]
+        key = field_of_name.name
+        if field_of_name.metadata.get("path") and text:
             text = str(user_path(text, name))
-        if kind == list[str]:
+        if field_of_name.type == list[str]:
             values.setdefault(key, []).append(text)
             continue
-        of: Any = next(iter(get_args(kind)), kind)  # float | None: float
+        # Of a union such as float | None, the first type converts the text.
+        value_type: Any = next(iter(get_args(field_of_name.type)), field_of_name.type)
         try:
-            values[key] = BOOLEANS[text] if of is bool else of(text)
+            # bool("false") would be True.
+            values[key] = BOOLEANS[text] if value_type is bool else value_type(text)
         except (KeyError, ValueError):
-            raise ConfigError(f"{name}={text!r} must be {KINDS[of]}") from None
-    if missing := [name for name, f in known.items() if required(f) and f.name not in values]:
-        raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")
-    made = cls(**values)
-    check_bounds("", made)
-    return made
+            raise ConfigError(f"{name}={text!r} must be {VALUE_TEXTS[value_type]}") from None
+    missing = []
+    for name, f in fields_by_key.items():
+        if required(f) and f.name not in values:
+            missing.append(f"{name}=...")
+    if missing:
+        raise ConfigError(f"missing {', '.join(missing)}")
+    arguments = cls(**values)
+    check_bounds("", arguments)
+    return arguments
+
+
+def print_fields(fields_by_key: dict[str, "Field[Any]"]) -> None:
+    for name, f in fields_by_key.items():
+        if f.metadata.get("flag"):
+            echo(f"  --{name.replace('_', '-'):<16}{f.metadata['help']}")
+            continue
+        suffix = ""
+        if required(f):
+            suffix = " (required)"
+        elif f.default is not MISSING:
+            suffix = f" (default {f.default!r})"
+        echo(f"  {name + '=':<18}{f.metadata['help']}{suffix}")
 
 
 def check_wandb_mode(mode: str) -> None:
@@ -134,34 +151,50 @@ def required(f: "Field[Any]") -> bool:
     return f.default is MISSING and f.default_factory is MISSING
 
 
-def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
+def split_words(
+    argv: list[str], fields_by_key: dict[str, "Field[Any]"]
+) -> Iterator[tuple[str, str]]:
     """Yield (key, value as text) for each word of `argv`.
 
-    `known` maps keys to dataclass fields. A field that `argument` declares with `words=` collects
-    words without a key of `known`; each of these words is yielded with the key of this field.
-    Raises ConfigError if no field accepts a word.
+    A field that `argument` declares with `words=` collects words without a known key; each of these
+    words is yielded with the key of this field. Raises ConfigError if no field accepts a word.
     """
-    rest = next((name for name, f in known.items() if "words" in f.metadata), "")
-    plain = bool(rest) and known[rest].metadata["words"] == "plain"
+    collector, is_plain = "", False
+    for name, f in fields_by_key.items():
+        if "words" in f.metadata:
+            collector, is_plain = name, f.metadata["words"] == "plain"
+            break
     words = iter(argv)
     for word in words:
         name, equals, text = word.partition("=")
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        if key in known and known[key].metadata.get("flag"):
-            yield key, text if equals else "true" if known[key].type is bool else next(words, "")
-        elif plain and (not OPTION.fullmatch(word) or os.path.isdir(word)):
-            yield rest, word
-        elif equals and name in known:
+        if key in fields_by_key and fields_by_key[key].metadata.get("flag"):
+            if equals:
+                yield key, text
+            elif fields_by_key[key].type is bool:
+                yield key, "true"
+            else:
+                yield key, next(words, "")  # --name VALUE: the next word is the value
+        # The name of an existing directory may look like an option.
+        elif is_plain and (not OPTION.fullmatch(word) or os.path.isdir(word)):
+            yield collector, word
+        elif equals and name in fields_by_key:
             yield name, text
-        elif rest and not plain:
-            yield rest, word
+        elif collector and not is_plain:
+            yield collector, word
         else:
-            runs = (word, os.path.join("outputs", word)) if "run" in known and not equals else ()
-            near = [shlex.quote(f"run={path}") for path in runs if os.path.isdir(path)]
-            similar_to = f"{name}=" if equals or name[:1] == "-" else ""
-            hint = choose_from(similar_to, [f"{key}=" for key in known])
-            hint = f"; did you mean {near[0]}?" if near else hint
-            raise ConfigError(f"unknown argument {word!r}{hint}")
+            raise ConfigError(f"unknown argument {word!r}{word_hint(word, list(fields_by_key))}")
+
+
+def word_hint(word: str, keys: list[str]) -> str:
+    """Return the end of the error about an unknown word: a similar key, or run= for a directory."""
+    name, equals, _ = word.partition("=")
+    if "run" in keys and not equals:
+        for path in (word, os.path.join("outputs", word)):
+            if os.path.isdir(path):
+                return f"; did you mean {shlex.quote(f'run={path}')}?"
+    similar_to = f"{name}=" if equals or name[:1] == "-" else ""
+    return choose_from(similar_to, [f"{key}=" for key in keys])
 
 
 def write_out(out: str | Path, content: str | bytes) -> None:

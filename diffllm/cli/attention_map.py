@@ -58,26 +58,30 @@ def attention_map_command(argv: list[str]) -> None:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
-    if not all(m.isfinite().all() for shown in maps for m in shown.maps.values()):
-        raise CheckpointError(
-            f"run={run}: the attention weights of step {step} contain nan or infinity; choose an "
-            "earlier checkpoint with step=N"
-        )
+    for layer_result in maps:
+        if not all(weights.isfinite().all() for weights in layer_result.maps.values()):
+            raise CheckpointError(
+                f"run={run}: the attention weights of step {step} contain nan or infinity; choose "
+                "an earlier checkpoint with step=N"
+            )
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     drawn_layers = []
-    for layer, shown in zip(layers, maps, strict=True):
+    for layer, layer_result in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)
-        heads = indices("head", args.head, shown.effective.shape[1], 0)
+        heads = indices("head", args.head, layer_result.effective.shape[1], 0)
         which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
         title = f"{cfg.resolved.choices['attention']}, layer {layer}, {which}"
-        for name, values in shown.by_query.items():
+        for name, values in layer_result.by_query.items():
             title += f", mean {name} {values[0, heads].mean():.3f}"
         note = model.layers[layer].attention.maps_note
-        title += f"\n{note}" if note else ""
-        drawn = BytesIO()
-        draw(shown, heads, labels, title).savefig(drawn, format=out.suffix[1:].lower(), dpi=200)
-        write_out(out, drawn.getvalue())
-        numbers = head_numbers(shown, heads)
+        if note:
+            title += f"\n{note}"
+        # Draw into memory, so that a failure leaves no partly written file.
+        image = BytesIO()
+        figure = draw(layer_result, heads, labels, title)
+        figure.savefig(image, format=out.suffix[1:].lower(), dpi=200)
+        write_out(out, image.getvalue())
+        numbers = head_numbers(layer_result, heads)
         drawn_layers.append({"layer": layer, "figure": str(out), "heads": numbers})
         if not args.json:
             echo(f"{title}\n{heads_text(numbers)}\nfigure: {out}", flush=True)
@@ -94,7 +98,7 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
     if text == "all":
         return list(range(count))
     if not text.removeprefix("-").isdecimal() or not lowest <= int(text) < count:
-        last = ", -1 for the last" * (lowest < 0)
+        last = ", -1 for the last" if lowest < 0 else ""
         raise ConfigError(f"{key}={text} must be 0 to {count - 1}{last}, or all")
     return [int(text) % count]
 
@@ -107,28 +111,36 @@ def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -
     """
     if args.out:
         out = Path(args.out)
-        each = f"{out.stem}-layer{layer:02d}{out.suffix}"
-        return out.with_name(each) if args.layer == "all" else out
-    head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
-    at = "" if args.step is None else f"-step{step}"
+        if args.layer == "all":
+            return out.with_name(f"{out.stem}-layer{layer:02d}{out.suffix}")
+        return out
+    name = f"attention-map-layer{layer:02d}"
+    if args.head != "all":
+        name += f"-head{args.head.zfill(2)}"
+    if args.step is not None:
+        name += f"-step{step}"
     words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt).strip("-")[:24].strip("-")
+    if words:
+        name += f"-{words}"
+    # Prompts may have equal words, or none; the digest makes the name unique.
     digest = hashlib.sha256(args.prompt.encode(errors="surrogatepass")).hexdigest()[:6]
-    prompt = "-".join(filter(None, [words, digest]))  # unique for each prompt
-    return run / f"attention-map-layer{layer:02d}{head}{at}-{prompt}.png"
+    return run / f"{name}-{digest}.png"
 
 
-def head_numbers(shown: "LayerMaps", heads: list[int]) -> list[dict[str, float]]:
+def head_numbers(layer: "LayerMaps", heads: list[int]) -> list[dict[str, float]]:
     """Return the numbers of each head by name, such as "entropy of map 1"; NaN if undefined."""
     from diffllm.model.stats import entropy, negative_share
 
-    first, *_ = shown.maps
+    first, *_ = layer.maps
     columns: dict[str, Tensor] = {}
-    for name, values in shown.by_query.items():
-        columns |= {f"{name} mean": values.mean(-1), "min": values.amin(-1), "max": values.amax(-1)}
+    for name, values in layer.by_query.items():
+        columns[f"{name} mean"] = values.mean(-1)
+        columns["min"] = values.amin(-1)
+        columns["max"] = values.amax(-1)
     # Skip the first query, which sees only the first token. A single token gives NaN.
-    columns["on first token"] = shown.effective[..., 1:, 0].mean(-1)
-    columns["negative share"] = negative_share(shown.effective).mean(-1)
-    columns[f"entropy of {first}"] = entropy(shown.maps[first]).mean(-1)
+    columns["on first token"] = layer.effective[..., 1:, 0].mean(-1)
+    columns["negative share"] = negative_share(layer.effective).mean(-1)
+    columns[f"entropy of {first}"] = entropy(layer.maps[first]).mean(-1)
     rows = []
     for head in heads:
         numbers = {name: float(values[0, head]) for name, values in columns.items()}

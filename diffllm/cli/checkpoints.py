@@ -31,15 +31,15 @@ def checkpoints_command(argv: list[str]) -> int:
         from diffllm.config.saved import no_run  # imports Hydra, which is slow
 
         raise CheckpointError(no_run(Path(args.run), "checkpoints/"))
-    listed = []
+    checkpoints = []
     for path in list_checkpoints(directory) + list_incomplete(directory):
         with suppress(FileNotFoundError):  # a running process may delete or rename it
-            listed.append(checkpoint_facts(path, args.verify))
+            checkpoints.append(checkpoint_facts(path, args.verify))
     if args.json:
-        echo_json(listed)
+        echo_json(checkpoints)
     else:
-        echo(table_of(listed) if listed else "no checkpoint yet")
-    return int(any(one["state"] == "damaged" for one in listed))
+        echo(table_of(checkpoints) if checkpoints else "no checkpoint yet")
+    return int(any(facts["state"] == "damaged" for facts in checkpoints))
 
 
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
@@ -50,10 +50,15 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
     manifest, otherwise compare only the sizes. Raises FileNotFoundError if training deletes the
     checkpoint during the call.
     """
-    incomplete = path.name.startswith(".")
-    problems = [] if incomplete else faults(path, checksums)
+    is_incomplete = path.name.startswith(".")
+    problems = [] if is_incomplete else faults(path, checksums)
+    state = "good"
+    if is_incomplete:
+        state = "incomplete"
+    elif problems:
+        state = "damaged"
     ranks = None
-    if not incomplete and not problems:
+    if state == "good":
         with suppress(CheckpointError):  # the run may just have deleted the files
             ranks = read_state(path)["ranks"]
     written = path.lstat().st_mtime  # raises if the run has deleted the checkpoint
@@ -66,25 +71,27 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
     return {
         "step": step_of(path),
         "path": str(path),
-        "state": "incomplete" if incomplete else "damaged" if problems else "good",
+        "state": state,
         "problems": problems,
-        "checksums": checksums and not incomplete,
+        "checksums": checksums and not is_incomplete,
         "bytes": size,
         "written": written,
         "ranks": ranks,
     }
 
 
-def table_of(listed: list[dict[str, Any]]) -> Table:
+def table_of(checkpoints: list[dict[str, Any]]) -> Table:
     rows = []
-    for one in listed:
-        words = {
-            "damaged": f"damaged: {'; '.join(one['problems'])}",
+    for facts in checkpoints:
+        state_texts = {
+            "damaged": f"damaged: {'; '.join(facts['problems'])}",
             "incomplete": "incomplete: being written, or interrupted",
-            "good": "good" if one["checksums"] else "good by size, checksums not compared",
+            "good": "good" if facts["checksums"] else "good by size, checksums not compared",
         }
-        size, when = f"{one['bytes'] / 1e6:,.1f}", time.localtime(one["written"])
-        age = duration(max(0, time.time() - one["written"]))
-        written, ranks = time.strftime("%Y-%m-%d %H:%M:%S", when), str(one["ranks"] or "-")
-        rows.append([str(one["step"]), size, written, age, ranks, words[one["state"]]])
+        size = f"{facts['bytes'] / 1e6:,.1f}"
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["written"]))
+        # The clock of a file server may be ahead of this machine.
+        age = duration(max(0, time.time() - facts["written"]))
+        ranks = str(facts["ranks"] or "-")
+        rows.append([str(facts["step"]), size, written, age, ranks, state_texts[facts["state"]]])
     return Table.of(["step", "MB", "written", "age", "ranks", "state"], rows, left=(5,))

@@ -118,34 +118,40 @@ def consolidate(
 
     step = step_of(checkpoint)
     directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
-    beside: dict[str, bytes] = {}
+    copies: dict[str, bytes] = {}
     if directory.resolve() != run.resolve():
-        tokenizer_of(run)
+        tokenizer_of(run)  # raises if the run has no tokenizer
         for name in ("config.yaml", *TOKENIZER_FILES):
             with readable(run / name), suppress(FileNotFoundError):
-                beside[name] = read_bytes(run / name, LARGEST_FILE)
-    earlier = [file for file in directory.glob("*") if PARAMETERS.fullmatch(file.name)]
-    there = [*earlier, *(directory / name for name in beside if (directory / name).exists())]
-    if there and not args.overwrite:
-        raise ConfigError(f"{there[0]} already exists; set overwrite=true to replace the file")
+                copies[name] = read_bytes(run / name, LARGEST_FILE)
+    old_shards = [file for file in directory.glob("*") if PARAMETERS.fullmatch(file.name)]
+    existing = list(old_shards)
+    for name in copies:
+        if (directory / name).exists():
+            existing.append(directory / name)
+    if existing and not args.overwrite:
+        raise ConfigError(f"{existing[0]} already exists; set overwrite=true to replace the file")
     tensors = tensors_of(cfg.model, checkpoint, DTYPES[args.dtype])
-    made = not directory.exists()
+    is_new = not directory.exists()
     try:
         with writing(str(directory)):
             directory.mkdir(parents=True, exist_ok=True)
             with scratch_directory(directory / "model") as hidden:
                 size = write_safetensors(hidden, "model", checkpoint, tensors, args.max_shard_size)
-                for name, content in beside.items():
+                for name, content in copies.items():
                     (hidden / name).write_bytes(content)
+                # Write all data to the disk before the first rename, so that a crash leaves either
+                # old or complete files.
                 complete = sorted(hidden.iterdir())
                 for file in complete:
                     sync(file)
                 written = [file.replace(directory / file.name) for file in complete]
-                for file in {*earlier} - {*written}:
+                # Shards of a former export with other sizes would mix with the new ones.
+                for file in set(old_shards) - set(written):
                     file.unlink()
             sync(directory)
     finally:
-        if made:
+        if is_new:
             with suppress(OSError):  # the directory is not empty
                 directory.rmdir()
     files = [str(file) for file in written]

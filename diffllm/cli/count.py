@@ -99,20 +99,29 @@ def count(cfg: "TrainConfig") -> dict[str, Any]:
     for name, param in model.named_parameters():
         by_group[group_of(name)] += param.numel()
         by_component[component_of(name)] += param.numel()
-    special = [c for c in by_component if c not in (*ATTENTION_COMPONENTS, *OTHER_COMPONENTS)]
-    order = [*ATTENTION_COMPONENTS, *special, *OTHER_COMPONENTS]
+    # Special components of a variant follow the common ones.
+    common = (*ATTENTION_COMPONENTS, *OTHER_COMPONENTS)
+    special = [name for name in by_component if name not in common]
+    attention_params = 0
+    for name, number in by_component.items():
+        if name not in OTHER_COMPONENTS:
+            attention_params += number
+    ordered = {}
+    for name in (*ATTENTION_COMPONENTS, *special, *OTHER_COMPONENTS):
+        if name in by_component or name != "router":
+            ordered[name] = by_component[name]
     total = by_group.total()
     return {
         "total_params": total,
         "active_params": model.active_parameters(),
         "non_embedding_params": total - model.tok_embeddings.weight.numel(),
-        "attention_params": sum(n for c, n in by_component.items() if c not in OTHER_COMPONENTS),
+        "attention_params": attention_params,
         "ffn_dim": cfg.model.ffn_dim,
         "expert_dim": cfg.model.moe.expert_dim if cfg.model.moe.n_experts else None,
         "flops_per_token": model.flops_per_token(cfg.visible_keys),
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,
-        "by_component": {c: by_component[c] for c in order if c in by_component or c != "router"},
+        "by_component": ordered,
         "matched": cfg.resolved.matched.numbers() if cfg.resolved.matched else None,
     }
 
@@ -134,54 +143,71 @@ def print_counts(title: str, counts: Counts) -> None:
     changes = f"; changes are relative to {first}" if others else ""
     echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
     if matched := counts[first]["matched"]:
-        by = matched["by"]
+        quantity = matched["by"]
         echo(
-            f"matched to {matched['target']}: {matched[f'target_{by}']:,.0f} "
-            f"{UNITS[by]} at {matched['key']} {matched['target_ffn_dim']:,}"
+            f"matched to {matched['target']}: {matched[f'target_{quantity}']:,.0f} "
+            f"{UNITS[quantity]} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
-    heads = ["", first, *(head for name in others for head in (name, ""))]
+    heads = ["", first]
+    for name in others:
+        heads += [name, ""]
     rows: list[Row] = []
     for section in count_sections(list(counts.values())):
-        shown = [row for row in section if any(cell not in ("0", "=", "") for cell in row[1:])]
-        rows += [("",) * len(heads)] * bool(rows and shown) + shown
+        section_rows = [row for row in section if not set(row[1:]) <= {"0", "=", ""}]
+        if rows and section_rows:
+            rows.append(("",) * len(heads))
+        rows += section_rows
     echo(f"\n{Table.of(heads, rows)}")
 
 
 def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
     from diffllm.model.stats import OTHER_COMPONENTS
 
-    def row(label: str, values: list[Any], form: str = ",") -> Row:
-        first, *others = values
-        cells = [label, f"{first:{form}}"]
-        for v in others:
-            change = short_difference(v - first) if form == "," else f"{v / first - 1:+.1%}"
-            cells += ["=", ""] if v == first else [f"{v:{form}}", change]
-        return tuple(cells)
-
     def component(name: str) -> Row:
-        return row(name, [each["by_component"].get(name, 0) for each in columns])
+        return number_row(name, [column["by_component"].get(name, 0) for column in columns])
 
     def quantity(label: str, key: str) -> Row:
-        return row(label, [each[key] for each in columns])
+        return number_row(label, [column[key] for column in columns])
 
-    components = dict.fromkeys(name for each in columns for name in each["by_component"])
+    components: dict[str, None] = {}
+    for column in columns:
+        components |= dict.fromkeys(column["by_component"])
     inside = [component(name) for name in components if name not in OTHER_COMPONENTS]
     names = {"total": "total", "active": "active", "without embedding": "non_embedding"}
     totals = [quantity(label, f"{name}_params") for label, name in names.items()]
     if columns[0]["matched"]:
-        over = [f"{each['matched']['difference_percent']:+.3f}%" for each in columns]
-        totals.append(("over target", over[0], *(cell for text in over[1:] for cell in (text, ""))))
+        cells = ["over target"]
+        for i, column in enumerate(columns):
+            cells.append(f"{column['matched']['difference_percent']:+.3f}%")
+            if i > 0:  # only the first variant has no column of changes
+                cells.append("")
+        totals.append(tuple(cells))
     width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
+    megaflops = [column["flops_per_token"] / 1e6 for column in columns]
     return [
         [*inside, quantity("attention", "attention_params")],
         [component(name) for name in OTHER_COMPONENTS],
         totals,
         [
             quantity(width, width),
-            row("MFLOPs per token", [each["flops_per_token"] / 1e6 for each in columns], ",.1f"),
+            number_row("MFLOPs per token", megaflops, ",.1f"),
             quantity("KV bytes per token", "kv_cache_bytes_per_token"),
         ],
     ]
+
+
+def number_row(label: str, values: list[Any], number_format: str = ",") -> Row:
+    """Return a row: the first value, then each other value with its change from the first."""
+    first, *others = values
+    cells = [label, f"{first:{number_format}}"]
+    for value in others:
+        if value == first:
+            cells += ["=", ""]
+            continue
+        is_integer = number_format == ","
+        change = short_difference(value - first) if is_integer else f"{value / first - 1:+.1%}"
+        cells += [f"{value:{number_format}}", change]
+    return tuple(cells)
 
 
 def short_difference(difference: int) -> str:

@@ -95,7 +95,8 @@ def read_dashboard(args: DashboardArguments) -> "tuple[Dashboard, Path, str]":
         entity = args.entity or os.environ.get("WANDB_ENTITY", "")
         dashboard, directory = project_dashboard(args.project, entity), Path(args.out or ".")
     else:
-        paths, title = [Path(word) for word in args.sweep], ""
+        paths = [Path(word) for word in args.sweep]
+        title = ""
         if args.study:
             from diffllm.cli.study import study_and_directory
 

@@ -30,6 +30,7 @@ from diffllm.core.printing import Table, echo, echo_json, to_stderr
 from diffllm.metrics.records import read_record
 
 if TYPE_CHECKING:
+    from diffllm.data.tasks.task import Level
     from diffllm.evaluation.suite import Result
 
 
@@ -58,8 +59,6 @@ def evaluate_command(argv: list[str]) -> None:
     from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
     from diffllm.compare.arms.directories import shortlist
     from diffllm.config.saved import load_run_config, no_run
-    from diffllm.config.yaml_file import parse_yaml
-    from diffllm.data.tasks.task import levels_of
     from diffllm.data.tokenizer import Tokenizer, tokenizer_of
     from diffllm.evaluation.evaluation import Subject
     from diffllm.evaluation.load import decoder
@@ -70,98 +69,132 @@ def evaluate_command(argv: list[str]) -> None:
         raise ConfigError(
             f"step={args.step} cannot be combined with every=true; remove one of them"
         )
-    names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
+    words = [word.strip() for word in args.tasks.strip("[]").split(",")]
     root = Path(args.run)
-    sweep = sorted(file.parent for file in root.glob("*/config.yaml"))
-    runs = [root] if (root / "config.yaml").is_file() else sweep
+    runs = [root]
+    if not (root / "config.yaml").is_file():
+        runs = sorted(file.parent for file in root.glob("*/config.yaml"))
     if not runs:
         raise CheckpointError(no_run(root))
-    try:
-        level = f"level={args.level}"
-        levels = levels_of(parse_yaml(args.level), level) if args.level else []
-    except ValueError as error:
-        raise ConfigError(f"level={args.level} {error}") from None
-    evaluations, asked = chosen(args.suite, names, levels)
-    asked = replace(asked, seed=args.seed, limit=args.limit, seq_len=args.seq_len)
-    if args.seq_len and Position.name not in [each.name for each in evaluations]:
+    levels = parse_levels(args.level)
+    evaluations, options = chosen(args.suite, [word for word in words if word], levels)
+    options = replace(options, seed=args.seed, limit=args.limit, seq_len=args.seq_len)
+    names = [evaluation.name for evaluation in evaluations]
+    if args.seq_len and Position.name not in names:
         raise ConfigError(f"seq_len={args.seq_len} needs the task position: set tasks=[position]")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, dict[str, Result]] = {}
+    results_by_path: dict[str, dict[str, Result]] = {}
     skipped: dict[str, list[str]] = {}
-    tables = args.every or runs == [root]
+    # The runs of a sweep have one common table of means instead, after the last run.
+    has_tables = args.every or runs == [root]
     for run in runs:
         checkpoints = run / "checkpoints"
-        every = [step_of(path) for path in list_checkpoints(checkpoints)] if args.every else []
-        for wanted in every or [args.step]:
-            model, step = decoder(run, wanted)
+        steps = [args.step]
+        if args.every:
+            # If no checkpoint exists, `decoder` raises the error.
+            steps = [step_of(path) for path in list_checkpoints(checkpoints)] or steps
+        for requested_step in steps:
+            model, step = decoder(run, requested_step)
             path = checkpoint_path(checkpoints, step)
             tokenizer = Tokenizer.from_file(tokenizer_of(run))
             subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
-            results, too_long = evaluate(subject, evaluations, asked)
-            skipped |= {text: [*skipped.get(text, []), str(run)] for text in too_long}
+            results, too_long = evaluate(subject, evaluations, options)
+            for text in too_long:
+                skipped.setdefault(text, []).append(str(run))
             if results and not args.json:
-                imported = "imported" in (read_record(run / "run.json") or {})
-                unknown = ", trained on an unknown corpus" * imported
-                blank = "\n" * (tables and any(found.values()))
-                echo(f"{blank}{run}, {path.name}{unknown}", flush=True)
-                if tables:
+                title = f"{run}, {path.name}"
+                if "imported" in (read_record(run / "run.json") or {}):
+                    title += ", trained on an unknown corpus"
+                if has_tables and any(results_by_path.values()):
+                    title = f"\n{title}"
+                echo(title, flush=True)
+                if has_tables:
                     print_scores(results)
-            found[str(path if args.every else run)] = results
-    if not any(found.values()):
+            results_by_path[str(path if args.every else run)] = results
+    if not any(results_by_path.values()):
         raise ConfigError(listed(list(skipped)))
-    for text, own in skipped.items():
-        to_stderr(f"{text}; skipped for {shortlist(list(dict.fromkeys(own)), 3)}")
+    for text, skipped_runs in skipped.items():
+        to_stderr(f"{text}; skipped for {shortlist(list(dict.fromkeys(skipped_runs)), 3)}")
     if args.json:
-        echo_json(found[args.run] if list(found) == [args.run] else found)
+        is_single = list(results_by_path) == [args.run]
+        echo_json(results_by_path[args.run] if is_single else results_by_path)
     elif runs != [root]:
-        print_comparison(runs, args.step, [each.name for each in evaluations])
+        print_comparison(runs, args.step, names)
+
+
+def parse_levels(text: str) -> "list[Level]":
+    """Parse the value of level=, a YAML dict; raises ConfigError for an invalid value."""
+    from diffllm.config.yaml_file import parse_yaml
+    from diffllm.data.tasks.task import levels_of
+
+    if not text:
+        return []
+    try:
+        return levels_of(parse_yaml(text), f"level={text}")
+    except ValueError as error:
+        raise ConfigError(f"level={text} {error}") from None
 
 
 def print_scores(results: "dict[str, Result]") -> None:
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
-        own = [(name, result) for name, result in results.items() if result["unit"] == unit]
-        scores = [(name, score) for name, result in own for score in result["scores"]]
-        table = Table.of(HEADS, [[name, *cells(score)] for name, score in scores])
-        echo(f"\n{unit}\n{without_empty(table)}")
+        rows = []
+        for name, result in results.items():
+            if result["unit"] == unit:
+                rows += [[name, *cells(score)] for score in result["scores"]]
+        echo(f"\n{unit}\n{without_empty(Table.of(SCORE_HEADS, rows))}")
 
 
 def without_empty(table: Table) -> Table:
-    return Table([each for each in table.columns if any(cell.text for cell in each.cells)])
+    columns = []
+    for column in table.columns:
+        if any(cell.text for cell in column.cells):
+            columns.append(column)
+    return Table(columns)
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
     """Print mean scores over seeds and gaps to the baseline for the tasks and measures `names`."""
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.evaluations import ALL
+    from diffllm.compare.report.evaluations import ALL, Evaluated, ScoreLine
 
     comparison, _ = read(runs, step=step)
-    lines = [
-        (each, line)
-        for name in names
-        for each in (each for each in comparison.evaluated if each.name == name)
-        for line in each.lines[: 1 if len(names) > 1 and each.lines[0].name == ALL else None]
-    ]
+    lines: list[tuple[Evaluated, ScoreLine]] = []
+    for name in names:
+        for evaluated in comparison.evaluated:
+            if evaluated.name != name:
+                continue
+            evaluated_lines = evaluated.lines
+            # Of several evaluations, print only the mean of all levels, to keep tables short.
+            if len(names) > 1 and evaluated_lines[0].name == ALL:
+                evaluated_lines = evaluated_lines[:1]
+            lines += [(evaluated, line) for line in evaluated_lines]
     heads = ["task", "of", "row", "value", "chance", f"gap to {comparison.baseline}", "seeds"]
-    for unit in dict.fromkeys(each.unit for each, _ in lines):
-        rows = [
-            [each.name, line.name, row.label, in_digits(cell.mean.mean), decimals(line.chance),
-             with_interval(cell.gap, signed=True) if cell.gap else "", str(cell.mean.seeds)]
-            for each, line in lines if each.unit == unit
-            for row, cell in zip(comparison.rows, line.cells, strict=True) if cell
-        ]  # fmt: skip
+    for unit in dict.fromkeys(evaluated.unit for evaluated, _ in lines):
+        rows = []
+        for evaluated, line in lines:
+            if evaluated.unit != unit:
+                continue
+            for row, cell in zip(comparison.rows, line.cells, strict=True):
+                if not cell:
+                    continue
+                names_of_row = [evaluated.name, line.name, row.label]
+                numbers = [in_digits(cell.mean.mean), decimals(line.chance)]
+                gap = with_interval(cell.gap, signed=True) if cell.gap else ""
+                rows.append([*names_of_row, *numbers, gap, str(cell.mean.seeds)])
         table = ascii_minus(str(without_empty(Table.of(heads, rows, range(3)))))
         echo(f"\n{unit}, means over seeds; in brackets 95% intervals\n{table}")
     echo("".join(f"\nnote: {note}" for note in comparison.score_notes))
 
 
-HEADS = ("task", "of", "value", "chance", "95% interval", "generated", "examples")
+SCORE_HEADS = ("task", "of", "value", "chance", "95% interval", "generated", "examples")
 
 
 def cells(score: dict[str, Any]) -> list[str]:
-    value, chance, made = (decimals(score.get(key)) for key in ("value", "chance", "generated"))
+    value, chance = decimals(score.get("value")), decimals(score.get("chance"))
+    generated = decimals(score.get("generated"))
     low, high = score.get("interval") or (None, None)
     interval = f"{decimals(low)} to {decimals(high)}" if low is not None else ""
-    return [score["of"], value, chance, interval, made, str(score.get("examples") or "")]
+    return [score["of"], value, chance, interval, generated, str(score.get("examples") or "")]
 
 
 def decimals(value: float | None) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diffllm.data.mixture import Prepared
     from diffllm.data.tokenizer import Tokenizer
 
-WHAT = """\
+EVENTS = """\
 diffllm events run=<dir> [key=value ...]: list spikes, skipped updates, restarts and stalls
 
 show=text also prints the training samples of each listed step: their beginning, or with show=full
@@ -28,7 +28,17 @@ diffllm events run=outputs/mine step=1203 show=text"""
 SHOW = ("nothing", "text", "full")
 CHARACTERS = 400
 """Characters of a sample that show=text prints."""
-HEADS = ("step", "tokens", "event", "definition", "value", "height", "lr", "samples", "detail")
+EVENT_HEADS = (
+    "step",
+    "tokens",
+    "event",
+    "definition",
+    "value",
+    "height",
+    "lr",
+    "samples",
+    "detail",
+)
 
 
 @dataclass
@@ -50,10 +60,11 @@ StepTexts = Iterator[tuple[int, list[SampleText]]]
 
 
 def events_command(argv: list[str]) -> None:
-    args = parse(EventsArguments, argv, WHAT)
+    args = parse(EventsArguments, argv, EVENTS)
     for key, value, allowed in (("show", args.show, SHOW), ("kind", args.kind, ("", *KINDS))):
         if value not in allowed:
-            raise ConfigError(f"{key}={value} must be one of {', '.join(filter(None, allowed))}")
+            choices = ", ".join(name for name in allowed if name)
+            raise ConfigError(f"{key}={value} must be one of {choices}")
     events = chosen_events(Path(args.run), args)
     texts = None
     if args.show != SHOW[0]:
@@ -94,7 +105,7 @@ def table_of(events: Iterable[Event]) -> Table:
         numbers = map(number_text, (event.value, event.height, event.lr))
         start = [str(event.step), f"{event.tokens:,}", event.kind, event.definition or "-"]
         rows.append([*start, *numbers, samples_text(event) or "-", event.detail])
-    return Table.of(HEADS, rows, left=(2, 3, 7, 8))
+    return Table.of(EVENT_HEADS, rows, left=(2, 3, 7, 8))
 
 
 def number_text(number: float | None) -> str:
@@ -140,6 +151,7 @@ def texts_of_steps(run: Path, events: Sequence[Event]) -> StepTexts:
                 "a later step=N, or omit show="
             )
     tokenizer = data.tokenizer()
+    # A generator: the text of all steps may not fit into memory.
     return (
         (step, list(texts_of_batch(cfg, data, tokenizer, batch))) for step, batch in batches.items()
     )
@@ -171,8 +183,11 @@ def documents_in(inputs: "np.ndarray", last_target: int, tokenizer: "Tokenizer")
 
     A negative target is ignored. Padding consists of EOS and gives no document.
     """
+    tokens = inputs.tolist()
+    if last_target >= 0:
+        tokens.append(last_target)
     documents: list[list[int]] = [[]]
-    for token in [*inputs.tolist(), *([last_target] if last_target >= 0 else [])]:
+    for token in tokens:
         if token == tokenizer.eos_id:
             documents.append([])
         else:

@@ -26,6 +26,7 @@ def generate_command(argv: list[str]) -> None:
 
     model, tokenizer = load_model(args.run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # An empty prompt becomes an EOS, after which a document starts.
     prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:

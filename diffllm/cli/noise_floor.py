@@ -30,7 +30,7 @@ from diffllm.compare.arms.sentences import short
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 
-WHAT = """\
+NOISE_FLOOR = """\
 diffllm noise-floor [key=value ...]: signal-to-noise ratio of one query's attention, standard and
 differential, as a function of the number of keys, lambda and the amplitude of the noise"""
 Array = np.ndarray
@@ -69,12 +69,14 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
     from scipy.special import softmax
 
     weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
-    (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
+    p, q = weights[:, :-1]
+    p_s, q_s = weights[:, -1]
     q2 = q @ q
     m = p @ q / q2
     rest = p - m * q
     # After perfect cancellation only rounding errors remain, so r^2 has a lower bound.
-    return p_s, q_s, m, max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p)), q2
+    r2 = max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p))
+    return p_s, q_s, m, r2, q2
 
 
 def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
@@ -85,9 +87,11 @@ def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> A
     points use the same random numbers, so that curves over the points are smooth.
     """
     maps = np.empty((5, len(points), cfg.draws))
-    most = max(keys for keys, _ in points) - 1
+    n_noises = max(keys for keys, _ in points) - 1
     for draw in range(cfg.draws):
-        x, e = (np.random.default_rng([cfg.seed, draw, i]).standard_normal(most) for i in (0, 1))
+        # Seed each draw separately, so that more draws do not change the first ones.
+        x = np.random.default_rng([cfg.seed, draw, 0]).standard_normal(n_noises)
+        e = np.random.default_rng([cfg.seed, draw, 1]).standard_normal(n_noises)
         second = correlation * x + np.sqrt(1 - correlation**2) * e
         for i, (keys, sigma) in enumerate(points):
             noises = sigma * x[: keys - 1], sigma * second[: keys - 1]
@@ -116,17 +120,22 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
         lam: factor lambda of map 2: a number, or an array with one lambda per point. For a single
             point, an array of n lambdas is also allowed; the result then has shape (n,).
     """
-    lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.shape[1:2]))
+    # Tuples are compared by value: (points,) exceeds (), and (n,) exceeds (1,).
+    shape = max(np.shape(lam), maps.shape[1:2])
+    lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), shape)
     curve = {"lambda": lam}
-    for name, values in zip(("weight", "snr"), effective(maps, lam[:, None]), strict=True):
+    weight, snr = effective(maps, lam[:, None])
+    for name, values in (("weight", weight), ("snr", snr)):
+        deviation = values.std(axis=1, ddof=1)
         curve[name] = values.mean(axis=1)
-        curve[f"{name}_se"] = values.std(axis=1, ddof=1) / np.sqrt(values.shape[1])
+        curve[f"{name}_se"] = deviation / np.sqrt(values.shape[1])
     return curve
 
 
 def best_lambda(maps: Array) -> Array:
     """Return, for each point of `draw_maps`, the value in LAMBDAS with the largest mean SNR."""
-    return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
+    _, snr = effective(maps[..., None], LAMBDAS)
+    return LAMBDAS[snr.mean(axis=1).argmax(axis=1)]
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
@@ -140,7 +149,8 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
 
     def surplus(amplitude: float) -> float:
         maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)
-        return average(maps, best_lambda(maps) if best else 0.0)["snr"].item() - cfg.threshold
+        lam = best_lambda(maps) if best else 0.0
+        return average(maps, lam)["snr"].item() - cfg.threshold
 
     if surplus(0.0) < 0:
         return 0.0
@@ -167,16 +177,22 @@ def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
         }
         return {"at": np.asarray(at, dtype=np.float64), "curves": curves}
 
-    usable = {name: usable_amplitude(cfg, name == "best") for name in ("standard", "best")}
-    widest = max(1.5 * max(x or 0 for x in usable.values()), 1.5 * cfg.amplitude, 2.0)
+    usable = {
+        "standard": usable_amplitude(cfg, best=False),
+        "best": usable_amplitude(cfg, best=True),
+    }
+    largest_usable = max(amplitude or 0 for amplitude in usable.values())
+    widest = max(1.5 * largest_usable, 1.5 * cfg.amplitude, 2.0)
     amplitudes = np.linspace(0, np.ceil(2 * widest) / 2, 41)[1:]
     by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS)
-    best = {
-        name: float(LAMBDAS[by_lambda["curves"][name]["snr"].argmax()])
-        for name in ("differential", "uncorrelated")
-    }
+    best = {}
+    for name in ("differential", "uncorrelated"):
+        snr = by_lambda["curves"][name]["snr"]
+        best[name] = float(LAMBDAS[snr.argmax()])
+    settings = {name.rstrip("_"): value for name, value in asdict(cfg).items()}
+    del settings["json"]
     return {
-        "settings": {k.rstrip("_"): v for k, v in asdict(cfg).items() if k != "json"},
+        "settings": settings,
         "by_keys": sweep(CONTEXTS, [(keys, cfg.amplitude) for keys in CONTEXTS]),
         "by_lambda": by_lambda,
         "by_amplitude": sweep(amplitudes, [(cfg.keys, sigma) for sigma in amplitudes]),
@@ -214,8 +230,11 @@ def tables(result: dict[str, Any]) -> str:
         at, curves = result[f"by_{axis}"].values()
         rows = []
         for i in places:
-            snr = [f"{short(c['snr'][i])} ± {short(c['snr_se'][i], 1)}" for c in curves.values()]
-            rows.append([f"{at[i]:g}", *snr, short(curves["best"]["lambda"][i])])
+            cells = [f"{at[i]:g}"]
+            for curve in curves.values():
+                cells.append(f"{short(curve['snr'][i])} ± {short(curve['snr_se'][i], 1)}")
+            cells.append(short(curves["best"]["lambda"][i]))
+            rows.append(cells)
         heads = [axis, *(f"SNR {name}" for name in curves), "best lambda"]
         lines += ["", *Table.of(heads, rows, left=()).text()]
     for name, value in result["best_lambda"].items():
@@ -228,13 +247,16 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def noise_floor_command(argv: list[str]) -> None:
-    cfg = parse(NoiseFloorArguments, argv, WHAT)
+    cfg = parse(NoiseFloorArguments, argv, NOISE_FLOOR)
     if Path(cfg.out).suffix.lower() != ".png":
         raise ConfigError(f"out={cfg.out} must end in .png")
-    result, drawn = noise_floor(cfg), BytesIO()
-    draw_figure(result).savefig(drawn, dpi=200)
-    write_out(cfg.out, drawn.getvalue())
+    result = noise_floor(cfg)
+    # Draw into memory, so that a failure leaves no partly written file.
+    image = BytesIO()
+    draw_figure(result).savefig(image, dpi=200)
+    write_out(cfg.out, image.getvalue())
     if cfg.json:
+        # Encode twice: `echo_json` does not support arrays.
         echo_json(json.loads(json.dumps(result, default=np.ndarray.tolist)))
     else:
         echo(f"{tables(result)}\nfigure: {cfg.out}")

@@ -8,7 +8,7 @@ from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation import TOKENS
 
-WHAT = """\
+OUTLIERS = """\
 diffllm outliers run=<dir> [key=value ...]: measure outliers and attention sinks per layer
 
 Reads the first sequences of the run's held-out split once, in float32. The tables contain:
@@ -18,7 +18,7 @@ Reads the first sequences of the run's held-out split once, in float32. The tabl
 - context: RMS, and RMS divided by the RMS of the values
 
 diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
-OF_SINKS = (
+SINK_HEADS = (
     "map", "weight", "of |weight|", "context RMS", "over values' RMS", "smallest", "largest"
 )  # fmt: skip
 READING = """\
@@ -37,7 +37,7 @@ class OutliersArguments(RunArguments):
 
 
 def outliers_command(argv: list[str]) -> None:
-    args = parse(OutliersArguments, argv, WHAT)
+    args = parse(OutliersArguments, argv, OUTLIERS)
     import torch
 
     from diffllm.config.saved import load_run_config
@@ -51,7 +51,7 @@ def outliers_command(argv: list[str]) -> None:
     sequences = first_sequences(run, cfg, sequences_for(args.tokens, cfg.seq_len), device)
     count = len(sequences)
     layers = measure_outliers(model.to(device), sequences, name=f"{run}, step {step}")
-    found = {
+    content = {
         "run": str(run),
         "variant": cfg.resolved.choices["attention"],
         "step": step,
@@ -61,35 +61,38 @@ def outliers_command(argv: list[str]) -> None:
         "layers": [{"layer": i, **numbers} for i, numbers in enumerate(layers)],
     }
     if args.json:
-        echo_json(found)
+        echo_json(content)
     else:
-        print_outliers(found)
+        print_outliers(content)
 
 
-def print_outliers(found: dict[str, Any]) -> None:
+def print_outliers(content: dict[str, Any]) -> None:
     from diffllm.evaluation.outliers import TOP
 
     sizes = {f"top-{k}": f"top_{k}" for k in TOP}
     sizes |= {name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")}
-    read = f"{found['tokens']:,} held-out tokens ({found['sequences']} sequences), float32"
-    echo(f"{found['run']}: {found['variant']}, step {found['step']}, the first {read}")
+    tokens, sequences = content["tokens"], content["sequences"]
+    text = f"{tokens:,} held-out tokens ({sequences} sequences), float32"
+    echo(f"{content['run']}: {content['variant']}, step {content['step']}, the first {text}")
     hidden, logits, sinks = [], [], []
-    for layer in found["layers"]:
-        number, own = str(layer["layer"]), layer["hidden"]
-        cells = [own[name] for name in sizes.values()]
-        channel = str(own["top_1_channel"])
-        hidden.append([number, *map(cell, [*cells, own["kurtosis_over_channels"]]), channel])
-        for name, of_map in layer["logits"].items():
-            logits.append([number, name, *(cell(of_map[size]) for size in sizes.values())])
+    for layer in content["layers"]:
+        number, states = str(layer["layer"]), layer["hidden"]
+        cells = [cell(states[name]) for name in sizes.values()]
+        cells.append(cell(states["kurtosis_over_channels"]))
+        hidden.append([number, *cells, str(states["top_1_channel"])])
+        for name, map_logits in layer["logits"].items():
+            logits.append([number, name, *(cell(map_logits[size]) for size in sizes.values())])
         ratio = layer["context_over_value_rms"]
         context = [layer["context_rms"], ratio["mean"], ratio["min"], ratio["max"]]
-        for i, (name, sink) in enumerate(layer["sinks"].items()):
-            of_layer = [*map(cell, context)] if i == 0 else [""] * len(context)
-            sinks.append([number, name, cell(sink["weight"]), cell(sink["share"]), *of_layer])
+        context_cells = [cell(value) for value in context]
+        for name, sink in layer["sinks"].items():
+            sinks.append([number, name, cell(sink["weight"]), cell(sink["share"]), *context_cells])
+            # The context belongs to the layer, so only the row of the first map shows it.
+            context_cells = [""] * len(context)
     tables = (
         ("Hidden states, magnitudes", [*sizes, "over channels", "channel"], hidden),
         ("Attention logits, magnitudes", ["map", *sizes], logits),
-        ("First token, and context", OF_SINKS, sinks),
+        ("First token, and context", SINK_HEADS, sinks),
     )
     for title, heads, rows in tables:
         echo(f"\n{title}\n{Table.of(['layer', *heads], rows)}")

@@ -1,6 +1,5 @@
 """Output of `diffllm plan`: memory, communication, time, and assumptions."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from diffllm.config.overrides import key_of_word
@@ -22,184 +21,204 @@ def print_plan(
     `named` contains the names of the keys on the command line. If `with_longest` is true, also
     search the longest sequence that fits.
     """
-    made = plan(cluster, named, overrides)
+    # Simulations take seconds, so each text is printed as soon as its numbers are known.
+    run_plan = plan(cluster, named, overrides)
     if not as_json:
-        echo(head_text(made), flush=True)
-    chosen, change = made.cfg.activation_checkpointing, None
+        echo(head_text(run_plan), flush=True)
+    chosen = run_plan.cfg.activation_checkpointing
     with stages() as say:
-        made = made.simulated(chosen, say)
+        run_plan = run_plan.simulated(chosen, say)
     if not as_json:
-        echo(speed_text(made), flush=True)
+        echo(speed_text(run_plan), flush=True)
     with stages() as say:
         for policy in ActivationCheckpointing:
             if policy is not chosen:
-                made = made.simulated(policy, say)
+                run_plan = run_plan.simulated(policy, say)
     if not as_json:
-        echo(memory_text(made), flush=True)
+        echo(memory_text(run_plan), flush=True)
     with stages() as say:
-        change = None if made.fits else nearest_change(made, say)
-        longest = longest_sequence(made, say) if with_longest else None
+        change = None if run_plan.fits else nearest_change(run_plan, say)
+        longest = longest_sequence(run_plan, say) if with_longest else None
     if as_json:
-        numbers = plan_numbers(made, change)
+        numbers = plan_numbers(run_plan, change)
         if with_longest:
             numbers["longest_sequence"] = longest
         echo_json(numbers)
         return
-    echo(fit_text(made, change))
+    echo(fit_text(run_plan, change))
     echo(longest_text(longest) if with_longest else LONGEST_HINT)
-    print_assumptions(made)
+    print_assumptions(run_plan)
 
 
-def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
-    """Return memory (bytes), times (seconds), FLOPs and settings of the plan `made`, for JSON.
+def plan_numbers(run_plan: RunPlan, change: RunPlan | None) -> dict[str, Any]:
+    """Return memory (bytes), times (seconds), FLOPs and settings of a plan, for JSON.
 
-    If `made` does not fit into memory, `change` is a plan with other settings that fits, or None
-    if no plan fits. If `made` fits, `change` is None.
+    If `run_plan` does not fit into memory, `change` is a plan with other settings that fits, or
+    None if no plan fits. If `run_plan` fits, `change` is None.
     """
-    cfg, cluster = made.cfg, made.cluster
+    cfg, cluster = run_plan.cfg, run_plan.cluster
     micro, count = cfg.micro_batches(cluster.gpus)
+    policies = {}
+    for policy in ActivationCheckpointing:
+        policies[policy.name] = policy_numbers(run_plan, run_plan.steps[policy])
     return {
-        **{group: cfg.resolved.choices[group] for group in ("model", "attention")},
-        "parameters": made.n_params,
+        "model": cfg.resolved.choices["model"],
+        "attention": cfg.resolved.choices["attention"],
+        "parameters": run_plan.n_params,
         "gpus": cluster.gpus,
         "gpu": cluster.device.name,
         "rank": cluster.rank,
-        "mesh": made.mesh,
-        **values(cfg, "seq_len", "global_batch_size"),
+        "mesh": run_plan.mesh,
+        **attributes(cfg, "seq_len", "global_batch_size"),
         "micro_batch_size": micro,
         "micro_batches": count,
         "memory": {
-            **made.state._asdict(),
+            **run_plan.state._asdict(),
             "activation_checkpointing": cfg.activation_checkpointing.name,
-            "policies": {
-                policy.name: policy_numbers(made, made.steps[policy])
-                for policy in ActivationCheckpointing
-            },
-            "reserve": made.reserve,
-            "device": made.memory,
-            "fits": made.fits,
+            "policies": policies,
+            "reserve": run_plan.reserve,
+            "device": run_plan.memory,
+            "fits": run_plan.fits,
         },
-        "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in made.flows],
+        "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in run_plan.flows],
         "time": {
-            **values(made, "flops_per_token", "flops_per_step", "tokens_per_step"),
-            **values(made, "tokens_per_s", "compute_seconds"),
-            **values(made, "communication_seconds", "step_seconds", "mfu"),
+            **attributes(run_plan, "flops_per_token", "flops_per_step", "tokens_per_step"),
+            **attributes(run_plan, "tokens_per_s", "compute_seconds"),
+            **attributes(run_plan, "communication_seconds", "step_seconds", "mfu"),
             "tokens": cluster.tokens,
-            "days": made.seconds and made.seconds / DAY,
-            "gpu_hours": made.seconds and made.seconds / 3600 * cluster.gpus,
+            "days": run_plan.seconds and run_plan.seconds / DAY,
+            "gpu_hours": run_plan.seconds and run_plan.seconds / 3600 * cluster.gpus,
         },
-        "nearest_change": change
-        and {
-            "overrides": list(change.words),
-            **policy_numbers(change, change.step),
-            **values(change, "communication_seconds", "step_seconds", "tokens_per_s"),
-        },
-        "assumptions": [assumption._asdict() for assumption in made.assumptions],
+        "nearest_change": None if change is None else change_numbers(change),
+        "assumptions": [assumption._asdict() for assumption in run_plan.assumptions],
         "idealised": idealised(cfg),
     }
 
 
-def values(of: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names}
+def change_numbers(change: RunPlan) -> dict[str, Any]:
+    return {
+        "overrides": list(change.words),
+        **policy_numbers(change, change.step),
+        **attributes(change, "communication_seconds", "step_seconds", "tokens_per_s"),
+    }
 
 
-def policy_numbers(made: RunPlan, step: Step) -> dict[str, Any]:
+def attributes(instance: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(instance, name) for name in names}
+
+
+def policy_numbers(run_plan: RunPlan, step: Step) -> dict[str, Any]:
     return {
         "activations": step.activations,
         "peak": step.peak.total,
         "peak_in": step.when,
         "at_peak": {kind.value: size for kind, size in step.peak.by_kind.items()},
-        "free": made.free(step),
-        "fits": made.free(step) >= 0,
+        "free": run_plan.free(step),
+        "fits": run_plan.free(step) >= 0,
     }
 
 
-def sizes_text(made: RunPlan) -> str:
+def sizes_text(run_plan: RunPlan) -> str:
     """Return the sequence length and the micro-batch of a plan, and how they were chosen."""
-    cfg = made.cfg
-    micro, _ = cfg.micro_batches(made.cluster.gpus)
-    length = f"seq_len={cfg.seq_len} ({origin(made, 'seq_len')})"
-    batch = f"micro_batch_size={micro} ({origin(made, 'micro_batch_size')})"
+    cfg = run_plan.cfg
+    micro, _ = cfg.micro_batches(run_plan.cluster.gpus)
+    length = f"seq_len={cfg.seq_len} ({origin(run_plan, 'seq_len')})"
+    batch = f"micro_batch_size={micro} ({origin(run_plan, 'micro_batch_size')})"
     context = cfg.parallel.context
     place = "rank" if context == 1 else f"group of {context} ranks"
     return f"{length}, {batch}: {micro} x {cfg.seq_len:,} tokens per {place} and forward pass"
 
 
-def origin(made: RunPlan, key: str) -> str:
+def origin(run_plan: RunPlan, key: str) -> str:
     """Return how the value of `seq_len` or `micro_batch_size` was chosen."""
-    if key in (assumption.key for assumption in made.assumptions):
+    if key in (assumption.key for assumption in run_plan.assumptions):
         return "assumed"
-    if getattr(made.cfg, key) is None:
+    if getattr(run_plan.cfg, key) is None:
         return "from global_batch_size"
-    if key in map(key_of_word, made.overrides):
+    if key in map(key_of_word, run_plan.overrides):
         return "set"
-    return f"experiment={made.cfg.resolved.choices['experiment']}"
+    return f"experiment={run_plan.cfg.resolved.choices['experiment']}"
 
 
-def head_text(made: RunPlan) -> str:
-    cfg, cluster = made.cfg, made.cluster
-    layout = " x ".join(f"{name} {size}" for name, size in made.mesh.items())
+def head_text(run_plan: RunPlan) -> str:
+    cfg, cluster = run_plan.cfg, run_plan.cluster
+    layout = " x ".join(f"{name} {size}" for name, size in run_plan.mesh.items())
     micro, count = cfg.micro_batches(cluster.gpus)
     context = cfg.parallel.context
-    layout += f", context {context}" * (context > 1)
-    of = "rank" if context == 1 else f"{context} ranks"
+    place = "rank"
+    if context > 1:
+        layout += f", context {context}"
+        place = f"{context} ranks"
     return (
-        f"{sizes_text(made)}\n"
+        f"{sizes_text(run_plan)}\n"
         f"{cfg.resolved.choices['attention']} / {cfg.resolved.choices['model']}: "
-        f"{made.n_params / 1e9:,.2f}B parameters, "
+        f"{run_plan.n_params / 1e9:,.2f}B parameters, "
         f"{cluster.gpus:,} x {cluster.device.name}, {layout}\n"
         f"{cfg.global_batch_size:,} x {cfg.seq_len:,} tokens per step, "
-        f"{count} x {micro} sequences per {of}; numbers of rank {cluster.rank}"
+        f"{count} x {micro} sequences per {place}; numbers of rank {cluster.rank}"
     )
 
 
-def speed_text(made: RunPlan) -> str:
+def speed_text(run_plan: RunPlan) -> str:
     rows = []
-    for kind, ranks, near, calls, sent, seconds in made.flows:
-        over = "inside a node" if near == ranks else f"network, {near} per node"
-        ms = f"{1e3 * seconds:,.1f}"
-        rows.append([kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms])
+    for flow in run_plan.flows:
+        over = f"network, {flow.in_a_node} per node"
+        if flow.in_a_node == flow.ranks:
+            over = "inside a node"
+        sizes = [f"{flow.calls:,}", gib(flow.sent), f"{1e3 * flow.seconds:,.1f}"]
+        rows.append([flow.kind.value, f"{flow.ranks:,}", over, *sizes])
     table = Table.of(["per rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
-    time = "time" if made.fits else "time, if the memory were enough"
-    return "\n  ".join([f"\ncommunication\n{table}\n\n{time}", *time_lines(made)])
+    time = "time" if run_plan.fits else "time, if the memory were enough"
+    return "\n  ".join([f"\ncommunication\n{table}\n\n{time}", *time_lines(run_plan)])
 
 
-def print_assumptions(made: RunPlan) -> None:
+def print_assumptions(run_plan: RunPlan) -> None:
     echo("\nassumed, not measured; each key can be set")
-    for key, value, why, given in made.assumptions:
+    for assumption in run_plan.assumptions:
+        value = assumption.value
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
-        echo(f"  {f'{key}={text}':<28} {why}{' (set)' if given else ''}")
+        source = " (set)" if assumption.given else ""
+        echo(f"  {f'{assumption.key}={text}':<28} {assumption.why}{source}")
     echo("\nidealised")
-    for what, how in idealised(made.cfg).items():
-        echo(f"  {what:<28} {how}")
+    for topic, description in idealised(run_plan.cfg).items():
+        echo(f"  {topic:<28} {description}")
 
 
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def memory_text(made: RunPlan) -> str:
-    chosen = made.cfg.activation_checkpointing
-    names = [f"{p.name}{' (chosen)' if p is chosen else ''}" for p in ActivationCheckpointing]
-    steps = [made.steps[policy] for policy in ActivationCheckpointing]
-    blank = ("",) * (1 + len(steps))
-    rows: list[Sequence[str]] = [
-        *([name, *[gib(size)] * len(steps)] for name, size in made.state._asdict().items()),
+def memory_text(run_plan: RunPlan) -> str:
+    heads = ["GiB per rank, activation_checkpointing="]
+    steps = []
+    for policy in ActivationCheckpointing:
+        suffix = " (chosen)" if policy is run_plan.cfg.activation_checkpointing else ""
+        heads.append(f"{policy.name}{suffix}")
+        steps.append(run_plan.steps[policy])
+    blank = [""] * len(heads)
+    rows: list[list[str]] = []
+    for name, size in run_plan.state._asdict().items():
+        # The state does not depend on the policy.
+        rows.append([name, *[gib(size)] * len(steps)])
+    rows += [
         ["activations of a forward pass", *(gib(step.activations) for step in steps)],
         blank,
         ["peak", *(gib(step.peak.total) for step in steps)],
         ["  in the", *(step.when for step in steps)],
-        *([f"  {kind.value}", *(gib(step.peak.by_kind[kind]) for step in steps)] for kind in Kind),
-        blank,
-        ["peak and reserve", *(gib(step.peak.total + made.reserve) for step in steps)],
-        [f"of {made.cluster.device.name}", *[gib(made.memory)] * len(steps)],
     ]
-    table = Table.of(["GiB per rank, activation_checkpointing=", *names], rows)
+    for kind in Kind:
+        rows.append([f"  {kind.value}", *(gib(step.peak.by_kind[kind]) for step in steps)])
+    rows += [
+        blank,
+        ["peak and reserve", *(gib(step.peak.total + run_plan.reserve) for step in steps)],
+        [f"of {run_plan.cluster.device.name}", *[gib(run_plan.memory)] * len(steps)],
+    ]
+    table = Table.of(heads, rows)
     return f"\nmemory\n{table}"
 
 
-def fit_text(made: RunPlan, change: RunPlan | None) -> str:
-    free, device = made.free(made.step), made.cluster.device.name
+def fit_text(run_plan: RunPlan, change: RunPlan | None) -> str:
+    free, device = run_plan.free(run_plan.step), run_plan.cluster.device.name
     if free >= 0:
         return f"\nfits {device}, {gib(free)} GiB free"
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
@@ -220,18 +239,20 @@ def longest_text(longest: int | None) -> str:
     return f"longest sequence that fits, at 1 sequence per forward pass: {length}"
 
 
-def time_lines(made: RunPlan) -> list[str]:
-    cluster = made.cluster
+def time_lines(run_plan: RunPlan) -> list[str]:
+    cluster = run_plan.cluster
     lines = [
-        f"{made.flops_per_step:.3g} FLOPs per step, {made.flops_per_token:.4g} per token",
-        f"{made.compute_seconds:.3g} s to compute a step with mfu={cluster.mfu:g}, "
-        f"{made.communication_seconds:.3g} s to send",
+        f"{run_plan.flops_per_step:.3g} FLOPs per step, {run_plan.flops_per_token:.4g} per token",
+        f"{run_plan.compute_seconds:.3g} s to compute a step with mfu={cluster.mfu:g}, "
+        f"{run_plan.communication_seconds:.3g} s to send",
     ]
-    if made.mfu < cluster.mfu:
-        lines.append(f"sending limits: {made.step_seconds:.3g} s per step, MFU {made.mfu:.2f}")
-    lines.append(f"{made.tokens_per_s:,.0f} tokens per second")
-    if made.seconds and cluster.tokens:
-        days, hours = made.seconds / DAY, made.seconds / 3600 * cluster.gpus
+    if run_plan.mfu < cluster.mfu:
+        lines.append(
+            f"sending limits: {run_plan.step_seconds:.3g} s per step, MFU {run_plan.mfu:.2f}"
+        )
+    lines.append(f"{run_plan.tokens_per_s:,.0f} tokens per second")
+    if run_plan.seconds and cluster.tokens:
+        days, hours = run_plan.seconds / DAY, run_plan.seconds / 3600 * cluster.gpus
         lines.append(f"{days:,.1f} days and {hours:,.0f} GPU-hours for {cluster.tokens:.3g} tokens")
     else:
         lines.append("set tokens= for days and GPU-hours")

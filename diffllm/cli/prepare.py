@@ -32,11 +32,15 @@ def prepare_command(argv: list[str]) -> None:
     eos_token = data.tokenizer().eos_token
     guessed = guesses_eos(cfg.data.tokenizer, cfg.data.eos_token)
     if as_json:
-        sources = {name: prepared_values(source) for name, source in data.sources.items()}
-        packing = packed.numbers() if packed else None
+        content = {
+            **prepared_values(data),
+            "eos_token": eos_token,
+            "eos_guessed": guessed,
+            "packing": packed.numbers() if packed else None,
+            "sources": {name: prepared_values(source) for name, source in data.sources.items()},
+        }
         with result():
-            eos = {"eos_token": eos_token, "eos_guessed": guessed}
-            echo_json({**prepared_values(data), **eos, "packing": packing, "sources": sources})
+            echo_json(content)
         return
     texts = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
     echo("\n\n".join(texts or [prepared_text(data)]))
@@ -50,21 +54,21 @@ def prepare_command(argv: list[str]) -> None:
 def prepared_values(data: Prepared) -> dict[str, Any]:
     """Return the values that --json prints for a corpus; `bytes` is None if unknown."""
     manifest = data.manifest
+    splits = {}
+    for name, split in manifest.splits.items():
+        splits[name] = {
+            "documents": split.documents,
+            "tokens": split.tokens,
+            "bytes": split.bytes or None,
+            "share_predicted": split.share_predicted,
+        }
     return {
         "directory": None if data.sources else str(data.directory),
         "source": manifest.source,
         "vocab_size": manifest.vocab_size,
         "dtype": manifest.dtype,
         "note": manifest.note or None,
-        "splits": {
-            name: {
-                "documents": split.documents,
-                "tokens": split.tokens,
-                "bytes": split.bytes or None,
-                "share_predicted": split.share_predicted,
-            }
-            for name, split in manifest.splits.items()
-        },
+        "splits": splits,
         "skipped_empty": manifest.skipped_empty,
         "skipped_other": manifest.skipped_undecodable,
         "heldout_unigram_entropy": manifest.heldout_unigram_entropy,
@@ -78,20 +82,26 @@ def prepared_text(data: Prepared) -> str:
     lines = [
         str(data.directory),
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
-        *([f"corpus   {manifest.note}"] if manifest.note else []),
-        *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        # The list is newer than the manifest, so the counts of the manifest may differ.
-        skipped_text(data.directory) or counts_of_skipped,
-        f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
-        thin_heldout(heldout.documents, heldout.tokens),
     ]
-    return "\n".join(filter(None, lines))
+    if manifest.note:
+        lines.append(f"corpus   {manifest.note}")
+    for name, split in manifest.splits.items():
+        lines.append(f"{name:<8} {counts_text(split)}")
+    # The list is newer than the manifest, so the counts of the manifest may differ.
+    lines.append(skipped_text(data.directory) or counts_of_skipped)
+    lines.append(f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats")
+    warning = thin_heldout(heldout.documents, heldout.tokens)
+    if warning:
+        lines.append(warning)
+    return "\n".join(lines)
 
 
 def counts_text(split: Split) -> str:
-    said = f"{split.documents:,} documents, {split.tokens:,} tokens"
+    text = f"{split.documents:,} documents, {split.tokens:,} tokens"
     if not split.bytes:
-        return said
-    asked = split.tokens * split.share_predicted
-    of_all = f", {split.share_predicted:.0%} of them targets" * split.masked
-    return f"{said}{of_all}, {split.bytes / asked:.2f} bytes per token"
+        return text
+    if split.masked:
+        text += f", {split.share_predicted:.0%} of them targets"
+    # The bytes of a split are those of its predicted tokens.
+    predicted_tokens = split.tokens * split.share_predicted
+    return f"{text}, {split.bytes / predicted_tokens:.2f} bytes per token"

@@ -43,7 +43,9 @@ def report_command(argv: list[str]) -> None:
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write_page(comparison, Path(args.out) if args.out else home)
     place = written[0].parent
-    gaps = log_gaps(comparison, place) if args.wandb else None
+    gaps = None
+    if args.wandb:
+        gaps = log_gaps(comparison, place)
     if args.json:
         content = {
             "baseline": comparison.baseline,
@@ -66,4 +68,6 @@ def log_gaps(comparison: "Comparison", directory: Path) -> Path | None:
     from diffllm.compare.wandb_runs import record_gaps
     from diffllm.metrics.wandb_directories import wandb_parent
 
-    return wandb_parent(directory) / "wandb" if record_gaps(comparison, directory) else None
+    if not record_gaps(comparison, directory):
+        return None
+    return wandb_parent(directory) / "wandb"

@@ -111,8 +111,13 @@ def study_command(argv: list[str]) -> int:
             "or diffllm study verdict"
         )
     args = parse(StudyRunArguments, argv[1:], STUDY)
-    launcher = [w for w in args.study if w.startswith(("hydra/launcher=", "hydra.launcher."))]
-    files = [word for word in args.study if word not in launcher]
+    launcher = []
+    files = []
+    for word in args.study:
+        if word.startswith(("hydra/launcher=", "hydra.launcher.")):
+            launcher.append(word)
+        else:
+            files.append(word)
     study, out = study_and_directory(files, args.out)
     if args.dry_run:
         dry_run(study, out, args)
@@ -124,6 +129,7 @@ def study_command(argv: list[str]) -> int:
 
     with messages_on_stderr(args.json):
         status, content = run_study(study, out, launcher, launch_words(args.plugins))
+    # Under torchrun, all ranks run the study, but the JSON value must be printed once.
     if args.json and own_rank() == 0:
         with result():
             echo_json(content)
@@ -159,11 +165,7 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     check_study_runs(study, out, 1)
     assumed = device and args.mfu * device.peak_flops
     arm_costs = costs(study, out, [Path(word) for word in args.pilot], assumed)
-    remaining = {
-        "runs": sum(cost.remaining for cost in arm_costs),
-        "tokens": sum(cost.remaining * cost.tokens for cost in arm_costs),
-        "flops": sum(cost.remaining * cost.flops for cost in arm_costs),
-    }
+    remaining = remaining_work(arm_costs)
     notes = design_notes(study)
     if args.json:
         content = {
@@ -191,6 +193,15 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
         echo(f"assumed, not measured: mfu={args.mfu:g}, {START_S:g} s to start each run")
     for note in notes:
         echo(f"note: {note}")
+
+
+def remaining_work(arm_costs: "list[Cost]") -> dict[str, Any]:
+    """Return the numbers of runs, tokens and FLOPs of all unfinished runs."""
+    return {
+        "runs": sum(cost.remaining for cost in arm_costs),
+        "tokens": sum(cost.remaining * cost.tokens for cost in arm_costs),
+        "flops": sum(cost.remaining * cost.flops for cost in arm_costs),
+    }
 
 
 def cost_table(arm_costs: "list[Cost]") -> Table:
@@ -241,7 +252,7 @@ def power_command(argv: list[str]) -> None:
     args = vars(parse(PowerArguments, argv, POWER))
     from diffllm.compare.report.pilot import Goal, power_numbers
 
-    goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
+    goal = Goal(args["gap"], args["alpha"], args["power"], args["sides"], args["comparisons"])
     if goal.power <= goal.alpha:
         raise ConfigError(f"power={goal.power:g} must be between alpha={goal.alpha:g} and 1")
     numbers = power_numbers([Path(word) for word in args["pilot"]], goal)
@@ -285,10 +296,11 @@ def print_needs(numbers: dict[str, Any]) -> None:
     family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
     sides = "two-sided" if numbers["sides"] == 2 else "one-sided"
     need = numbers["need"]
-    seeds = ["many" if need[key] is None else f"{need[key]:,}" for key in ("seeds", "seeds_by_sd")]
-    cost = compact(need["total_tokens"]), short(need["hours"])
-    power = [f"{need['power_by_seeds'][n]:.2f}" for n in POWER_SEEDS]
-    row = [fixed(need["sd"]), fixed(need["sd_upper"]), *seeds, *cost, *power]
+    row = [fixed(need["sd"]), fixed(need["sd_upper"])]
+    for key in ("seeds", "seeds_by_sd"):
+        row.append("many" if need[key] is None else f"{need[key]:,}")
+    row += [compact(need["total_tokens"]), short(need["hours"])]
+    row += [f"{need['power_by_seeds'][n]:.2f}" for n in POWER_SEEDS]
     heads = ["sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
     heads += [f"power with {POWER_SEEDS[0]}", *map(str, POWER_SEEDS[1:])]
     echo(

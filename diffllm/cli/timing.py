@@ -55,6 +55,7 @@ class TimingArguments(CommandArguments):
 
 def timing_command(argv: list[str]) -> int:
     args = parse(TimingArguments, argv, __doc__)
+    # A study file has a name without an equals sign, and an override needs one.
     files = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     unknown = [word for word in files if word.startswith("-")] or files[1:]
@@ -79,6 +80,7 @@ def timing_command(argv: list[str]) -> int:
 
     turns = Turns.of(args.rounds, args.warmup_steps, args.timed_steps)
     with messages_on_stderr(args.json):
+        # The processes of the arms must import the same plugins.
         added = launch_words(args.plugins)
         status, profile = time_arms(choose_arms, turns, Path(args.out), added)
     if profile is None:

@@ -72,6 +72,7 @@ def train_command(argv: list[str]) -> int:
                 status, content = run_sweep(args.overrides, config_dirs)
             else:
                 status, content = train_run(args.overrides)
+        # All ranks get the content, but the JSON value must be printed once.
         if as_json and own_rank() == 0:
             with result():
                 echo_json(content)

@@ -53,6 +53,7 @@ def wandb_command(argv: list[str]) -> int:
 
     destination = choose_destination(args.mode, args.project, args.entity)
     directories = find_runs([*map(Path, args.run), *map(Path, args.sweep)]).runs
+    # Several words may name one sweep, whose gaps must be written only once.
     sweeps: dict[Path, Path] = {}
     for word in args.sweep:
         for sweep in directories_with_runs(Path(word)):
@@ -63,6 +64,7 @@ def wandb_command(argv: list[str]) -> int:
         try:
             runs.append(write_run(directory, destination))
         except CheckpointError as error:
+            # Of several runs, a damaged one must not stop the others.
             if len(directories) == 1:
                 raise
             skipped[str(directory)] = str(error)

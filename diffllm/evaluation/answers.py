@@ -20,8 +20,8 @@ from diffllm.data.tasks.task import Example, Task
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.evaluation import (
     SHARE,
-    Asked,
     Evaluation,
+    EvaluationOptions,
     Line,
     NamedScore,
     Settings,
@@ -32,18 +32,18 @@ from diffllm.model.attention.base import KVCache
 from diffllm.statistics.estimates import wilson
 
 T = TypeVar("T")
-TOKENS = 16_384
+PASS_TOKENS = 16_384
 """Maximum tokens of a forward pass over several rows, including padding."""
 CACHED_FROM = 64
 """Contexts of at least this many tokens are read once for all continuations and similar contexts.
 Shorter contexts are read again with each continuation, many rows at a time."""
 LOGITS = 1024
-"""Number of logits that needs as much memory as one token of TOKENS."""
-CACHE = 2**18
+"""Number of logits that needs as much memory as one token of PASS_TOKENS."""
+CACHE_POSITIONS = 2**18
 """Maximum positions of the caches that are copied at a time for continuations of a context."""
-A_LEVEL = 50
+EXAMPLES_PER_LEVEL = 50
 """Examples per level, unless the task or a limit sets another number."""
-SCORES = 2
+SCORES_VERSION = 2
 """Part of the key of results: increase it when scores change."""
 
 Row = tuple[list[int], list[list[int]]]
@@ -86,9 +86,11 @@ def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
     prefix of these encodings. It is shortened if a continuation would otherwise have no token.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
-    spelt = [[tokenizer.start_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
-    same = min(common(spelt), *(len(ids) - 1 for ids in spelt[1:]))
-    return Question(spelt[0][:same], [ids[same:] for ids in spelt[1:]])
+    encodings = [[tokenizer.start_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
+    prompt_ids, *candidate_ids = encodings
+    # The first token of a candidate may also contain the last characters of the prompt.
+    length = min(common(encodings), *(len(ids) - 1 for ids in candidate_ids))
+    return Question(prompt_ids[:length], [ids[length:] for ids in candidate_ids])
 
 
 @torch.no_grad()
@@ -107,10 +109,17 @@ def score(
         advance: progress callback; its argument is the number of rows of `Question.rows` that were
             scored since the last call.
     """
-    long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
-    short = sorted({*range(len(questions))} - {*long})
-    scores = score_batches(model, [questions[i] for i in short], advance)
-    found = dict(zip(short, scores, strict=True))
+    short: list[int] = []
+    long: list[int] = []
+    for i, question in enumerate(questions):
+        # Continuations of one token need no cache: one row gives the scores of all.
+        needs_cache = not question.single and len(question.context) >= CACHED_FROM
+        if needs_cache:
+            long.append(i)
+        else:
+            short.append(i)
+    short_scores = score_batches(model, [questions[i] for i in short], advance)
+    scores_by_place = dict(zip(short, short_scores, strict=True))
 
     def half_of_context_is_shared(group: list[int], i: int) -> bool:
         context = questions[i].context
@@ -118,10 +127,10 @@ def score(
 
     for group in grouped(long, half_of_context_is_shared):
         similar = [questions[i] for i in group]
-        for i, own in zip(group, score_with_cache(model, similar), strict=True):
-            found[i] = own
-            advance(len(own))
-    return [found[i] for i in range(len(questions))]
+        for i, scores in zip(group, score_with_cache(model, similar), strict=True):
+            scores_by_place[i] = scores
+            advance(len(scores))
+    return [scores_by_place[i] for i in range(len(questions))]
 
 
 @torch.no_grad()
@@ -138,26 +147,39 @@ def score_batches(
         together: whether to divide each batch between all ranks. If True, every rank must call this
             function with the same questions, and every rank receives all scores.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    rows = [row for question in questions for row in question.rows]
+    rank, world_size = 0, 1
+    if together:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows: list[Row] = []
+    for question in questions:
+        rows += question.rows
     width = model.cfg.vocab_size // LOGITS
 
     def size(place: int) -> int:
         context, continuations = rows[place]
         return max(len(context) + len(continuations[0]), width * len(continuations[0]))
 
-    found: dict[int, list[Scored]] = {}
-    for batch in by_length(range(len(rows)), size, TOKENS * world_size):
-        own = batch[rank::world_size]
-        scores = score_rows(model, [rows[place] for place in own or batch[:1]])
-        found |= zip(own, scores, strict=False)
+    scores_by_row: dict[int, list[Scored]] = {}
+    for batch in by_length(range(len(rows)), size, PASS_TOKENS * world_size):
+        places = batch[rank::world_size]
+        # A sharded model (FSDP) needs the same number of forward passes on all ranks. A rank
+        # without a row of this batch scores the first row, and `zip` ignores these scores.
+        scores = score_rows(model, [rows[place] for place in places or batch[:1]])
+        scores_by_row |= zip(places, scores, strict=False)
         advance(len(batch))
     if together:
         parts: list[dict[int, list[Scored]]] = [{} for _ in range(world_size)]
-        dist.all_gather_object(parts, found)
-        found = dict(ChainMap(*parts))
-    scored = iter([found[place] for place in range(len(rows))])
-    return [[one for _ in question.rows for one in next(scored)] for question in questions]
+        dist.all_gather_object(parts, scores_by_row)
+        scores_by_row = dict(ChainMap(*parts))
+    scores_by_question = []
+    place = 0
+    for question in questions:
+        question_scores: list[Scored] = []
+        for _ in question.rows:
+            question_scores += scores_by_row[place]
+            place += 1
+        scores_by_question.append(question_scores)
+    return scores_by_question
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
@@ -206,20 +228,23 @@ def score_rows(
     longest = max(len(continuations[0]) for _, continuations in rows)
     first = torch.tensor([[len(context) - 1] for context, _ in rows], device=device)
     ids = padded(inputs, 0, device)
+    # A short continuation has fewer positions than the longest; its additional logits are unused.
     places = (first + torch.arange(longest, device=device)).clamp_max(ids.shape[1] - 1)
     logs = model(ids, caches=caches, last=places).double().log_softmax(-1)
-    found = []
-    for own, (_, continuations) in zip(logs, rows, strict=True):
-        likeliest = own.argmax(-1).tolist()
-        sums = [own[range(len(ids)), ids].sum().item() for ids in continuations]
+    scores = []
+    for row_logs, (_, continuations) in zip(logs, rows, strict=True):
+        likeliest = row_logs.argmax(-1).tolist()
+        sums = [row_logs[range(len(ids)), ids].sum().item() for ids in continuations]
         greedy = [likeliest[: len(ids)] == ids for ids in continuations]
-        found.append(list(map(Scored, sums, greedy)))
-    return found
+        scores.append(list(map(Scored, sums, greedy)))
+    return scores
 
 
 def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
     """Yield each question's scores; compute the KV cache of the contexts' common prefix once."""
     shared = common([question.context for question in questions])
+    # The logits of the last context token score the first token of a continuation, so at least
+    # one token of each context stays outside the cache.
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
     text = torch.tensor([questions[0].context[:length]], device=device)
@@ -229,19 +254,24 @@ def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Itera
     for question in questions:
         rest = question.context[length:]
         room = len(rest) + max(map(len, question.continuations)) - 1
-        at_once = max(1, CACHE // (length + room))
-        found: list[Scored] = []
+        at_once = max(1, CACHE_POSITIONS // (length + room))
+        scores: list[Scored] = []
         for start in range(0, len(question.continuations), at_once):
-            some = [(rest, [ids]) for ids in question.continuations[start : start + at_once]]
-            copies = [cache.copies(len(some), room) for cache in caches]
-            found += [scores[0] for scores in score_rows(model, some, copies)]
-        yield found
+            continuations = question.continuations[start : start + at_once]
+            rows = [(rest, [ids]) for ids in continuations]
+            copies = [cache.copies(len(rows), room) for cache in caches]
+            scores += [row_scores[0] for row_scores in score_rows(model, rows, copies)]
+        yield scores
 
 
 def common(texts: Sequence[Sequence[int]]) -> int:
     """Return the number of tokens in the longest common prefix of all texts."""
     shortest = min(map(len, texts))
-    return next((i for i in range(shortest) if len({ids[i] for ids in texts}) > 1), shortest)
+    for i in range(shortest):
+        tokens = {ids[i] for ids in texts}
+        if len(tokens) > 1:
+            return i
+    return shortest
 
 
 class Answers(Evaluation):
@@ -258,57 +288,69 @@ class Answers(Evaluation):
         self.task, self.name = task, task.name
         self.examples_file = task.examples_file
 
-    def settings(self, subject: Subject, asked: Asked) -> Settings:
-        version = [VERSION, SCORES, self.task.version]
-        return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
+    def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
+        version = [VERSION, SCORES_VERSION, self.task.version]
+        examples = self.examples(options, subject.tokenizer, subject.cfg.seq_len)
+        return {"version": version, **examples}
 
-    def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
+    def examples(self, options: EvaluationOptions, tokenizer: Tokenizer, seq_len: int) -> Settings:
         """Return the seed, the difficulty levels, and the number of examples of each level.
 
-        If `asked` contains levels of this task, use these levels. Otherwise use all levels whose
+        If `options` contains levels of this task, use these levels. Otherwise use all levels whose
         examples have at most `seq_len` tokens.
 
-        Raises DoesNotFit if the examples of a level in `asked` have more than `seq_len` tokens, or
-        if no level can be used.
+        Raises DoesNotFit if the examples of a level in `options` have more than `seq_len` tokens,
+        or if no level can be used.
         """
-        levels = list(asked.levels.get(self.name, ()))
+        levels = list(options.levels.get(self.name, ()))
         count, length = tokenizer.count, seq_len - 1  # an EOS or a BOS precedes the text
         if levels:
             self.task.check(levels, length, count)
         else:
             levels = self.task.fitting(length, count)
-        there = [self.task.number(level) for level in levels]
-        numbers = [A_LEVEL if number is None else number for number in there]
-        if asked.limit is not None:
-            each, rest = divmod(asked.limit, len(levels))
-            numbers = [min(n, each + (i < rest)) for i, n in enumerate(numbers)]
-        return {"seed": asked.seed, "examples": numbers, "levels": list(map(dict, levels))}
+        numbers = []
+        for level in levels:
+            number = self.task.number(level)
+            numbers.append(EXAMPLES_PER_LEVEL if number is None else number)
+        if options.limit is not None:
+            quotient, remainder = divmod(options.limit, len(levels))
+            for i, number in enumerate(numbers):
+                most = quotient + 1 if i < remainder else quotient
+                numbers[i] = min(number, most)
+        return {"seed": options.seed, "examples": numbers, "levels": list(map(dict, levels))}
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        asked = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
-        own = [question for _, _, question in asked]
-        with track(self.name, sum(len(question.rows) for question in own)) as advance:
-            found = score(subject.model, own, advance)
-        return lines_of(asked, found)
+        examples = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
+        encoded = [question for _, _, question in examples]
+        n_rows = sum(len(question.rows) for question in encoded)
+        with track(self.name, n_rows) as advance:
+            scores = score(subject.model, encoded, advance)
+        return lines_of(examples, scores)
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        found = []
+        scores = []
         for i, level in enumerate(settings["levels"]):
-            own = [line for line in lines if line["level"] == i]
-            if not own:
+            level_lines = [line for line in lines if line["level"] == i]
+            if not level_lines:
                 continue
-            right = share(own, "correct")
-            independent = len(own)
-            if cluster := self.task.cluster:
+            accuracy = share(level_lines, "correct")
+            independent = len(level_lines)
+            cluster = self.task.cluster
+            if cluster:
                 # Count clusters: the mean of a cluster varies at most as much as a single answer.
-                independent = len({line[cluster] for line in own})
+                independent = len({line[cluster] for line in level_lines})
             name = ", ".join(f"{key} {value}" for key, value in level.items())
-            more: dict[str, Any] = {"level": level, "generated": share(own, "generated")}
-            more["independent"] = independent
-            more |= {f"by_{field}": shares(own, field) for field in self.task.by}
-            interval = wilson(right, independent)
-            found.append(NamedScore(name, right, interval, len(own), chance(own), more))
-        return found
+            details: dict[str, Any] = {
+                "level": level,
+                "generated": share(level_lines, "generated"),
+                "independent": independent,
+            }
+            for field in self.task.by:
+                details[f"by_{field}"] = shares(level_lines, field)
+            interval = wilson(accuracy, independent)
+            guess = chance(level_lines)
+            scores.append(NamedScore(name, accuracy, interval, len(level_lines), guess, details))
+        return scores
 
 
 Questions = list[tuple[int, Example, Question]]
@@ -326,47 +368,56 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
         settings: result of `Answers.examples`.
     """
     count, seed = tokenizer.count, settings["seed"]
-    kept = []
+    encoded: Questions = []
     for i, level in enumerate(settings["levels"]):
         first = next(iter(task.examples(level, 1, seed, count)), None)
-        for candidate in first.candidates if first else ():
-            said = tokenizer.decode(tokenizer.encode(candidate))
-            if said.strip() != candidate.strip():
-                raise ConfigError(
-                    f"the run's tokenizer cannot encode {candidate!r}, an answer of the task "
-                    f"{task.name}: decoding returns {said!r}; choose another task"
-                )
+        if first is not None:
+            check_candidates(first, task, tokenizer)
         for example in task.examples(level, settings["examples"][i], seed, count):
             question = spelt_question(example, tokenizer)
             if question.positions <= longest:
-                kept.append((i, example, question))
-    if not kept:
+                encoded.append((i, example, question))
+    if not encoded:
         raise ConfigError(
             f"every example of the task {task.name} exceeds {longest} tokens, the maximum length "
             "of the model; choose shorter examples"
         )
-    return kept
+    return encoded
 
 
-def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
+def check_candidates(example: Example, task: Task, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the tokenizer cannot encode a candidate of an example of `task`."""
+    for candidate in example.candidates:
+        decoded = tokenizer.decode(tokenizer.encode(candidate))
+        if decoded.strip() != candidate.strip():
+            raise ConfigError(
+                f"the run's tokenizer cannot encode {candidate!r}, an answer of the task "
+                f"{task.name}: decoding returns {decoded!r}; choose another task"
+            )
+
+
+def lines_of(examples: Questions, example_scores: Sequence[Sequence[Scored]]) -> list[Line]:
     """Return one dict per example for the results file, with keys such as "correct" and "answer".
 
     If an example has several candidates, "correct" means that the right candidate has the highest
     log-likelihood. Otherwise "correct" means that greedy decoding yields the only candidate.
 
     Args:
-        found: for each example, the score of each candidate.
+        example_scores: for each example, the score of each candidate.
     """
     lines = []
-    for (level, example, _), scores in zip(asked, found, strict=True):
-        # A diverged model has no finite likelihoods: no candidate is likely.
-        logs = [x if math.isfinite(x := scored.log_likelihood) else -math.inf for scored in scores]
-        likeliest = max(range(len(logs)), key=logs.__getitem__) == example.answer
-        likeliest &= math.isfinite(logs[example.answer])
+    for (level, example, _), scores in zip(examples, example_scores, strict=True):
+        logs = []
+        for scored in scores:
+            # A diverged model has no finite likelihoods: no candidate is likely.
+            is_finite = math.isfinite(scored.log_likelihood)
+            logs.append(scored.log_likelihood if is_finite else -math.inf)
+        likeliest = max(range(len(logs)), key=logs.__getitem__)
+        is_likeliest = likeliest == example.answer and math.isfinite(logs[example.answer])
         generated = scores[example.answer].greedy
         line: Line = {
             "level": level,
-            "correct": likeliest if len(logs) > 1 else generated,
+            "correct": is_likeliest if len(logs) > 1 else generated,
             "generated": generated,
             "candidates": len(logs),
             "answer": example.answer,
@@ -395,5 +446,7 @@ def shares(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
 
     `field` is a key of the lines, such as "depth". The result maps each value to a share.
     """
-    values = sorted({str(line[field]) for line in lines})
-    return {v: share([line for line in lines if str(line[field]) == v], "correct") for v in values}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(str(line[field]), []).append(line)
+    return {value: share(groups[value], "correct") for value in sorted(groups)}

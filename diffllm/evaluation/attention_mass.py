@@ -18,7 +18,7 @@ from diffllm.data.progress import track
 from diffllm.data.tasks.task import Example, Task
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import (
-    TOKENS,
+    PASS_TOKENS,
     Answers,
     Question,
     by_length,
@@ -26,13 +26,20 @@ from diffllm.evaluation.answers import (
     padded,
     questions,
 )
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
+from diffllm.evaluation.evaluation import (
+    Evaluation,
+    EvaluationOptions,
+    Line,
+    NamedScore,
+    Settings,
+    Subject,
+)
 from diffllm.evaluation.maps import ROUNDING, last_maps
 from diffllm.model.attention.base import Maps
 from diffllm.statistics.bootstrap import of_columns
 
 PREFIX = "attention_mass_"
-VERSION = 1
+MASS_VERSION = 1
 """Part of the key of results: increase it when lines or scores change."""
 KINDS = ("target", "filler", "sink")
 TARGET, FILLER, SINK = range(3)
@@ -63,70 +70,79 @@ class AttentionMass(Evaluation):
     def __init__(self, task: Task):
         self.task, self.name = task, PREFIX + task.name
 
-    def settings(self, subject: Subject, asked: Asked) -> Settings:
-        levels = {self.task.name: asked.levels.get(self.name, ())}
-        examples = Answers(self.task).settings(subject, replace(asked, levels=levels))
-        return {"measure": VERSION, **examples}
+    def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
+        levels = {self.task.name: options.levels.get(self.name, ())}
+        examples = Answers(self.task).settings(subject, replace(options, levels=levels))
+        return {"measure": MASS_VERSION, **examples}
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        made = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
-        asked = [each for each in made if each[1].evidence is not None]
-        if not asked:
+        encoded = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
+        examples = [entry for entry in encoded if entry[1].evidence is not None]
+        if not examples:
             raise ConfigError(
                 f"{self.name}: the examples of the task {self.task.name} have no evidence, the "
                 "text that contains the answer; choose another task (docs/attention_mass.md)"
             )
-        contexts = [question.context for _, _, question in asked]
-        kinds = [kinds_of(example, question, subject.tokenizer) for _, example, question in asked]
-        found: dict[int, Line] = {}
-        with track(self.name, len(asked)) as advance:
-            for places in by_length(range(len(asked)), lambda i: len(contexts[i]), TOKENS):
-                some = [contexts[i] for i in places], [kinds[i] for i in places]
-                found |= zip(places, measure_batch(subject, *some), strict=True)
+        contexts: list[list[int]] = []
+        kinds: list[list[int]] = []
+        for _, example, question in examples:
+            contexts.append(question.context)
+            kinds.append(kinds_of(example, question, subject.tokenizer))
+        measured: dict[int, Line] = {}
+        with track(self.name, len(examples)) as advance:
+            batches = by_length(range(len(examples)), lambda i: len(contexts[i]), PASS_TOKENS)
+            for places in batches:
+                batch_contexts = [contexts[i] for i in places]
+                batch_kinds = [kinds[i] for i in places]
+                batch_lines = measure_batch(subject, batch_contexts, batch_kinds)
+                measured |= zip(places, batch_lines, strict=True)
                 advance(len(places))
-        return [
-            {
-                **example.facts,
-                "level": level,
-                "tokens": len(kinds[i]),
-                "target_tokens": kinds[i].count(TARGET),
-                **found[i],
-            }
-            for i, (level, example, _) in enumerate(asked)
-        ]
+        lines = []
+        for i, (level, example, _) in enumerate(examples):
+            sizes = {"tokens": len(kinds[i]), "target_tokens": kinds[i].count(TARGET)}
+            lines.append({**example.facts, "level": level, **sizes, **measured[i]})
+        return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        names = [", ".join(f"{k} {v}" for k, v in level.items()) for level in settings["levels"]]
-        facts = {fact: np.array([str(line[fact]) for line in lines]) for fact in self.task.by}
-        facts["level"] = np.array([names[line["level"]] for line in lines])
-        sample = Sample(clusters_of(lines, self.task.cluster), facts)
-        tokens, targets = np.array([[x["tokens"], x["target_tokens"]] for x in lines]).T
+        names = []
+        for level in settings["levels"]:
+            names.append(", ".join(f"{key} {value}" for key, value in level.items()))
+        groupings: dict[str, np.ndarray] = {}
+        for field in self.task.by:
+            groupings[field] = np.array([str(line[field]) for line in lines])
+        groupings["level"] = np.array([names[line["level"]] for line in lines])
+        sample = Sample(clusters_of(lines, self.task.cluster), groupings)
+        sizes = [[line["tokens"], line["target_tokens"]] for line in lines]
+        tokens, targets = np.array(sizes).T
+        # The sink is one token, the first of the context.
         counts = np.stack((targets, tokens - targets - 1, np.ones_like(tokens)), -1)
         uniform = counts / tokens[:, None]
         guesses = dict(zip(KINDS, uniform.mean(0).tolist(), strict=True))
-        by_map = {
-            name: np.array([line["maps"][name] for line in lines]) for name in lines[0]["maps"]
-        }
+        by_map: dict[str, np.ndarray] = {}
+        for name in lines[0]["maps"]:
+            by_map[name] = np.array([line["maps"][name] for line in lines])
         effective = by_map.pop(EFFECTIVE)
         target, seen = effective[..., TARGET], effective[..., [TARGET, FILLER]].sum(-1)
         best, heads = best_heads([line["heads"] for line in lines])
         guess = uniform[:, TARGET].sum() / uniform[:, [TARGET, FILLER]].sum()
-        found = [
-            sample.score(kind, effective[..., i], chance=guesses[kind])
-            for i, kind in enumerate(KINDS)
-        ]
-        found += [
-            sample.score("target / (target + filler)", target, seen, float(guess)),
-            sample.score("target, best heads", best, chance=guesses["target"], heads=heads),
-        ]
+        scores = []
+        for i, kind in enumerate(KINDS):
+            scores.append(sample.score(kind, effective[..., i], chance=guesses[kind]))
+        scores.append(sample.score("target / (target + filler)", target, seen, float(guess)))
+        best_chance = guesses["target"]
+        scores.append(sample.score("target, best heads", best, chance=best_chance, heads=heads))
         no_key = np.array([line[NO_KEY] for line in lines])
         if (no_key > ROUNDING).any():
-            found.append(sample.score(f"sink, {NO_KEY}", no_key))
+            scores.append(sample.score(f"sink, {NO_KEY}", no_key))
         for name, shares in by_map.items():
             for i, kind in enumerate(KINDS):
-                known = {"chance": guesses[kind]} if name != SIGNED else {"limits": None}
-                found.append(sample.score(f"{name} {kind}", shares[..., i], **known))
-        return found
+                label, kind_shares = f"{name} {kind}", shares[..., i]
+                if name == SIGNED:
+                    # Sums of signed weights may be negative or above 1, and have no chance level.
+                    scores.append(sample.score(label, kind_shares, limits=None))
+                else:
+                    scores.append(sample.score(label, kind_shares, chance=guesses[kind]))
+        return scores
 
 
 def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
@@ -135,9 +151,12 @@ def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
     Each line describes one example. Examples with the same level of difficulty and the same value
     of `field` form a cluster. If `field` is empty, each example is its own cluster.
     """
-    keys = [(line["level"], line[field] if field else i) for i, line in enumerate(lines)]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([numbers[key] for key in keys])
+    numbers: dict[tuple[Any, Any], int] = {}
+    clusters = []
+    for i, line in enumerate(lines):
+        key = line["level"], line[field] if field else i
+        clusters.append(numbers.setdefault(key, len(numbers)))
+    return np.array(clusters)
 
 
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
@@ -195,8 +214,9 @@ def measure_batch(
         no_key, shares = shares_of(maps, by_kind)
         heads = rounded(shares[EFFECTIVE][..., TARGET])
         means = {name: rounded(values.mean(1)) for name, values in shares.items()}
-        for i, (line, none) in enumerate(zip(lines, rounded(no_key.mean(1)), strict=True)):
-            line[NO_KEY].append(none)
+        missing = rounded(no_key.mean(1))
+        for i, line in enumerate(lines):
+            line[NO_KEY].append(missing[i])
             line["heads"].append(heads[i])
             for name, values in means.items():
                 line["maps"].setdefault(name, []).append(values[i])
@@ -220,19 +240,20 @@ def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         by_kind: one-hot kind of each token, (B, T, 3) float64.
     """
     *softmaxes, effective = maps
-    found: dict[str, Tensor] = {}
+    shares: dict[str, Tensor] = {}
     for name, map_weights in maps.items():
         weights = map_weights.double()
         no_key = (1 - weights.sum(-1)).clamp_min(0)
         if softmaxes and name == effective:
+            # The weights of a difference map need not sum to 1, so no weight is missing.
             no_key = torch.zeros_like(no_key)
-            found[SIGNED] = weights @ by_kind
+            shares[SIGNED] = weights @ by_kind
         sums = weights.abs() @ by_kind
         sums[..., SINK] += no_key
         total = sums.sum(-1, keepdim=True)
-        shares = sums / torch.where(total > 0, total, 1)
-        found[EFFECTIVE if name == effective else name] = shares
-    return no_key, found
+        shares[EFFECTIVE if name == effective else name] = sums / torch.where(total > 0, total, 1)
+    # The effective map is the last one, so `no_key` belongs to it.
+    return no_key, shares
 
 
 def rounded(values: Tensor) -> list[Any]:
@@ -269,7 +290,7 @@ class Sample:
         totals: np.ndarray | None = None,
         chance: float | None = None,
         limits: tuple[float, float] | None = (0.0, 1.0),
-        **more: Any,
+        **details: Any,
     ) -> NamedScore:
         """Compute the score sum(values) / sum(totals) over all examples and layers.
 
@@ -283,27 +304,33 @@ class Sample:
             totals: denominator of each example and layer, (n, L); None means 1 everywhere.
             chance: expected score of a uniform attention map; None if not defined.
             limits: smallest and largest possible score, stored as "range"; None if unlimited.
-            more: additional fields for the results file.
+            details: additional fields for the results file.
         """
         totals = np.ones_like(values) if totals is None else totals
-        top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
+        # Column 0 is the mean over layers; the other columns are the layers.
+        top = np.column_stack((values.mean(1), values))
+        bottom = np.column_stack((totals.mean(1), totals))
         intervals = of_columns(group_sums(top, self.clusters), group_sums(bottom, self.clusters))
         value, *layers = ratios(top, bottom)
-        layer = [str(i) for i in range(len(layers))]
-        parts: dict[str, Any] = {"by_layer": dict(zip(layer, layers, strict=True))}
-        for field, own in self.groupings.items():
-            groups = {each: own == each for each in dict.fromkeys(own.tolist())}
-            if len(groups) > 1:
-                found = {key: ratios(top[at], bottom[at])[0] for key, at in groups.items()}
-                parts[f"by_{field}"] = found
-        about = {
+        layer_names = [str(i) for i in range(len(layers))]
+        content: dict[str, Any] = {
             "independent": len(set(self.clusters.tolist())),
             "range": limits,
-            "layer_intervals": dict(zip(layer, intervals[1:], strict=True)),
+            "layer_intervals": dict(zip(layer_names, intervals[1:], strict=True)),
+            "by_layer": dict(zip(layer_names, layers, strict=True)),
         }
+        for field, field_values in self.groupings.items():
+            distinct_values = list(dict.fromkeys(field_values.tolist()))
+            if len(distinct_values) < 2:
+                continue
+            by_value = {}
+            for field_value in distinct_values:
+                rows = field_values == field_value
+                by_value[field_value] = ratios(top[rows], bottom[rows])[0]
+            content[f"by_{field}"] = by_value
+        content |= details
         value = math.nan if value is None else value
-        more = {**about, **parts, **more}
-        return NamedScore(name, value, intervals[0], len(values), chance, more)
+        return NamedScore(name, value, intervals[0], len(values), chance, content)
 
 
 def group_sums(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:

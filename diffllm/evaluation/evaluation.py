@@ -13,7 +13,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
     from diffllm.data.tokenizer import Tokenizer
     from diffllm.model import Transformer
 
-DIRECTORY = "evaluation"
+RESULTS_DIRECTORY = "evaluation"
 SHARE = "share of right answers"
 """The unit of tasks."""
-LARGEST = 1e150
+LARGEST_SCORE = 1e150
 """Limit of the magnitude of scores, because the report sums squares of scores."""
 Line = dict[str, Any]
 Lines = Mapping[str, Line]
@@ -56,7 +55,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationOptions:
     """Options that the user sets for all evaluations."""
 
     seed: int = 0
@@ -100,7 +99,7 @@ class Evaluation(ABC):
     examples_file: ExamplesFile | None = None
 
     @abstractmethod
-    def settings(self, subject: Subject, asked: Asked) -> Settings:
+    def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
         """Return all settings that determine the result, except the checkpoint and the tokenizer.
 
         All values are JSON values. Raises ConfigError if this evaluation cannot measure the
@@ -118,7 +117,7 @@ class Evaluation(ABC):
 
 def results_of(run: Path, step: int) -> Path:
     """Return the directory with the results files of the checkpoint at `step`."""
-    return run / DIRECTORY / f"step-{step:08d}"
+    return run / RESULTS_DIRECTORY / f"step-{step:08d}"
 
 
 def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
@@ -186,15 +185,16 @@ def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dic
         problems: dict to which the skipped files are added, as {error message: paths}.
         step: step of the checkpoint whose results are read; 0 selects all checkpoints.
     """
-    found: dict[int, dict[str, Line]] = {}
-    wanted = f"{step:08d}" if step else "[0-9]" * 8
-    for file in sorted((run / DIRECTORY).glob(f"step-{wanted}/*.jsonl")):
+    results: dict[int, dict[str, Line]] = {}
+    step_pattern = f"{step:08d}" if step else "[0-9]" * 8
+    for file in sorted((run / RESULTS_DIRECTORY).glob(f"step-{step_pattern}/*.jsonl")):
+        file_step = int(file.parent.name.removeprefix("step-"))
         try:
-            found.setdefault(int(file.parent.name[5:]), {})[file.stem] = read_first(file)
+            results.setdefault(file_step, {})[file.stem] = read_first(file)
         except (OSError, ValueError) as error:
             reason = f"{getattr(error, 'strerror', error)}; skipped"
             problems.setdefault(reason, []).append(str(file))
-    return dict(found)
+    return dict(results)
 
 
 def question_of(result: Line) -> Line:
@@ -225,12 +225,23 @@ def is_score(score: Any) -> bool:
     """Return whether a JSON value is a dict whose fields have the types of `NamedScore`."""
     if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
         return False
-    groups = [value for key, value in score.items() if key.startswith("by_")]
-    pairs = [score.get(key) or [None, None] for key in ("interval", "range")]
-    dicts = all(isinstance(each, dict) for each in [score.get("level", {}), *groups])
-    if not dicts or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    if not isinstance(score.get("level", {}), dict):
         return False
     keys = ("value", "chance", "generated", "examples", "independent")
     numbers = [score.get(key) for key in keys]
-    numbers += [*chain(*pairs), *(value for group in groups for value in group.values())]
-    return all(x is None or (type(x) in (int, float) and abs(x) < LARGEST) for x in numbers)
+    for key in ("interval", "range"):
+        pair = score.get(key) or [None, None]
+        if not isinstance(pair, list) or len(pair) != 2:
+            return False
+        numbers += pair
+    for key, group in score.items():
+        if key.startswith("by_"):
+            if not isinstance(group, dict):
+                return False
+            numbers += group.values()
+    return all(number is None or is_small_number(number) for number in numbers)
+
+
+def is_small_number(value: Any) -> bool:
+    # The exact type excludes bool, which is a subclass of int.
+    return type(value) in (int, float) and abs(value) < LARGEST_SCORE

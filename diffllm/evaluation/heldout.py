@@ -23,8 +23,8 @@ from diffllm.data.shards import bits_per_byte
 from diffllm.model.attention.ops import Documents, moved
 from diffllm.model.attention.slices import Slices
 
-DIRECTORY = "heldout"
-LARGEST = 2**34
+LOSSES_DIRECTORY = "heldout"
+LARGEST_FILE = 2**34
 """Limit of the file in bytes."""
 T = TypeVar("T")
 
@@ -56,9 +56,9 @@ def heldout_loss(
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     empty = (torch.zeros(0, shape[1], dtype=torch.int64),) * 2
-    own, failure = iter(batches), None
+    iterator, failure = iter(batches), None
     for _ in range(rounds):
-        (inputs, targets), error = next_batch(own, empty)
+        (inputs, targets), error = next_batch(iterator, empty)
         failure = failure or error
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
@@ -154,9 +154,11 @@ class DocumentLosses:
 
     def of_source(self, index: int) -> "DocumentLosses | None":
         """Return the losses of documents of data source `index`; None without such documents."""
-        mine = self.sources == index
-        own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
-        return DocumentLosses(**own) if mine.any() else None
+        is_of_source = self.sources == index
+        if not is_of_source.any():
+            return None
+        arrays = {f.name: getattr(self, f.name)[is_of_source] for f in fields(self)}
+        return DocumentLosses(**arrays)
 
     @property
     def bits_per_byte(self) -> float:
@@ -176,12 +178,13 @@ class DocumentLosses:
 
 
 def path_of(run: Path, step: int) -> Path:
-    return run / DIRECTORY / f"step-{step:08d}.npz"
+    return run / LOSSES_DIRECTORY / f"step-{step:08d}.npz"
 
 
-def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
-    """Return whether `own` and `other` contain the same documents in the same order."""
-    return np.array_equal(own.texts, other.texts) and np.array_equal(own.tokens, other.tokens)
+def same_documents(first: DocumentLosses, second: DocumentLosses) -> bool:
+    """Return whether `first` and `second` contain the same documents in the same order."""
+    have_same_texts = np.array_equal(first.texts, second.texts)
+    return have_same_texts and np.array_equal(first.tokens, second.tokens)
 
 
 def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
@@ -192,22 +195,21 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     Args:
         step: training step after which the losses were measured; None selects the last measurement.
     """
-    there = sorted((run / DIRECTORY).glob("step-*.npz"))
-    file = there[-1] if there and step is None else path_of(run, step or 0)
-    if not there or not os.path.lexists(file):
+    files = sorted((run / LOSSES_DIRECTORY).glob("step-*.npz"))
+    file = files[-1] if files and step is None else path_of(run, step or 0)
+    if not files or not os.path.lexists(file):
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(
-            f"{run}/{DIRECTORY} has no losses of held-out documents{after}; a run writes the "
-            "losses after its last training step"
+            f"{run}/{LOSSES_DIRECTORY} has no losses of held-out documents{after}; a run writes "
+            "the losses after its last training step"
         )
     try:
         with (
-            open_regular(file, LARGEST) as stream,
+            open_regular(file, LARGEST_FILE) as stream,
             np.load(stream, allow_pickle=False) as content,
         ):
-            return _checked(
-                DocumentLosses(**{f.name: content[f.name] for f in fields(DocumentLosses)})
-            )
+            arrays = {f.name: content[f.name] for f in fields(DocumentLosses)}
+            return _checked(DocumentLosses(**arrays))
     except Exception as error:  # numpy and zipfile raise many types.
         raise CheckpointError(f"{file} is damaged: {error}") from error
 

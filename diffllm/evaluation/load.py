@@ -24,7 +24,7 @@ from diffllm.data.sequences import StreamSequences, sequences_in
 from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation import TOKENS
-from diffllm.evaluation.evaluation import Asked, Settings, Subject
+from diffllm.evaluation.evaluation import EvaluationOptions, Settings, Subject
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend, Documents
@@ -60,8 +60,10 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
         params = dict(model.named_parameters())
         check_parameters(path, read_state(path), params)
         model.reset_parameters()
-        tensors = {**{n: p.detach() for n, p in params.items()}, **model.router_state()}
-        load_tensors(path, {f"model.{n}": tensor for n, tensor in tensors.items()}, no_dist=True)
+        tensors = {name: param.detach() for name, param in params.items()}
+        tensors |= model.router_state()
+        stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        load_tensors(path, stored, no_dist=True)
         return model.eval(), step_of(path)
 
     return with_checkpoint(run, step, load)
@@ -115,14 +117,14 @@ def first_sequences(
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
-    found = []
+    first = []
     for i in range(min(most, sequences_in(stream, cfg.seq_len))):
         inputs, targets = sequences.read(np.array([i]))
         documents = None
         if cfg.data.mask_documents:
             documents = Documents.of(inputs, data.manifest.eos_id).to(device)
-        found.append(HeldoutSequence(inputs.to(device), targets.to(device), documents))
-    return found
+        first.append(HeldoutSequence(inputs.to(device), targets.to(device), documents))
+    return first
 
 
 def sequences_for(tokens: int, seq_len: int) -> int:
@@ -130,7 +132,7 @@ def sequences_for(tokens: int, seq_len: int) -> int:
     return math.ceil(tokens / seq_len)
 
 
-def pass_settings(subject: Subject, asked: Asked, version: int) -> Settings:
+def pass_settings(subject: Subject, options: EvaluationOptions, version: int) -> Settings:
     """Return the settings of an evaluation that runs the model on `first_sequences`.
 
     The settings are the version of the evaluation, the number of sequences and the hash of the
@@ -138,6 +140,6 @@ def pass_settings(subject: Subject, asked: Asked, version: int) -> Settings:
     """
     return {
         "version": version,
-        "sequences": asked.limit or sequences_for(TOKENS, subject.cfg.seq_len),
+        "sequences": options.limit or sequences_for(TOKENS, subject.cfg.seq_len),
         "corpus": own_corpus(subject.run, subject.cfg),
     }

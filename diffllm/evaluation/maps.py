@@ -39,7 +39,7 @@ SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
 STRIP, NARROWEST, SCALE = 0.8, 4.8, 2.6
 """Widths in inches: column of lambda or the gate, minimum of the figure, colour bar."""
 FONT = "DejaVu Sans Mono"
-LONGEST = 12
+LABEL_LENGTH = 12
 MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 
 
@@ -121,8 +121,10 @@ def attention_maps(
         layer.by_query["lambda"] = by_head.transpose(1, 2)
     elif "gate" in shown:
         layer.by_query["gate"] = shown["gate"].mean(-1).transpose(1, 2)
-    elif ((kept := 1 - layer.effective.sum(-1)) > ROUNDING).any():
-        layer.by_query["sink"] = kept
+    else:
+        missing = 1 - layer.effective.sum(-1)
+        if (missing > ROUNDING).any():
+            layer.by_query["sink"] = missing
     return layer
 
 
@@ -272,7 +274,7 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
 
 
 def visible(piece: str) -> str:
-    """Return the text of a token as one printable line of at most LONGEST characters.
+    """Return the text of a token as one printable line of at most LABEL_LENGTH characters.
 
     White space is replaced by visible symbols, and other invisible characters by escape sequences.
     """
@@ -286,4 +288,4 @@ def visible(piece: str) -> str:
         alone = c.isprintable() and not unicodedata.category(c).startswith("M")
         drawn = c if alone and ord(c) in glyphs else c.encode("unicode_escape").decode()
         text += MARKS.get(c, drawn)
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= LABEL_LENGTH else text[: LABEL_LENGTH - 1] + "…"

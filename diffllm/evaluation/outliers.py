@@ -9,7 +9,6 @@ Shapes: B batch, T tokens, N queries, h heads of an attention map, D model width
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -17,20 +16,27 @@ from torch import Tensor
 
 from diffllm.core.errors import CheckpointError
 from diffllm.data.progress import track
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
+from diffllm.evaluation.evaluation import (
+    Evaluation,
+    EvaluationOptions,
+    Line,
+    NamedScore,
+    Settings,
+    Subject,
+)
 from diffllm.evaluation.load import HeldoutSequence, first_sequences, pass_settings
 from diffllm.model import Transformer
 from diffllm.model.attention.base import Aux, Maps
 from diffllm.model.stats import Probe, kurtosis, over_channels, probe_at, values_rms
 
-PIECE = 2**22
+WEIGHTS_AT_ONCE = 2**22
 """Maximum attention weights that are computed explicitly at a time."""
 LEFT_OUT = 14
 """Number of low bits of a float32 that its bin ignores; 9 bits of the mantissa remain."""
 BINS = 2 ** (31 - LEFT_OUT)
 TOP = (1, 2, 3, 10, 100)
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
-VERSION = 1
+OUTLIERS_VERSION = 1
 """Part of the key of results: increase it when lines or scores change."""
 NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
@@ -83,7 +89,9 @@ class Spread:
 
         `top_<k>` is None if fewer than k values were added.
         """
-        top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
+        top: dict[str, float | None] = {}
+        for k in TOP:
+            top[f"top_{k}"] = self.largest[k - 1].item() if k <= self.count else None
         percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
         rms = math.sqrt(self.sums[1].item() / self.count)
         return {**top, **percentiles, "rms": rms, "kurtosis": self.kurtosis}
@@ -200,15 +208,15 @@ def measure_outliers(
         advance: called with 1 after each sequence, to show progress.
         name: name of the model in the error message.
     """
-    found = [LayerOutliers() for _ in model.layers]
+    outliers = [LayerOutliers() for _ in model.layers]
     for tokens, _, documents in sequences:
         x = model.tok_embeddings(tokens)
         rope, mask = model.whole_sequences(tokens, documents, x.dtype)
-        for i, (layer, block) in enumerate(zip(found, model.layers, strict=True)):
+        for i, (layer, block) in enumerate(zip(outliers, model.layers, strict=True)):
             aux: Aux = {}
             normed = block.attention_norm(x)
             block.attention(normed, rope, mask, aux=aux)
-            size = max(1, PIECE // (tokens.numel() * block.attention.n_query_heads))
+            size = max(1, WEIGHTS_AT_ONCE // (tokens.numel() * block.attention.n_query_heads))
             for piece in torch.arange(tokens.shape[1], device=tokens.device).split(size):
                 probe = probe_at(piece, tokens.shape[1], documents)
                 q, k = aux["q"][:, piece], aux["k"]
@@ -221,7 +229,7 @@ def measure_outliers(
                 )
             layer.add_states(x, aux["context"], aux["v"])
         advance(1)
-    return [layer.numbers() for layer in found]
+    return [layer.numbers() for layer in outliers]
 
 
 class Outliers(Evaluation):
@@ -235,28 +243,37 @@ class Outliers(Evaluation):
     name = "outliers"
     unit = "magnitude, largest of layers (kurtosis: a ratio)"
 
-    def settings(self, subject: Subject, asked: Asked) -> Settings:
-        return pass_settings(subject, asked, VERSION)
+    def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
+        return pass_settings(subject, options, OUTLIERS_VERSION)
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        asked = settings["sequences"]
-        sequences = first_sequences(subject.run, subject.cfg, asked, subject.device)
+        most = settings["sequences"]
+        sequences = first_sequences(subject.run, subject.cfg, most, subject.device)
         with track(self.name, len(sequences)) as advance:
             layers = measure_outliers(subject.model, sequences, advance, str(subject.checkpoint))
         count = len(sequences)
-        about = {"sequences": count, "tokens": count * subject.cfg.seq_len}
-        return [{"layer": i, **about, **numbers} for i, numbers in enumerate(layers)]
+        sizes = {"sequences": count, "tokens": count * subject.cfg.seq_len}
+        return [{"layer": i, **sizes, **numbers} for i, numbers in enumerate(layers)]
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        places = [("hidden", {"layer": line["layer"]}, line["hidden"]) for line in lines]
+        hidden: list[tuple[Line, Line]] = []
+        logits: list[tuple[Line, Line]] = []
         for line in lines:
-            for name, numbers in line["logits"].items():
-                places.append(("logits", {"layer": line["layer"], "map": name}, numbers))
-        found = []
-        for kind, name in product(("hidden", "logits"), NUMBERS):
-            there = [(own[name], at) for of, at, own in places if of == kind]
-            if there := [pair for pair in there if pair[0] is not None]:
-                value, where = max(there, key=lambda pair: pair[0])
+            layer = {"layer": line["layer"]}
+            hidden.append((layer, line["hidden"]))
+            for map_name, numbers in line["logits"].items():
+                logits.append(({**layer, "map": map_name}, numbers))
+        scores = []
+        for kind, places in (("hidden", hidden), ("logits", logits)):
+            for name in NUMBERS:
+                values = []
+                for place, numbers in places:
+                    if numbers[name] is not None:
+                        values.append((numbers[name], place))
+                if not values:
+                    continue
+                # Compare only the values, because places are dicts, which have no order.
+                value, place = max(values, key=lambda pair: pair[0])
                 count = lines[0]["sequences"]
-                found.append(NamedScore(f"{kind} {name}", value, examples=count, more=where))
-        return found
+                scores.append(NamedScore(f"{kind} {name}", value, examples=count, more=place))
+        return scores

@@ -16,15 +16,22 @@ from diffllm.core.errors import CheckpointError
 from diffllm.core.targets import PADDING
 from diffllm.data.heldout import heldout_documents
 from diffllm.data.progress import track
-from diffllm.evaluation.answers import TOKENS, by_length, padded
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
+from diffllm.evaluation.answers import PASS_TOKENS, by_length, padded
+from diffllm.evaluation.evaluation import (
+    Evaluation,
+    EvaluationOptions,
+    Line,
+    NamedScore,
+    Settings,
+    Subject,
+)
 from diffllm.evaluation.load import own_corpus, own_data
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Documents
 from diffllm.model.rope import RotaryEmbedding
 from diffllm.statistics.bootstrap import of_documents
 
-VERSION = 1
+POSITION_VERSION = 1
 """Part of the key of results: increase it when lines or scores change."""
 DOCUMENTS = 200
 """Default number of documents."""
@@ -37,7 +44,7 @@ class Position(Evaluation):
     """Evaluation of whole held-out documents: loss by position, distance and span of a token.
 
     The model reads each document from its start, after an EOS, up to the model's maximum length, or
-    up to `Asked.seq_len` tokens. RoPE tables are computed for that length.
+    up to `EvaluationOptions.seq_len` tokens. RoPE tables are computed for that length.
     The EOS at the end of a document is also predicted. The properties of a predicted token are:
 
     - position: the index of the token in its document, from 0.
@@ -53,13 +60,16 @@ class Position(Evaluation):
     name = "position"
     unit = "nats per token"
 
-    def settings(self, subject: Subject, asked: Asked) -> Settings:
-        return {
-            "version": VERSION,
-            "documents": asked.limit or DOCUMENTS,
+    def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
+        settings: Settings = {
+            "version": POSITION_VERSION,
+            "documents": options.limit or DOCUMENTS,
             "corpus": own_corpus(subject.run, subject.cfg),
-            **({"seq_len": asked.seq_len} if asked.seq_len else {}),
         }
+        # Without the option, the key is the same as before the option existed.
+        if options.seq_len:
+            settings["seq_len"] = options.seq_len
+        return settings
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         data = own_data(subject.run, subject.cfg)
@@ -71,11 +81,11 @@ class Position(Evaluation):
         texts = [stream.tokens(*place).tolist() for place in zip(starts, ends, strict=True)]
         nats: dict[int, list[float]] = {}
         with track(self.name, len(texts)) as advance, positions_up_to(longest, subject.model):
-            for places in by_length(range(len(texts)), lambda i: len(texts[i]), TOKENS):
+            for places in by_length(range(len(texts)), lambda i: len(texts[i]), PASS_TOKENS):
                 losses = token_nats(subject, [texts[i] for i in places], eos_id)
                 nats |= zip(places, losses, strict=True)
                 advance(len(places))
-        found = []
+        lines = []
         for i, (start, text) in enumerate(zip(starts, texts, strict=True)):
             if not all(map(math.isfinite, nats[i])):
                 raise CheckpointError(
@@ -83,27 +93,30 @@ class Position(Evaluation):
                     "evaluate an earlier checkpoint"
                 )
             predicted = stream.loss_mask(start, start + len(text)).tolist()
-            found.append({"start": start, **sums(text, nats[i], predicted)})
-        return found
+            lines.append({"start": start, **sums(text, nats[i], predicted)})
+        return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        found = []
+        scores = []
         for kind in ("all", "position", "distance", "span"):
-            for name in sorted({name for line in lines for name in line[kind]}, key=bin_sort_key):
-                own = [line[kind][name] for line in lines if name in line[kind]]
-                nats, tokens = np.array(own).T
-                word, start = bin_sort_key(name)
-                level = {} if word else {"level": {kind: start}}
-                found.append(
+            names: set[str] = set()
+            for line in lines:
+                names.update(line[kind])
+            for name in sorted(names, key=bin_sort_key):
+                bin_sums = [line[kind][name] for line in lines if name in line[kind]]
+                nats, tokens = np.array(bin_sums).T
+                has_no_number, start = bin_sort_key(name)
+                level = {} if has_no_number else {"level": {kind: start}}
+                scores.append(
                     NamedScore(
                         f"{kind} {name}".strip(),
                         float(nats.sum() / tokens.sum()),
                         of_documents(nats, tokens),
-                        len(own),
+                        len(bin_sums),
                         more={"tokens": int(tokens.sum()), **level},
                     )
                 )
-        return found
+        return scores
 
 
 @contextmanager
@@ -153,7 +166,7 @@ def sums(
         losses: loss of each token in nats, (n,).
         predicted: (n,); False for tokens that serve only as context and are not counted.
     """
-    found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
+    sums_by_kind: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
     last: dict[int, int] = {}
     followed: dict[tuple[int, int], set[int]] = {}
     for i, (token, loss) in enumerate(zip(text, losses, strict=True)):
@@ -164,16 +177,18 @@ def sums(
         }
         last[token] = i
         if i >= 2:
-            behind = followed.setdefault((text[i - 2], text[i - 1]), set())
-            if token in behind or not behind:
-                bins["span"] = "repeated" if behind else "first"
-            behind.add(token)
+            successors = followed.setdefault((text[i - 2], text[i - 1]), set())
+            if not successors:
+                bins["span"] = "first"
+            elif token in successors:
+                bins["span"] = "repeated"
+            successors.add(token)
         if predicted[i]:
             for kind, name in bins.items():
-                of_bin = found[kind].setdefault(name, [0.0, 0])
-                of_bin[0] += loss
-                of_bin[1] += 1
-    return found
+                bin_sums = sums_by_kind[kind].setdefault(name, [0.0, 0])
+                bin_sums[0] += loss
+                bin_sums[1] += 1
+    return sums_by_kind
 
 
 def octave(number: int) -> str:

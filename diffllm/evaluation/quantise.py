@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,17 +19,24 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.progress import track
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
+from diffllm.evaluation.evaluation import (
+    Evaluation,
+    EvaluationOptions,
+    Line,
+    NamedScore,
+    Settings,
+    Subject,
+)
 from diffllm.evaluation.load import HeldoutSequence, first_sequences, pass_settings
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
 from diffllm.statistics.bootstrap import of_documents
 
-VERSION = 2
+QUANTISE_VERSION = 2
 """Part of the key of results: increase it when lines or scores change."""
 BITS = (8, 6, 4)
 PLAIN = "unquantised"
-KEPT = ("w_lambda",)
+UNROUNDED_LAYERS = ("w_lambda",)
 """Linear layers that are not rounded, because the output is one scalar per head."""
 
 
@@ -65,18 +71,21 @@ def quantised(
     """Context manager: round weight matrices and their inputs inside the `with` block.
 
     The matrices of all experts and linear layers in transformer blocks are rounded, except layers
-    named in KEPT. The input of an expert's matrix w2 is rounded after it is multiplied by the
-    router weight. The original weights are restored exactly on exit. If `weights` is None, the
-    matrices are not rounded. If `activations` is None, the inputs are not rounded.
+    named in UNROUNDED_LAYERS. The input of an expert's matrix w2 is rounded after it is multiplied
+    by the router weight. The original weights are restored exactly on exit. If `weights` is None,
+    the matrices are not rounded. If `activations` is None, the inputs are not rounded.
     """
     with ExitStack() as stack:
         if weights is not None:
             dims = -1 if weights.by_row else (-2, -1)
-            parameters = (each for layer in layers(model) for each in layer.parameters())
-            # Matrices have shape (out, K), or (E, out, K) for experts; biases are not rounded.
-            for weight in (each for each in parameters if each.ndim > 1):
-                stack.callback(setattr, weight, "data", weight.data)
-                weight.data = rounded(weight.data, weights.bits, dims)
+            for layer in layers(model):
+                for weight in layer.parameters():
+                    # Matrices have shape (out, K), or (E, out, K) for experts; biases are not
+                    # rounded.
+                    if weight.ndim > 1:
+                        # Keep the original tensor: rounding cannot be undone.
+                        stack.callback(setattr, weight, "data", weight.data)
+                        weight.data = rounded(weight.data, weights.bits, dims)
         if activations is not None:
             for layer in layers(model):
                 round_inputs(layer, activations, stack)
@@ -85,26 +94,29 @@ def quantised(
 
 def layers(model: Transformer) -> list[nn.Linear | Experts]:
     """Return the linear layers and experts whose matrices and inputs can be rounded."""
-    return [
-        module
-        for name, module in model.layers.named_modules()
-        if isinstance(module, nn.Linear | Experts) and name.rpartition(".")[2] not in KEPT
-    ]
+    chosen: list[nn.Linear | Experts] = []
+    for path, module in model.layers.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Linear | Experts) and name not in UNROUNDED_LAYERS:
+            chosen.append(module)
+    return chosen
 
 
-def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) -> None:
+def round_inputs(layer: nn.Linear | Experts, rounding: Rounding, stack: ExitStack) -> None:
     """Round the inputs (..., K) of the matrices of `layer` until `stack` closes.
 
-    `how` contains the number of bits, and whether each row of an input has its own scale.
+    `rounding` contains the number of bits, and whether each row of an input has its own scale.
     """
 
     def fewer_bits(x: Tensor) -> Tensor:
-        return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
+        dims = -1 if rounding.by_row else tuple(range(x.ndim))
+        return rounded(x, rounding.bits, dims)
 
     stack.enter_context(
         layer.register_forward_pre_hook(lambda _, args: (fewer_bits(args[0]), *args[1:]))
     )
     if isinstance(layer, Experts):
+        # The hook rounds the input of w1 and w3; the input of w2 exists only inside the layer.
         plain = layer.activation
         stack.callback(setattr, layer, "activation", plain)
         layer.activation = lambda *args: fewer_bits(plain(*args))
@@ -119,7 +131,7 @@ class Arm(NamedTuple):
     level: Mapping[str, Any] = {}
 
 
-KINDS = {
+SCALES = {
     "weights per channel": (True, None),
     "activations per token": (None, True),
     "weights per tensor": (False, None),
@@ -129,10 +141,19 @@ KINDS = {
 """Whether weights, and whether activations, have a scale per row; None: not rounded."""
 
 
-ARMS = [Arm(PLAIN)]
-for kind, bits in product(KINDS, BITS):
-    w, x = (None if by_row is None else Rounding(bits, by_row) for by_row in KINDS[kind])
-    ARMS.append(Arm(kind.replace(" ", f" {bits} ", 1), w, x, {"bits": bits, "rounded": kind}))
+def make_arms() -> list[Arm]:
+    """Return all settings: first without rounding, then each entry of SCALES with each of BITS."""
+    arms = [Arm(PLAIN)]
+    for kind, (weights_by_row, inputs_by_row) in SCALES.items():
+        for bits in BITS:
+            weights = None if weights_by_row is None else Rounding(bits, weights_by_row)
+            activations = None if inputs_by_row is None else Rounding(bits, inputs_by_row)
+            name = kind.replace(" ", f" {bits} ", 1)
+            arms.append(Arm(name, weights, activations, {"bits": bits, "rounded": kind}))
+    return arms
+
+
+ARMS = make_arms()
 
 
 class Quantise(Evaluation):
@@ -145,36 +166,38 @@ class Quantise(Evaluation):
     name = "quantise"
     unit = "change of loss, nats per token"
 
-    def settings(self, subject: Subject, asked: Asked) -> Settings:
-        return pass_settings(subject, asked, VERSION)
+    def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
+        return pass_settings(subject, options, QUANTISE_VERSION)
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        asked = settings["sequences"]
-        first = first_sequences(subject.run, subject.cfg, asked, subject.device)
-        sequences = [each for each in first if bool((each.targets >= 0).any())]
+        most = settings["sequences"]
+        sequences = []
+        for sequence in first_sequences(subject.run, subject.cfg, most, subject.device):
+            has_targets = bool((sequence.targets >= 0).any())
+            if has_targets:
+                sequences.append(sequence)
         if not sequences:
             raise DataError(
-                f"the loss ignores all tokens of the first {asked} held-out sequences, because "
-                f"they belong to prompts; set limit above {asked}"
+                f"the loss ignores all tokens of the first {most} held-out sequences, because "
+                f"they belong to prompts; set limit above {most}"
             )
-        found: list[Line] = []
+        lines: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:
             for arm in ARMS:
                 with quantised(subject.model, arm.weights, arm.activations):
-                    found += loss_lines(subject, arm.name, sequences, advance)
-        return found
+                    lines += loss_lines(subject, arm.name, sequences, advance)
+        return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        nats = {
-            arm.name: np.array([line["nats"] for line in lines if line["arm"] == arm.name])
-            for arm in ARMS
-        }
+        nats: dict[str, np.ndarray] = {}
+        for arm in ARMS:
+            nats[arm.name] = np.array([line["nats"] for line in lines if line["arm"] == arm.name])
         tokens = np.array([line["tokens"] for line in lines if line["arm"] == PLAIN])
         loss = float(nats[PLAIN].sum() / tokens.sum())
-        found = []
+        scores = []
         for arm in ARMS[1:]:
             change = nats[arm.name] - nats[PLAIN]
-            found.append(
+            scores.append(
                 NamedScore(
                     arm.name,
                     float(change.sum() / tokens.sum()),
@@ -183,7 +206,7 @@ class Quantise(Evaluation):
                     more={"loss": loss, "level": arm.level},
                 )
             )
-        return found
+        return scores
 
 
 @torch.no_grad()
@@ -202,18 +225,16 @@ def loss_lines(
         arm: name of the current setting in ARMS; the dicts and the error message contain this name.
         advance: called with 1 after each sequence, to show progress.
     """
-    found = []
-    for i, each in enumerate(sequences):
-        losses = subject.model(
-            each.inputs, each.targets, documents=each.documents, by_token=True
-        ).double()
+    lines = []
+    for i, (inputs, targets, documents) in enumerate(sequences):
+        losses = subject.model(inputs, targets, documents=documents, by_token=True).double()
         nats = losses.sum().item()
         if not math.isfinite(nats):
             raise CheckpointError(
                 f"{subject.checkpoint}: the loss of held-out tokens is not finite ({arm}); "
                 "evaluate an earlier checkpoint"
             )
-        tokens = int((each.targets >= 0).sum())
-        found.append({"arm": arm, "sequence": i, "nats": nats, "tokens": tokens})
+        tokens = int((targets >= 0).sum())
+        lines.append({"arm": arm, "sequence": i, "nats": nats, "tokens": tokens})
         advance(1)
-    return found
+    return lines

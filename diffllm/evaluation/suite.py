@@ -26,8 +26,8 @@ from diffllm.evaluation.answers import (
 )
 from diffllm.evaluation.attention_mass import PREFIX, AttentionMass
 from diffllm.evaluation.evaluation import (
-    Asked,
     Evaluation,
+    EvaluationOptions,
     Subject,
     check_examples_file,
     read_result,
@@ -63,8 +63,8 @@ Result = dict[str, Any]
 
 def chosen(
     suite: str, names: Sequence[str], levels: Sequence[Level]
-) -> tuple[list[Evaluation], Asked]:
-    """Return the chosen evaluations, and an `Asked` that contains their levels of difficulty.
+) -> tuple[list[Evaluation], EvaluationOptions]:
+    """Return the chosen evaluations, and `EvaluationOptions` with their levels of difficulty.
 
     The chosen evaluations are those in `names` or, if `names` is empty, all evaluations of `suite`.
     Raises ConfigError if a name or the suite is unknown, if two files have one name, or if `levels`
@@ -86,8 +86,8 @@ def chosen(
             "selected; select one with tasks=[NAME]"
         )
     fixed = {name: SUITES[suite][name] for name in by_name if SUITES[suite].get(name)}
-    asked = Asked(levels=dict.fromkeys(by_name, levels) if levels else fixed)
-    return list(by_name.values()), asked
+    options = EvaluationOptions(levels=dict.fromkeys(by_name, levels) if levels else fixed)
+    return list(by_name.values()), options
 
 
 def check_same_examples(first: Evaluation, second: Evaluation) -> None:
@@ -101,11 +101,11 @@ def check_same_examples(first: Evaluation, second: Evaluation) -> None:
         )
 
 
-def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
+def evaluation_named(name: str, allowed_names: Sequence[str] = ()) -> Evaluation:
     """Find an evaluation by its name, by the name of a task, or by the path of a file of examples.
 
-    Raises ConfigError for an unknown name. The message lists the allowed names: those in `known`
-    or, if `known` is empty, the names of all tasks and evaluations.
+    Raises ConfigError for an unknown name. The message lists the allowed names: those in
+    `allowed_names` or, if this is empty, the names of all tasks and evaluations.
     """
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
@@ -118,17 +118,19 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
         return EVALUATIONS[name]
     if name in TASKS:
         return Answers(TASKS[name])
-    if (task_name := name.removeprefix(PREFIX)) != name and task_name in TASKS:
+    task_name = name.removeprefix(PREFIX)
+    if task_name != name and task_name in TASKS:
         return AttentionMass(TASKS[task_name])
     if name in REMOVED:
         raise ConfigError(f"tasks: {name} was removed; use {AVAILABLE}")
-    known = known or sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])
-    allowed = f"{', '.join(known)}, or a {' or '.join(JSON_LINES)} file"
-    raise ConfigError(f"tasks: {name} must be one of {allowed}{did_you_mean(name, known)}")
+    allowed_names = allowed_names or sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])
+    allowed = f"{', '.join(allowed_names)}, or a {' or '.join(JSON_LINES)} file"
+    suggestion = did_you_mean(name, allowed_names)
+    raise ConfigError(f"tasks: {name} must be one of {allowed}{suggestion}")
 
 
 def evaluate(
-    subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
+    subject: Subject, evaluations: Sequence[Evaluation], options: EvaluationOptions
 ) -> tuple[dict[str, Result], list[str]]:
     """Run all evaluations; return results by evaluation name, and a message per skipped evaluation.
 
@@ -145,7 +147,7 @@ def evaluate(
     manifest = (subject.checkpoint / MANIFEST).read_bytes()
     for evaluation in evaluations:
         try:
-            settings = evaluation.settings(subject, asked)
+            settings = evaluation.settings(subject, options)
         except DoesNotFit as error:
             skipped.append(str(error))
             continue
@@ -161,9 +163,9 @@ def evaluate(
             scores = []
             for score in evaluation.scores(settings, lines):
                 content = asdict(score)
-                more = content.pop("more")
+                details = content.pop("more")
                 # A diverged model may have an infinite value, which JSON cannot hold.
-                scores.append({**content, "value": finite(score.value), **more})
+                scores.append({**content, "value": finite(score.value), **details})
             first = {"key": key, "unit": evaluation.unit, "scores": scores}
             if evaluation.examples_file:
                 first["examples_file"] = evaluation.examples_file._asdict()
@@ -183,13 +185,14 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
     tasks: dict[str, Answers] = {}
     levels: dict[str, Sequence[Level]] = {}
     selected_by: dict[str, str] = {}
-    known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
+    allowed_names = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
     for name in cfg.eval.suites:
         try:
             if name in SUITES:
-                evaluations, asked = chosen(name, [], [])
+                evaluations, options = chosen(name, [], [])
             else:
-                evaluations, asked = [evaluation_named(name, known)], Asked()
+                evaluations = [evaluation_named(name, allowed_names)]
+                options = EvaluationOptions()
             for evaluation in evaluations:
                 check_same_examples(tasks.get(evaluation.name, evaluation), evaluation)
         except ConfigError as error:
@@ -201,14 +204,17 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
                     f"training, use diffllm evaluate tasks=[{evaluation.name}]"
                 )
             task_name = evaluation.name
-            of_suite = asked.levels.get(task_name, ())
-            if levels.get(task_name, of_suite) != of_suite and task_name not in cfg.eval.levels:
+            suite_levels = options.levels.get(task_name, ())
+            differs = levels.get(task_name, suite_levels) != suite_levels
+            if differs and task_name not in cfg.eval.levels:
                 raise ConfigError(
                     f"eval.suites: {selected_by[task_name]} and {name} contain the task "
                     f"{task_name} at different levels; keep one of them, or set "
                     f"eval.levels={{{task_name}: ...}}"
                 )
-            tasks[task_name], levels[task_name], selected_by[task_name] = evaluation, of_suite, name
+            tasks[task_name] = evaluation
+            levels[task_name] = suite_levels
+            selected_by[task_name] = name
     for name, level in cfg.eval.levels.items():
         if name not in tasks:
             raise ConfigError(
@@ -228,17 +234,18 @@ class TasksWhileTraining:
     def __init__(
         self, cfg: TrainConfig, levels_by_task: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
     ):
-        self.asked: dict[str, Questions] = {}
+        self.examples: dict[str, Questions] = {}
         self.levels: dict[str, list[str]] = {}
         """By task: names of levels in names of metrics, such as "length_96_needles_2"."""
         for task, levels in levels_by_task.items():
-            asked = Asked(limit=cfg.eval.suites_limit, levels={task.name: levels})
-            settings = task.examples(asked, tokenizer, cfg.seq_len)
-            self.asked[task.name] = questions(task.task, settings, tokenizer, cfg.seq_len)
-            self.levels[task.name] = [
-                "_".join(f"{key}_{value}" for key, value in level.items())
-                for level in settings["levels"]
-            ]
+            limit = cfg.eval.suites_limit
+            options = EvaluationOptions(limit=limit, levels={task.name: levels})
+            settings = task.examples(options, tokenizer, cfg.seq_len)
+            self.examples[task.name] = questions(task.task, settings, tokenizer, cfg.seq_len)
+            level_names = []
+            for level in settings["levels"]:
+                level_names.append("_".join(f"{key}_{value}" for key, value in level.items()))
+            self.levels[task.name] = level_names
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the share of correct answers of each task, as a dict from metric names to values.
@@ -250,10 +257,12 @@ class TasksWhileTraining:
         """
         model.eval()
         metrics: dict[str, float] = {}
-        for name, asked in self.asked.items():
-            with torch.compiler.set_stance("force_eager"):  # Batches differ in shape.
-                scores = score_batches(model, [question for _, _, question in asked], together=True)
-            lines = lines_of(asked, scores)
+        for name, examples in self.examples.items():
+            encoded = [question for _, _, question in examples]
+            # Batches differ in shape, and each shape would be compiled anew.
+            with torch.compiler.set_stance("force_eager"):
+                scores = score_batches(model, encoded, together=True)
+            lines = lines_of(examples, scores)
             metrics[f"tasks/{name}"] = share(lines, "correct")
             metrics[f"tasks_chance/{name}"] = chance(lines)
             metrics[f"tasks_generated/{name}"] = share(lines, "generated")

@@ -34,7 +34,7 @@ OLDEST = "5.4.0"
 
 
 def export(
-    run: Path, out: Path, step: int, dtype: torch.dtype, shard_size: str, own: bool
+    run: Path, out: Path, step: int, dtype: torch.dtype, shard_size: str, uses_own_class: bool
 ) -> tuple[Layout, int]:
     """Export a checkpoint of a run as a Hugging Face model directory `out`.
 
@@ -45,20 +45,21 @@ def export(
         step: training step of the checkpoint; 0 selects the newest undamaged checkpoint.
         dtype: dtype of the exported parameters, except parameters that must stay in float32.
         shard_size: maximum size of a weights file, such as 500MB.
-        own: use modeling_diffllm.py even if a class of transformers fits.
+        uses_own_class: use modeling_diffllm.py even if a class of transformers fits.
 
     Raises CheckpointError for a missing or damaged checkpoint, ConfigError if `out` exists or the
     model cannot be exported, and DataError if the tokenizer cannot be converted to a fast
     tokenizer.
     """
     cfg = load_run_config(run)
-    layout = layout_of(cfg.model, own)
+    layout = layout_of(cfg.model, uses_own_class)
     check_absent(out, "out")
 
+    # Called again with a newer checkpoint if training deletes this one during the export.
     def write(checkpoint: Path) -> int:
         with writing(f"out={out}"), new_directory(out) as hidden:
-            ours = tensors_of(cfg.model, checkpoint, dtype)
-            write_safetensors(hidden, "model", checkpoint, ours, shard_size, layout.exported)
+            tensors = tensors_of(cfg.model, checkpoint, dtype)
+            write_safetensors(hidden, "model", checkpoint, tensors, shard_size, layout.exported)
             tokenizer = export_tokenizer(run, hidden, cfg.model)
             write_configs(hidden, layout, tokenizer, dtype)
             write_card(run, checkpoint, hidden, cfg, layout, out.name)
@@ -140,7 +141,10 @@ def write_configs(
             **bos_token,
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.eos_token,
+            # Generation continues the last column of a batch.
             "padding_side": "left",
+            # Decode and encode like `Tokenizer`: all spaces stay, and the text of a special token
+            # is ordinary text.
             "clean_up_tokenization_spaces": False,
             "split_special_tokens": True,
             "model_max_length": layout.config["max_position_embeddings"],
@@ -203,18 +207,21 @@ def write_card(
         "hash of the data": facts.get("corpus"),
     }
     if summary is not None and summary.get("steps") == state["step"]:
-        known = {key: summary[key] for key in RESULTS if summary.get(key) is not None}
-        rows |= {RESULTS[key]: f"{value:.4f}" for key, value in known.items()}
+        for key, title in RESULTS.items():
+            # A diverged run has null instead of a loss.
+            if summary.get(key) is not None:
+                rows[title] = f"{summary[key]:.4f}"
         rows["held-out tokens"] = summary.get("heldout_tokens")
-    carried = layout.architecture == ARCHITECTURE
+    lines = [f"| {title} | {value} |" for title, value in rows.items() if value is not None]
+    has_modelling_file = layout.architecture == ARCHITECTURE
     card = CARD.format(
         name=name,
         variant=variant,
         millions=sum(math.prod(shape) for shape in state["parameters"].values()) / 1e6,
         line=facts.get("variant_line", ""),
-        remote=", trust_remote_code=True" if carried else "",
-        rows="\n".join(f"| {k} | {v} |" for k, v in rows.items() if v is not None),
-        carried=CARRIED if carried else "",
+        remote=", trust_remote_code=True" if has_modelling_file else "",
+        rows="\n".join(lines),
+        carried=CARRIED if has_modelling_file else "",
     )
     (directory / "README.md").write_text(card, encoding="utf-8")
 
@@ -229,14 +236,16 @@ def origin_rows(facts: dict[str, Any], state: dict[str, Any], cfg: TrainConfig) 
     if imported := facts.get("imported"):
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
         return {title: imported.get(key) for title, key in keys.items()}
-    named, before = named_in(cfg.resume), (facts.get("previous") or {}).get("tokens") or 0
+    resumed = named_in(cfg.resume)
+    # The tokens of earlier stages; the state of the loop counts those of this stage.
+    previous_tokens = (facts.get("previous") or {}).get("tokens") or 0
     tokens = tokens_of(state["loop"]) if state["loop"] else 0
-    of_mixture = [f"{name}: {source_text(of)}" for name, of in cfg.data.sources.items()]
+    sources = [f"{name}: {source_text(source)}" for name, source in cfg.data.sources.items()]
     return {
-        "weights from": named and str(named.path),
+        "weights from": str(resumed.path) if resumed else None,
         "step": f"{state['step']:,}",
-        "tokens trained on": f"{before + tokens:,}",
-        "data": "; ".join(of_mixture) or source_text(cfg.data),
+        "tokens trained on": f"{previous_tokens + tokens:,}",
+        "data": "; ".join(sources) or source_text(cfg.data),
     }
 
 
@@ -247,8 +256,12 @@ def source_text(source: TextConfig) -> str:
     Otherwise the text is the kind of the corpus, for example "stdlib".
     """
     if source.dataset:
-        revision = f" at revision {source.revision}" if source.revision else ""
-        return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"
+        text = str(source.dataset)
+        if source.name:
+            text += f" ({source.name})"
+        if source.revision:
+            text += f" at revision {source.revision}"
+        return text
     if source.paths:
         return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
     return str(source.source)

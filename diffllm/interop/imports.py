@@ -51,10 +51,10 @@ def import_model(
     if "revision" in facts:
         origin.name = name_from(Path(facts["from"]))  # the directory is named by the commit
     checkpoint = origin.checkpoint()
-    new, made = origin, None
+    new, mapped_parameters = origin, None
     facts |= {"attention": origin.attention, "architecture": origin.architecture}
     if attention is not None:
-        model, made = converted(origin.model, attention, perturb, seed)
+        model, mapped_parameters = converted(origin.model, attention, perturb, seed)
         new = replace(origin, model=model, chosen=None)
         facts |= {"converted": attention, "perturb": perturb, "seed": seed}
     elif perturb:
@@ -66,9 +66,12 @@ def import_model(
     facts["bos_token"] = bos_token
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
-        if made is not None:
-            routers = {name: tensor for name, tensor in tensors.items() if ".router." in name}
-            tensors = routers | {mapped.name: mapped.of(tensors) for mapped in made}
+        if mapped_parameters is not None:
+            # A `Mapped` exists for each parameter; the buffers of routers are copied.
+            new_tensors = {name: tensor for name, tensor in tensors.items() if ".router." in name}
+            for mapped in mapped_parameters:
+                new_tensors[mapped.name] = mapped.of(tensors)
+            tensors = new_tensors
         names = [name for name, _ in without_storage(new.model).named_parameters()]
         write_parameters(hidden / "checkpoints", tensors, names)
         for file, content in tokenizer_files(tokenizer, bos_token=bos_token).items():
@@ -91,19 +94,20 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
     path = user_path(source, "hf")
     if path.is_dir():
         return path, {"from": source}
-    found = HUB_ID.fullmatch(source)
-    if path.exists() or not found:
+    match = HUB_ID.fullmatch(source)
+    if path.exists() or not match:
         raise ConfigError(f"hf={source} must be a directory or owner/name[@revision] of the hub")
     from huggingface_hub import HfApi, snapshot_download
 
-    name, revision = found["name"], found["revision"]
+    name, revision = match["name"], match["revision"]
     try:
+        # Download the commit, so that run.json records exactly the downloaded files.
         sha = HfApi().model_info(name, revision=revision, timeout=60).sha
         fetched = snapshot_download(name, revision=sha, allow_patterns=list(WANTED))
     except Exception as error:
-        why = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"hf={source} is not a directory, and the download from the hub failed: {why}"
+            f"hf={source} is not a directory, and the download from the hub failed: {reason}"
         ) from error
     return Path(fetched), {"from": name, "revision": sha}
 
@@ -117,9 +121,11 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
     model = without_storage(origin.model).to_empty(device="cpu")
     for mixture in model.mixtures:
         mixture.router.reset_buffers()
-    tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **model.router_state()}
+    tensors = {name: param.detach() for name, param in model.named_parameters()}
+    tensors |= model.router_state()
     if checkpoint:
-        load_tensors(checkpoint, {f"model.{n}": t for n, t in tensors.items()}, no_dist=True)
+        stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        load_tensors(checkpoint, stored, no_dist=True)
     else:
         assert origin.directory
         for name in origin.directory.names:

@@ -134,7 +134,7 @@ def questions(vocab_size):
 
 def answered(overrides):
     """Return the scores of a training model; all ranks take part in every batch."""
-    answers.TOKENS = 40  # Gives several batches per rank.
+    answers.PASS_TOKENS = 40  # Gives several batches per rank.
     cfg = config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()

@@ -18,7 +18,7 @@ from diffllm.data.tasks.task import TASKS
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation import suite
 from diffllm.evaluation.answers import Answers
-from diffllm.evaluation.evaluation import Asked, Subject
+from diffllm.evaluation.evaluation import EvaluationOptions, Subject
 from diffllm.statistics.estimates import wilson
 
 FAST = ["tasks=[mqar,icl]", "limit=8"]
@@ -394,7 +394,7 @@ def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
 def test_evaluate_command_divides_example_limit_between_task_levels(
     run: Path, limit: int | None, asked: list[int]
 ) -> None:
-    wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
+    wanted = EvaluationOptions(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     numbers = Answers(TASKS["mqar"]).examples(wanted, tokenizer, 10_000)["examples"]
     assert [number for number in numbers if number] == asked

@@ -129,7 +129,7 @@ def explicit(model, tokens, documents):
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("variant", slow_but(["standard", "diff_v2"], VARIANTS))
 def test_outlier_statistics_of_layers_match_float64_reference(variant, masked, monkeypatch):
-    monkeypatch.setattr(outliers, "PIECE", 1000)  # Split queries into several pieces.
+    monkeypatch.setattr(outliers, "WEIGHTS_AT_ONCE", 1000)  # Split queries into several pieces.
     model = tiny(variant)
     tokens = torch.randint(4, 64, (3, T))
     tokens[:, [7, 15]] = EOS

@@ -12,7 +12,7 @@ from runs.written import data_words, made, subject_of
 
 from diffllm.data.heldout import heldout_documents
 from diffllm.data.token_data import TokenData
-from diffllm.evaluation.evaluation import Asked, Line, Subject
+from diffllm.evaluation.evaluation import EvaluationOptions, Line, Subject
 from diffllm.evaluation.position import octave, sums
 from diffllm.evaluation.suite import EVALUATIONS
 from diffllm.model.transformer import build_model
@@ -85,7 +85,9 @@ def measured(
 
 
 def lines_of(subject: Subject, limit: int | None = None, seq_len: int | None = None) -> list[Line]:
-    return POSITION.lines(subject, POSITION.settings(subject, Asked(limit=limit, seq_len=seq_len)))
+    return POSITION.lines(
+        subject, POSITION.settings(subject, EvaluationOptions(limit=limit, seq_len=seq_len))
+    )
 
 
 @pytest.mark.fast_cases(2)
@@ -128,7 +130,7 @@ def test_position_score_equals_mean_loss_of_tokens_in_bin(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, _ = measured
-    settings = POSITION.settings(subject, Asked())
+    settings = POSITION.settings(subject, EvaluationOptions())
     lines = POSITION.lines(subject, settings)
     scores = {score.of: score for score in POSITION.scores(settings, lines)}
     bins = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diffllm import build_model, load_config
 from diffllm.data.preparation.prepare import prepare
-from diffllm.evaluation.evaluation import Asked, Subject
+from diffllm.evaluation.evaluation import EvaluationOptions, Subject
 from diffllm.evaluation.quantise import ARMS, Rounding, quantised, rounded
 from diffllm.evaluation.suite import EVALUATIONS
 from diffllm.model import Transformer
@@ -176,7 +176,7 @@ def test_losses_of_quantise_evaluation_match_reference(
     measured: Subject,
 ) -> None:
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}
-    settings = QUANTISE.settings(measured, Asked(limit=9))
+    settings = QUANTISE.settings(measured, EvaluationOptions(limit=9))
     assert settings["sequences"] == 9
     lines = QUANTISE.lines(measured, settings)
     for name, value in measured.model.state_dict().items():

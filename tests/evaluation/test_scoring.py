@@ -61,8 +61,8 @@ def test_batched_answer_scores_match_scores_of_single_sequences(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
     monkeypatch.setattr(answers, "CACHED_FROM", cached_from)
-    monkeypatch.setattr(answers, "TOKENS", tokens)
-    monkeypatch.setattr(answers, "CACHE", cache)
+    monkeypatch.setattr(answers, "PASS_TOKENS", tokens)
+    monkeypatch.setattr(answers, "CACHE_POSITIONS", cache)
     model = model_of(variant)
     asked = [with_generated(model, question) for question in questions()]
     told: list[int] = []
@@ -112,7 +112,7 @@ def test_scoring_computes_common_prefix_of_questions_only_once(
 ) -> None:
     """One context is a prefix of the next context, and two texts are scored one after the other."""
     monkeypatch.setattr(answers, "CACHED_FROM", 1)
-    monkeypatch.setattr(answers, "CACHE", cache)
+    monkeypatch.setattr(answers, "CACHE_POSITIONS", cache)
     model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]
     first, second = other.context[:60], [*other.context[:20], *other.context[:50]]
     asked = [
