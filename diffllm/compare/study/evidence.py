@@ -60,11 +60,18 @@ class Evidence:
         missing: list[str] = []
         values: dict[int, float | None] = {}
         for seed in study.seeds:
-            names = [planned.name for planned in deciding_runs(study, name, seed, lr)]
-            ended = [self.runs[run_name] for run_name in names if run_name in self.runs]
+            ended: list[StudyRun] = []
+            is_complete = True
+            for planned in deciding_runs(study, name, seed, lr):
+                run = self.runs.get(planned.name)
+                if run is None:
+                    is_complete = False
+                    missing.append(planned.name)
+                else:
+                    ended.append(run)
             runs += ended
-            missing += [run_name for run_name in names if run_name not in self.runs]
-            if len(ended) == len(names):
+            # A mean over a part of the learning rates would not be the study's metric.
+            if is_complete:
                 values[seed] = value_of(ended, study)
         return StudyArm(name, values, lr, runs, missing)
 
@@ -81,6 +88,7 @@ def read_evidence(study: Study, out: Path) -> Evidence:
         rates = rate_runs(out)
         for name, path in grid_directories(out).items():
             marks[name] = configs.load(path).run.study or ""
+    # The grid decides the learning rates of the compared runs, so it is read first.
     choices = choose_rates(study, rates)
     planned_runs = planned_by_name(study, {choice.arm: choice.lr for choice in choices})
     runs: dict[str, StudyRun] = {}
@@ -92,6 +100,7 @@ def read_evidence(study: Study, out: Path) -> Evidence:
                 digests[name] = config_digest(run.cfg, study)
                 runs[name] = read_run(run, study, planned)
             advance(1)
+    # A run of the grid is compared with the corpora of the compared runs, which are known only now.
     for choice in choices:
         corpora = {run.facts.corpus for run in runs.values() if run.arm == choice.arm}
         for planned in choice.runs:
@@ -125,6 +134,8 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     `planned` is the run's entry in the study's plan. Raises ConfigError if the run did not log the
     study's metric.
     """
+    # Runs measure the held-out loss of documents once at the end; during training they log the loss
+    # of a sample.
     logged = EVAL_LOSS if study.metric in LOSS_METRICS else study.metric
     curve = run.series(logged)
     place = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
@@ -168,6 +179,7 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
     if study.metric.startswith(TASKS):
         name = f"tasks_chance/{study.metric.removeprefix(TASKS)}"
         measured["chance"] = finite(run.last_value(name))
+    # A diverged run has no value of any metric, even if the metric itself is finite.
     if run.final_loss is None:
         return measured
     if study.octave:
@@ -178,7 +190,8 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
                 "another metric"
             )
         measured |= losses._asdict()
-        measured["value"] = losses.position_losses[losses.positions.index(study.octave)]
+        place_of_octave = losses.positions.index(study.octave)
+        measured["value"] = losses.position_losses[place_of_octave]
         return measured
     if study.metric in LOSS_METRICS:
         if run.documents is not None:

@@ -96,12 +96,14 @@ def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTes
     else:
         gap = outcome.full
         sides, smallest = t_tests(rule, gap, np.array(outcome.differences))
+    # Diverged runs have no value, so their test replaces the tests of the remaining values.
     sides = sides_of_diverged(study, rule, outcome) or sides
     notes = {}
     if rule.kind in ("difference", "equivalence"):
         notes = value_notes(study, candidate, base)
         if study.lr_sweep:
-            # A seed has one run per learning rate.
+            # A seed has one run per learning rate, and a value if one of these runs is finite. The
+            # shares of `arm_gap` count seeds; the shares of all runs replace them.
             candidate_share = Share(candidate.diverged, len(candidate.runs))
             base_share = Share(base.diverged, len(base.runs))
             outcome = replace(outcome, candidate=candidate_share, base=base_share)
@@ -177,7 +179,9 @@ def t_tests(
         direction, bound = side_of(rule)
         return (side(direction, bound), side(-direction, bound)), smallest
     margin = rule.margin or 0.0
+    # The claim holds if the gap is below the margin and above its negative, so the larger p counts.
     showing = combined(side(BELOW, margin), side(ABOVE, -margin), max, 1)
+    # Either side refutes the claim. Bonferroni's factor 2 corrects the choice of the smaller p.
     refuting = combined(side(ABOVE, margin), side(BELOW, -margin), min, 2)
     close = equivalence(gap, margin, rule.alpha)
     if gap.zero_variance and close and close.inside:
@@ -206,22 +210,30 @@ def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, 
     """
     candidate, base = outcome.candidate, outcome.base
     is_equivalence = rule.kind == "equivalence"
+    is_any_diverged = candidate.diverged + base.diverged > 0
+    # Products of whole numbers compare the shares without rounding.
     is_equal = candidate.diverged * base.runs == base.diverged * candidate.runs
-    if not candidate.diverged + base.diverged or (is_equal and not is_equivalence):
+    if not is_any_diverged or (is_equal and not is_equivalence):
         return None
     worse, other = (candidate, base) if candidate.diverged else (base, candidate)
     # A trend has no better arm, and neither have some metrics. A log-rank rule claims that
     # `candidate` is better.
-    direction = ABOVE if rule.kind == "log_rank" else side_of(rule)[0]
-    upwards = {"trend": 0, "log_rank": ABOVE}.get(rule.kind, better(study.metric))
-    is_partial = worse.diverged < worse.runs or other.diverged
-    if is_partial or not (upwards or is_equivalence):
+    claimed_direction, _ = side_of(rule)
+    better_direction = better(study.metric)
+    if rule.kind == "log_rank":
+        claimed_direction = better_direction = ABOVE
+    elif rule.kind == "trend":
+        better_direction = 0
+    is_partial = worse.diverged < worse.runs or other.diverged > 0
+    if is_partial or not (better_direction or is_equivalence):
         return NEVER, NEVER
     p = p_all_against_none(worse.runs, other.runs)
     if is_equivalence:
+        # The claim names no worse arm, so the test has two sides.
         p = min(1.0, 2 * p)
     decided = Side(p, p, diverged=True)
-    if is_equivalence or (direction == upwards) == (worse is candidate):
+    claims_better = claimed_direction == better_direction
+    if is_equivalence or claims_better == (worse is candidate):
         return NEVER, decided
     return decided, NEVER
 
@@ -237,10 +249,13 @@ def sides_of_sensitivity(
     """
     showing, refuting = sides
     candidate, base = outcome.candidate, outcome.base
+    # The difference of both shares, times both numbers of runs.
     excess = candidate.diverged * base.runs - base.diverged * candidate.runs
     if not excess:
         return sides
-    if rule.kind == "equivalence" or (side_of(rule)[0] == BELOW) == (excess > 0):
+    claims_less_sensitive = side_of(rule)[0] == BELOW
+    diverges_more = excess > 0
+    if rule.kind == "equivalence" or claims_less_sensitive == diverges_more:
         return NEVER, refuting
     return showing, NEVER
 
@@ -252,16 +267,17 @@ def floor_or_ceiling(study: Study, candidate: StudyArm, base: StudyArm) -> str:
     all runs of an arm diverged.
     """
     chances = [run.chance for run in (*candidate.runs, *base.runs) if run.chance is not None]
-    if not chances or study.scale != "linear" or not (candidate.mean and base.mean):
+    mean, base_mean = candidate.mean, base.mean
+    if not chances or study.scale != "linear" or not (mean and base_mean):
         return ""
-    means = candidate.mean, base.mean
-    listing = (
-        f"{candidate.label} has {candidate.mean.mean:.3f} and {base.label} has {base.mean.mean:.3f}"
-    )
-    if all(mean.mean >= CEILING for mean in means):
+    listing = f"{candidate.label} has {mean.mean:.3f} and {base.label} has {base_mean.mean:.3f}"
+    if mean.mean >= CEILING and base_mean.mean >= CEILING:
         return f"all arms are at the ceiling: {listing}"
     chance = max(chances)
-    if all((mean.mean if mean.low is None else mean.low) <= chance for mean in means):
+    # A single seed has no interval; its mean is compared.
+    low = mean.mean if mean.low is None else mean.low
+    base_low = base_mean.mean if base_mean.low is None else base_mean.low
+    if low <= chance and base_low <= chance:
         return f"no arm is above chance ({chance:.3f}) with 95% confidence: {listing}"
     return ""
 
@@ -271,7 +287,8 @@ def best_losses(candidate: StudyArm, base: StudyArm) -> str:
 
     An arm with equally high losses at all learning rates has a small sensitivity.
     """
-    loss, base_loss = best_loss(candidate), best_loss(base)
+    loss = best_loss(candidate)
+    base_loss = best_loss(base)
     if math.inf in (loss, base_loss):
         return ""
     text = (
@@ -300,7 +317,8 @@ def size_words(candidate: StudyArm, base: StudyArm) -> str:
     """State whether two arms have equally many parameters; "" if the numbers are not recorded."""
     if not candidate.runs or not base.runs:
         return ""
-    size, base_size = candidate.runs[0].facts.parameters, base.runs[0].facts.parameters
+    size = candidate.runs[0].facts.parameters
+    base_size = base.runs[0].facts.parameters
     if not size or not base_size:
         return ""
     share = size / base_size - 1

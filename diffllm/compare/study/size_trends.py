@@ -25,24 +25,29 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
     diverged. The number of parameters of a size is the geometric mean of both arms. A seed is
     included only if its runs ended at every size.
     """
-    candidates, bases = zip(*rule.pairs, strict=True)
-    names = candidates + bases
-    if not all(arms[name].runs for name in names):
+    candidates: list[StudyArm] = []
+    bases: list[StudyArm] = []
+    for candidate_name, base_name in rule.pairs:
+        candidates.append(arms[candidate_name])
+        bases.append(arms[base_name])
+    if not all(arm.runs for arm in candidates + bases):
         return Arm(rule.arm, {}), Arm(rule.against, {})
-    parameters = {name: parameters_of(arms[name]) for name in names}
+    parameters = {arm.label: parameters_of(arm) for arm in candidates + bases}
+    # `check_trends` compared the planned sizes before the runs; these are the recorded sizes.
     check_sizes(rule, parameters)
-    sizes = [math.sqrt(parameters[arm] * parameters[against]) for arm, against in rule.pairs]
-    candidate_slopes = slopes_by_seed(sizes, [arms[name] for name in candidates])
-    base_slopes = slopes_by_seed(sizes, [arms[name] for name in bases])
+    sizes = []
+    for candidate, base in zip(candidates, bases, strict=True):
+        sizes.append(math.sqrt(parameters[candidate.label] * parameters[base.label]))
+    candidate_slopes = slopes_by_seed(sizes, candidates)
+    base_slopes = slopes_by_seed(sizes, bases)
     return Arm(rule.arm, candidate_slopes), Arm(rule.against, base_slopes)
 
 
 def slopes_by_seed(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | None]:
     """Return the slope of the metric over `sizes`, the numbers of parameters of `arms`."""
+    common_seeds = set.intersection(*(set(arm.seed_values) for arm in arms))
     by_seed: dict[int, float | None] = {}
-    for seed in sorted(arms[0].seed_values):
-        if not all(seed in arm.seed_values for arm in arms):
-            continue
+    for seed in sorted(common_seeds):
         values = [arm.seed_values[seed] for arm in arms]
         by_seed[seed] = None
         if None not in values:
@@ -81,11 +86,13 @@ def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
     listing = []
     for pair in rule.pairs:
         sizes.append(sorted(parameters[arm] for arm in pair))
-        listing += [f"{arm} {parameters[arm]:,.0f}" for arm in pair]
+        for arm in pair:
+            listing.append(f"{arm} {parameters[arm]:,.0f}")
     ordered = sorted(sizes)
     is_overlapping = False
-    for (_, largest), (smallest, _) in pairwise(ordered):
-        is_overlapping |= largest >= smallest
+    for smaller_pair, larger_pair in pairwise(ordered):
+        if smaller_pair[1] >= larger_pair[0]:
+            is_overlapping = True
     if is_overlapping or ordered[-1] != sizes[-1]:
         raise ConfigError(
             f"trend over {PARAMETERS}: the pairs of arms must have different numbers of parameters "
