@@ -39,7 +39,7 @@ def find_runs(named: list[Path]) -> Directories:
         places: list[Path] = []
         for directory in named_directories:
             places += search(directory)
-        if not any(map(is_run, places)):
+        if not any(is_run(place) for place in places):
             raise ConfigError(
                 f"{path} is not a run directory and contains none; a run directory contains "
                 "config.yaml and metrics.jsonl"
@@ -49,7 +49,10 @@ def find_runs(named: list[Path]) -> Directories:
     distinct = distinct_paths(searched)
     runs = [path for path in distinct if is_run(path)]
     sweeps = [path for path in distinct if os.path.isfile(path / "sweep.json")]
-    titles = [directory_name(path) if path.is_dir() else str(path) for path in named]
+    titles = []
+    for path in named:
+        # A glob has no name of its own.
+        titles.append(directory_name(path) if path.is_dir() else str(path))
     title = shortlist(list(dict.fromkeys(titles)), MOST_NAMES)
     return Directories(runs, sweeps, title, home_of(directories))
 
@@ -79,8 +82,11 @@ def home_of(directories: list[Path]) -> Path | None:
     home = Path(os.path.commonpath(absolute))
     if home.is_relative_to(Path.cwd()):
         return home.relative_to(Path.cwd())
-    is_near = home in absolute or home in [path.parent for path in absolute]
-    return home if is_near and home != home.parent else None
+    near_paths = set(absolute)
+    near_paths.update(path.parent for path in absolute)
+    # The root directory is its own parent.
+    is_root = home == home.parent
+    return home if home in near_paths and not is_root else None
 
 
 def expand_glob(path: Path) -> list[Path]:
@@ -90,8 +96,12 @@ def expand_glob(path: Path) -> list[Path]:
                 f"{path} cannot be read: permission denied; make the directory readable"
             )
         return [path]
-    paths = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    matches = sorted(path for path in paths if path.is_dir())
+    matches = []
+    for name in glob.glob(str(path), recursive=True):
+        match = Path(name)
+        if match.is_dir():
+            matches.append(match)
+    matches.sort()
     if not matches:
         raise ConfigError(f"{path}: no such directory{similar_path(path, os.path.isdir)}")
     return matches
@@ -99,7 +109,11 @@ def expand_glob(path: Path) -> list[Path]:
 
 def directories_with_runs(path: Path) -> list[Path]:
     """Return the directories of `path`, which can be a glob, that are or contain runs."""
-    return [place for place in expand_glob(path) if any(map(is_run, search(place)))]
+    directories = []
+    for directory in expand_glob(path):
+        if any(is_run(place) for place in search(directory)):
+            directories.append(directory)
+    return directories
 
 
 def is_run(path: Path) -> bool:
@@ -114,6 +128,7 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
     """
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]
+    # Not `rglob`: that would also list the checkpoints and token shards of every run.
     directories = [path]
     for child in path.iterdir():
         if not child.name.startswith(".") and os.path.isdir(child):

@@ -54,8 +54,9 @@ def heldout_text(runs: Iterable[Run]) -> str:
     sizes = set()
     for run in runs:
         if run.final_loss is not None:
-            numbers = [finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT)]
-            sizes.add((*numbers, run.summary_number("heldout_documents")))
+            measured = finite(run.facts.get(HELDOUT))
+            whole_split = finite(run.facts.get(HELDOUT_SPLIT))
+            sizes.add((measured, whole_split, run.summary_number("heldout_documents")))
     tokens, split, documents = sizes.pop() if len(sizes) == 1 else (None, None, None)
     if tokens is None:
         return "held-out documents"

@@ -47,14 +47,17 @@ class SweepDirectory:
 
     def hold(self) -> None:
         """Create and lock the directory."""
+        # Listed before `hold` creates the missing directories.
         self.removable_paths = [*missing(self.path), *self.created_paths]
         self.lock = hold(self.path, *MESSAGE_WORDS, created=self.created_paths)
+        # Another process may have written sweep.json between the constructor and the lock.
         if SweepDirectory(self.path, self.kind).record != self.record:
             raise InUseError(f"sweep {self.path} was just started by another process; try again")
 
     def withdraw(self) -> None:
         """Delete the directories that `hold` or `reserve` created, unless a run exists."""
-        if not any(path.is_dir() and path.name[0] != "." for path in self.path.glob("*")):
+        run_paths = [path for path in self.path.glob("*") if not path.name.startswith(".")]
+        if not any(path.is_dir() for path in run_paths):
             take_back(self.path, self.removable_paths)
 
     def write(self) -> None:

@@ -103,14 +103,15 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     run_overrides: dict[str, Override] = {}
     launcher: list[str] = []
     for word, override in zip(words, overrides, strict=True):
+        # Hydra parsed a quoted text; errors and the overrides of runs have the user's spelling.
         override.input_line = word
         key = override.get_key_element().lstrip("+~")
         is_swept = override.is_sweep_override()
-        if not is_swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
+        is_of_launcher = key == "hydra/launcher" or key.startswith("hydra.launcher.")
+        is_chosen_by_sweep = "sweep" in declaration_of(key, run_keys).kinds
+        if is_of_launcher and not is_swept:
             launcher.append(word)
-        elif "sweep" in declaration_of(key, run_keys).kinds or (
-            is_swept and key.startswith("run.")
-        ):
+        elif is_chosen_by_sweep or (is_swept and key.startswith("run.")):
             raise ConfigError(
                 f"{word}: a sweep chooses the names of its runs; remove this override, and set one "
                 "run.sweep=<name>"
@@ -184,12 +185,21 @@ def short_labels(keys: list[str]) -> dict[str, str]:
     The label of a config group is "". A key without such a suffix is its own label. The keys
     data.seed, seed and optim.lr have the labels data.seed, seed and lr.
     """
-    suffixes_by_key = {key: suffixes(key) for key in keys if key not in GROUPS}
-    counts = Counter(itertools.chain(*suffixes_by_key.values()))
+    counts: Counter[str] = Counter()
+    dotted_keys = []
+    for key in dict.fromkeys(keys):
+        if key not in GROUPS:
+            dotted_keys.append(key)
+            counts.update(suffixes(key))
     labels = dict.fromkeys(keys, "")
-    for key, candidates in suffixes_by_key.items():
-        unique = [suffix for suffix in candidates if counts[suffix] == 1]
-        labels[key] = unique[0] if unique else candidates[-1]
+    for key in dotted_keys:
+        candidates = suffixes(key)
+        # The whole key is the last candidate, and the label if no suffix is unique.
+        labels[key] = candidates[-1]
+        for suffix in candidates:
+            if counts[suffix] == 1:
+                labels[key] = suffix
+                break
     return labels
 
 
@@ -208,8 +218,10 @@ def label_value(label: str, value: Any) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     text = value if isinstance(value, str) else json.dumps(value)
+    # Characters that file names and shells accept without quotes.
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST_VALUE:
+        # Different values must have different names.
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
         end = safe[-LONGEST_VALUE:].lstrip("_.-")
         safe = f"{end}-{digest}" if end else digest
@@ -258,6 +270,8 @@ def plan_sweep(
         run.cfg.check_world(world_size)
         check_wandb(run.cfg.wandb)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
+    # Only now: an invalid config must not leave a new directory. After `hold`, no other process can
+    # change sweep.json or start the same runs.
     directory.hold()
     try:
         finished = {}
@@ -267,7 +281,9 @@ def plan_sweep(
                 check_memory_of(name, run.cfg, world_size, ranks_here)
         if keys != directory.record["keys"]:
             record_keys(directory, keys, begun)
-        shared_words += [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
+        for override in overrides:
+            if override.get_key_element() not in keys:
+                shared_words.append(str(override.input_line))
         groups = groups_of_runs(directory, runs, shared_words)
         for name, run in runs.items():
             directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
@@ -333,8 +349,8 @@ def named_runs(plans: list[RunPlan], keys: list[str], begun: Configs) -> dict[st
     begun_names = {name_run(cfg, keys): name for name, cfg in begun.items()}
     runs = {}
     for plan in plans:
-        name = name_run(plan.cfg, keys)
-        name = begun_names.get(name, name)
+        new_name = name_run(plan.cfg, keys)
+        name = begun_names.get(new_name, new_name)
         plan.cfg.run.name = name
         plan.cfg.run.swept = keys
         runs[name] = plan
@@ -384,6 +400,8 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
     words = []
     for key in keys:
         value = config_value(cfg, key)
-        if value is not None:
-            words.append(f"{key}={value if key in GROUPS else as_text(value)}")
+        if value is None:
+            continue
+        text = value if key in GROUPS else as_text(value)
+        words.append(f"{key}={text}")
     return words
