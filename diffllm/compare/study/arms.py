@@ -131,7 +131,9 @@ class StudyRun:
     @cached_property
     def curve(self) -> Series:
         """Logged metric over training tokens, arrays (n,); NaN if not finite."""
-        return Series(np.array(self.tokens, np.int64), np.array(self.values, np.float64))
+        # None becomes NaN.
+        values = np.array(self.values, np.float64)
+        return Series(np.array(self.tokens, np.int64), values)
 
     @cached_property
     def documents(self) -> DocumentLosses | None:

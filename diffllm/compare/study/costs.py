@@ -171,8 +171,14 @@ def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
     for planned in first_runs(study):
         cfg = config_of_planned(planned)
         cost = cfg.steps * cost_of_step(study, planned.arm)
-        measured = measured_cost(study, runs_by_arm.get(planned.arm, ()))
-        results.append(Spending(planned.arm, cfg.steps, cfg.planned_tokens, cost, measured))
+        spending = Spending(
+            arm=planned.arm,
+            steps=cfg.steps,
+            tokens=cfg.planned_tokens,
+            planned=cost,
+            measured=measured_cost(study, runs_by_arm.get(planned.arm, ())),
+        )
+        results.append(spending)
     return results
 
 
@@ -235,7 +241,8 @@ def other_machine(study: Study, runs: Iterable[StudyRun]) -> list[str]:
     texts = []
     if study.profile:
         for run in runs:
-            texts += study.profile.arm(run.arm).machine_differences(run.facts)
+            timing = study.profile.arm(run.arm)
+            texts += timing.machine_differences(run.facts)
     return list(dict.fromkeys(texts))
 
 
@@ -247,10 +254,16 @@ def spending_numbers(study: Study, arms: Sequence[StudyArm] = ()) -> dict[str, A
     }
     if study.profile and not isinstance(study.budget, str):
         baseline = study.profile.arms[study.profile.baseline]
-        profile: dict[str, Any] = {"file": study.budget.profile, "date": study.profile.date}
+        profile: dict[str, Any] = {
+            "file": study.budget.profile,
+            "date": study.profile.date,
+        }
         for name in MACHINE:
             profile[name] = getattr(baseline.facts, name)
-        profile["spread"] = {name: study.profile.arm(name).spread for name in study.arms}
+        spreads = {}
+        for name in study.arms:
+            spreads[name] = study.profile.arm(name).spread
+        profile["spread"] = spreads
         numbers["seconds"] = study.budget.seconds
         numbers["profile"] = profile
         numbers["other_machine"] = other_machine(study, runs_of(arms))
@@ -287,7 +300,9 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
             f"Budget: the training FLOPs of the runs of {study.baseline}. The steps of each arm "
             "were computed before training."
         ]
-    spreads = {name: study.profile.arm(name).spread for name in study.arms}
+    spreads = {}
+    for name in study.arms:
+        spreads[name] = study.profile.arm(name).spread
     noisiest = max(spreads, key=spreads.__getitem__)
     sentences = [
         f"Budget: {study.budget.seconds:g} seconds of training steps per run. The steps of each "
@@ -298,7 +313,9 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     runs = runs_of(arms)
     differences = other_machine(study, runs)
     if differences:
-        count = sum(bool(other_machine(study, [run])) for run in runs)
+        count = 0
+        for run in runs:
+            count += bool(other_machine(study, [run]))
         sentences.append(
             f"{count} of {plural(len(runs), 'run')} used another machine ({listed(differences)}). "
             "The machine of the profile decides: the measured seconds of these runs are not "

@@ -52,7 +52,8 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         verdict, reason = decide(study, test, adjusted, exact_tests)
         if test.best_losses:
             reason += f"; {test.best_losses}"
-        tested.append(Tested(**vars(test), adjusted=adjusted, verdict=verdict, reason=reason))
+        rule_result = Tested(**vars(test), adjusted=adjusted, verdict=verdict, reason=reason)
+        tested.append(rule_result)
     return tested
 
 
@@ -64,7 +65,8 @@ def decide(
     Args:
         exact_tests: number of the study's rules for which an exact p-value was computed.
     """
-    alpha, gap = test.rule.alpha, test.gap
+    alpha = test.rule.alpha
+    gap = test.gap
     replacement = replacement_of(study, test.rule)
     if replacement:
         return NO_LONGER_JUDGED, replacement
@@ -79,8 +81,8 @@ def decide(
         reason = f"{result_words(study, test, name)}, adjusted p {p:.2g}"
         # Only t tests assume normally distributed values, so only they need a confirmation.
         is_t_test = test.times is None and not side.diverged
-        # With few seeds, even the most extreme result of a sign-flip test has a p above alpha. The
-        # sign-flip test then says nothing against the t test.
+        # With few seeds, even the most extreme result of a sign-flip test has a p above alpha. This
+        # is no evidence against the t test.
         can_confirm = alpha > test.smallest * side.tests * exact_tests
         if is_t_test and can_confirm and exact is not None and exact >= alpha:
             problem = f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
@@ -105,7 +107,8 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
             "refuting" to give only the bound that supports the opposite claim, "" to give both.
     """
     rule = test.rule
-    candidate, base = test.outcome.candidate, test.outcome.base
+    candidate = test.outcome.candidate
+    base = test.outcome.base
     shares = (
         f"{candidate.diverged} of {candidate.runs} runs of {rule.arm} and "
         f"{base.diverged} of {base.runs} of {rule.against} diverged"
@@ -127,7 +130,9 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
 
 
 def rule_gap_text(study: Study, test: RuleTest, side: str) -> str:
-    rule, gap, bounds = test.rule, test.gap, test.bounds
+    rule = test.rule
+    gap = test.gap
+    bounds = test.bounds
     if gap is None or bounds is None:
         return "fewer than two seeds have a number in both arms"
     is_trend = rule.kind == "trend"
@@ -138,7 +143,8 @@ def rule_gap_text(study: Study, test: RuleTest, side: str) -> str:
         text += f" per doubling of {rule.over}"
     if gap.zero_variance:
         return text
-    low, high = (f"{bound:+.4g}" for bound in bounds)
+    low = f"{bounds[0]:+.4g}"
+    high = f"{bounds[1]:+.4g}"
     level = f"{100 * (1 - rule.alpha):g}%"
     if rule.kind == "equivalence":
         # Two one-sided tests at alpha correspond to an interval at confidence 1 - 2 alpha.
@@ -162,13 +168,16 @@ def times_words(rule: Rule, candidate: Times, base: Times) -> str:
         if times.median:
             text += f", half of them by {compact(times.median)} tokens"
         texts.append(text)
-    if min(len(candidate.tokens), len(base.tokens)) < 2 or not candidate.count + base.count:
+    fewest_runs = min(len(candidate.tokens), len(base.tokens))
+    if fewest_runs < 2 or not candidate.count + base.count:
         texts[-1] += ": no test"
     return "; ".join(texts)
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:
-    rule, gap, outcome = tested.rule, tested.gap, tested.outcome
+    rule = tested.rule
+    gap = tested.gap
+    outcome = tested.outcome
     low, high = tested.bounds or (None, None)
     adjusted = {f"p_adjusted_{name}": p for name, p in tested.adjusted.items()}
     # The claim's own p-value has a shorter key.
@@ -192,5 +201,8 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p_adjusted": p_adjusted,
         **adjusted,
         "seed_correlation": outcome.correlation,
-        "diverged": {rule.arm: outcome.candidate.diverged, rule.against: outcome.base.diverged},
+        "diverged": {
+            rule.arm: outcome.candidate.diverged,
+            rule.against: outcome.base.diverged,
+        },
     }

@@ -90,7 +90,8 @@ def read_evidence(study: Study, out: Path) -> Evidence:
             marks[name] = configs.load(path).run.study or ""
     # The grid decides the learning rates of the compared runs, so it is read first.
     choices = choose_rates(study, rates)
-    planned_runs = planned_by_name(study, {choice.arm: choice.lr for choice in choices})
+    chosen_rates = {choice.arm: choice.lr for choice in choices}
+    planned_runs = planned_by_name(study, chosen_rates)
     runs: dict[str, StudyRun] = {}
     digests = planned_digests(study)
     with track("reading runs", len(planned_runs)) as advance:
@@ -104,10 +105,12 @@ def read_evidence(study: Study, out: Path) -> Evidence:
     for choice in choices:
         corpora = {run.facts.corpus for run in runs.values() if run.arm == choice.arm}
         for planned in choice.runs:
-            if planned.name in rates:
-                path = out / planned.name
-                text = grid_differences(path, configs.load(path), planned, corpora)
-                rates[planned.name] = replace(rates[planned.name], strayed=text)
+            rate = rates.get(planned.name)
+            if rate is None:
+                continue
+            path = out / planned.name
+            text = grid_differences(path, configs.load(path), planned, corpora)
+            rates[planned.name] = replace(rate, strayed=text)
     return Evidence(runs, rates, marks, digests)
 
 
@@ -139,7 +142,8 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     logged = EVAL_LOSS if study.metric in LOSS_METRICS else study.metric
     curve = run.series(logged)
     place = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
-    if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
+    needs_curve = any(rule.needs_curve for rule in study.rules)
+    if needs_curve and not len(curve.tokens):
         raise ConfigError(f"{place}/metrics.jsonl has no values of {logged}; choose another metric")
     values = StudyRun(
         name=planned.name,
@@ -162,6 +166,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         train_seconds=run.train_seconds if study.profile else None,
         **metric_fields(run, study, place),
     )
+    # Stored in values.json for its readers; a verdict computes these numbers again.
     reached = {}
     for rule in study.rules:
         if rule.reaches is not None:
@@ -213,5 +218,6 @@ def final_value(run: Run, name: str) -> float | None:
         return math.nan if number is None else number
     metric = None if name in OF_THE_SUMMARY else metric_of(name)
     if metric and metric.column:
+        # The same value as in report.csv.
         return run_value(run, metric)
     return run.last_value(name)

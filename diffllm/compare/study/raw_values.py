@@ -156,19 +156,24 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
     """Raise ValueError if values.json is inconsistent or belongs to another study."""
     if values.metric != study.metric:
         raise ValueError(f"metric={values.metric} is not the study's {study.metric}")
-    if values.study_hash != study_hash(replace(study, hash=values.sha256), values.digests):
+    # The hashes of values.json itself: the study file may have changed since.
+    expected_hash = study_hash(replace(study, hash=values.sha256), values.digests)
+    if values.study_hash != expected_hash:
         raise ValueError("study_hash does not match sha256 and digests")
     for i, texts in enumerate(values.texts):
         lengths = {len(column) for column in vars(texts).values()}
         if len(lengths) != 1 or not texts.tokens:
             raise ValueError(f"texts[{i}] has columns of unequal or no length")
-    if len({run.name for run in runs}) < len(runs) or not runs:
+    names = {run.name for run in runs}
+    if len(names) < len(runs) or not runs:
         raise ValueError("runs contains a name twice" if runs else "runs is empty")
     check_rates(values)
     planned_runs = planned_by_name(study)
     for run in runs:
         planned = planned_runs.get(run.name)
-        is_planned = planned is not None and (planned.arm, planned.seed) == (run.arm, run.seed)
+        is_planned = False
+        if planned is not None:
+            is_planned = planned.arm == run.arm and planned.seed == run.seed
         if not is_planned or run.name not in values.digests:
             raise ValueError(f"the study has no run {run.name} of arm {run.arm}, seed {run.seed}")
         if run.texts is not None and study.metric not in LOSS_METRICS:

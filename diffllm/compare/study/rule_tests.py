@@ -77,21 +77,27 @@ class RuleTest:
 
         The bounds end at the possible values. None if the gap has no standard error.
         """
-        interval = self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        if self.gap is None:
+            return None
+        # Both ends of this two-sided interval are one-sided bounds with confidence 1 - alpha.
+        interval = self.gap.interval(1 - 2 * self.rule.alpha)
         if interval is None:
             return None
-        return max(interval[0], -self.largest_gap), min(interval[1], self.largest_gap)
+        low, high = interval
+        return max(low, -self.largest_gap), min(high, self.largest_gap)
 
 
 def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTest:
     """Compute all tests of a rule; a rule of a removed kind is never shown or refuted."""
-    candidate, base = arms[rule.arm], arms[rule.against]
+    candidate = arms[rule.arm]
+    base = arms[rule.against]
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
         return RuleTest(rule=rule, outcome=outcome, showing=NEVER, refuting=NEVER)
     gap = times = None
     if rule.kind == "log_rank":
-        times = candidate.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
+        level = rule.reaches or 0.0
+        times = candidate.times(level), base.times(level)
         sides, smallest = log_rank_tests(*times)
     else:
         gap = outcome.full
@@ -144,15 +150,19 @@ def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGa
     """
     if rule.over == PARAMETERS:
         return arm_gap(*slopes(rule, arms))
-    return arm_gap(arms[rule.arm], arms[rule.against], study.scale == "log")
+    is_log = study.scale == "log"
+    return arm_gap(arms[rule.arm], arms[rule.against], is_log)
 
 
 def log_rank_tests(candidate: Times, base: Times) -> tuple[tuple[Side, Side], float]:
     """Return log-rank tests of a rule's claim and of the opposite claim, and their smallest p."""
     sides = Side(), Side()
-    runs, base_runs = len(candidate.tokens), len(base.tokens)
+    runs = len(candidate.tokens)
+    base_runs = len(base.tokens)
     if runs > 1 and base_runs > 1:
-        sides = Side(log_rank(candidate, base)), Side(log_rank(base, candidate))
+        showing = Side(log_rank(candidate, base))
+        refuting = Side(log_rank(base, candidate))
+        sides = showing, refuting
     return sides, smallest_p("log_rank", runs, base_runs)
 
 
@@ -185,7 +195,8 @@ def t_tests(
     refuting = combined(side(ABOVE, margin), side(BELOW, -margin), min, 2)
     close = equivalence(gap, margin, rule.alpha)
     if gap.zero_variance and close and close.inside:
-        showing = Side(0.0, showing.exact)  # Without variance no t test has a p.
+        # Without variance no t test has a p.
+        showing = Side(0.0, showing.exact)
     return (showing, refuting), smallest
 
 
@@ -198,7 +209,9 @@ def combined(first: Side, second: Side, choose: Callable[[Any, Any], Any], tests
 
 def side_of(rule: Rule) -> tuple[int, float]:
     """Return the side of the claimed gap, BELOW or ABOVE a bound, and the bound."""
-    return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
+    if rule.below is not None:
+        return BELOW, rule.below
+    return ABOVE, rule.above or 0.0
 
 
 def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, Side] | None:
@@ -208,14 +221,17 @@ def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, 
     could reverse the result. There is one exception: all runs of one arm and no run of the other
     diverged. The p-value of this outcome then decides that the diverged arm is worse.
     """
-    candidate, base = outcome.candidate, outcome.base
+    candidate = outcome.candidate
+    base = outcome.base
     is_equivalence = rule.kind == "equivalence"
     is_any_diverged = candidate.diverged + base.diverged > 0
     # Products of whole numbers compare the shares without rounding.
     is_equal = candidate.diverged * base.runs == base.diverged * candidate.runs
     if not is_any_diverged or (is_equal and not is_equivalence):
         return None
-    worse, other = (candidate, base) if candidate.diverged else (base, candidate)
+    worse, other = base, candidate
+    if candidate.diverged:
+        worse, other = candidate, base
     # A trend has no better arm, and neither have some metrics. A log-rank rule claims that
     # `candidate` is better.
     claimed_direction, _ = side_of(rule)
@@ -248,7 +264,8 @@ def sides_of_sensitivity(
     because runs of one seed are not independent.
     """
     showing, refuting = sides
-    candidate, base = outcome.candidate, outcome.base
+    candidate = outcome.candidate
+    base = outcome.base
     # The difference of both shares, times both numbers of runs.
     excess = candidate.diverged * base.runs - base.diverged * candidate.runs
     if not excess:
@@ -266,7 +283,8 @@ def floor_or_ceiling(study: Study, candidate: StudyArm, base: StudyArm) -> str:
     Return "" if there is no such effect, if the metric is not an accuracy on a linear scale, or if
     all runs of an arm diverged.
     """
-    chances = [run.chance for run in (*candidate.runs, *base.runs) if run.chance is not None]
+    runs = (*candidate.runs, *base.runs)
+    chances = [run.chance for run in runs if run.chance is not None]
     mean, base_mean = candidate.mean, base.mean
     if not chances or study.scale != "linear" or not (mean and base_mean):
         return ""

@@ -138,13 +138,14 @@ def run_stages(
 
 def print_end(study: Study, out: Path, added: list[str]) -> int:
     """Print the command of the verdict; return 1 if an arm diverged at every learning rate."""
-    diverged = [choice for choice in choose_rates(study, rate_runs(out)) if choice.lr is None]
+    choices = choose_rates(study, rate_runs(out))
+    diverged = [choice for choice in choices if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
     ended = "all other runs" if diverged else "all runs"
-    verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}", *added])
-    echo(f"{ended} of {out} have ended: {verdict}")
+    words = ["diffllm", "study", "verdict", str(study.path), f"out={out}", *added]
+    echo(f"{ended} of {out} have ended: {shlex.join(words)}")
     return 1 if diverged else 0
 
 

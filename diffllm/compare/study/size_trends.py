@@ -37,7 +37,8 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
     check_sizes(rule, parameters)
     sizes = []
     for candidate, base in zip(candidates, bases, strict=True):
-        sizes.append(math.sqrt(parameters[candidate.label] * parameters[base.label]))
+        product = parameters[candidate.label] * parameters[base.label]
+        sizes.append(math.sqrt(product))
     candidate_slopes = slopes_by_seed(sizes, candidates)
     base_slopes = slopes_by_seed(sizes, bases)
     return Arm(rule.arm, candidate_slopes), Arm(rule.against, base_slopes)
@@ -51,11 +52,13 @@ def slopes_by_seed(sizes: list[float], arms: list[StudyArm]) -> dict[int, float 
         values = [arm.seed_values[seed] for arm in arms]
         by_seed[seed] = None
         if None not in values:
-            by_seed[seed] = fit_line(np.array(sizes), np.array(values)).slope
+            line = fit_line(np.array(sizes), np.array(values))
+            by_seed[seed] = line.slope
     return by_seed
 
 
 def parameters_of(arm: StudyArm) -> float:
+    # All runs of an arm have one model size.
     count = finite(arm.runs[0].facts.parameters)
     if not count or count <= 0:
         raise ConfigError(
@@ -67,7 +70,9 @@ def parameters_of(arm: StudyArm) -> float:
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
     """Raise ConfigError if the arms of a trend over parameters have unsuitable sizes."""
-    parameters = {arm: totals(cfg.model)["params"] for arm, cfg in configs.items()}
+    parameters = {}
+    for arm, cfg in configs.items():
+        parameters[arm] = totals(cfg.model)["params"]
     for rule in study.rules:
         if rule.over == PARAMETERS:
             check_sizes(rule, parameters)
@@ -112,7 +117,7 @@ def unequal_pairs(study: Study, runs: Sequence[Comparand]) -> list[str]:
     for rule in study.rules:
         if rule.over != PARAMETERS:
             continue
-        arms = [*chain(*rule.pairs)]
+        arms = set(chain(*rule.pairs))
         runs_of_rule = [run for run in runs if run.arm in arms]
         texts = []
         for difference in differences(runs_of_rule, terms):

@@ -100,7 +100,8 @@ def judge(study: Study, out: Path) -> Verdict:
     """
     evidence = read_evidence(study, out)
     if not evidence.runs:
-        start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
+        words = ["diffllm", "study", "run", str(study.path), f"out={out}"]
+        start = shlex.join(words)
         raise ConfigError(f"{out} has no ended run of {study.path}; start its runs with: {start}")
     return judge_evidence(study, evidence)
 
@@ -113,7 +114,7 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     for name in study.arms:
         arms.append(evidence.arm(study, name, rates.get(name)))
     tested = apply_rules(study, {arm.label: arm for arm in arms})
-    # The first rule decides the study; the other rules have results of their own.
+    # Only the first rule decides the verdict; Holm's correction covers all rules.
     verdict, reasons = tested[0].verdict, [tested[0].reason]
     comparands = []
     for run in runs_of(arms):
@@ -123,15 +124,25 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     problems += spending_problems(study, arms) + undeclared(differences_of_arms)
     if problems:
         verdict, reasons = NOT_COMPARABLE, problems
-    # The order matters: an exploratory study still says what its runs would have shown, or that
-    # they could not have been compared.
+    # Set before the exploratory reasons: the page of an exploratory study also states the verdict
+    # without these reasons.
     would_be = verdict
     exploratory_reasons = exploratory(study, arms, choices, evidence)
     if exploratory_reasons:
         verdict, reasons = EXPLORATORY, [*exploratory_reasons, *reasons]
     reasons += notes_on_design(study, arms)
     allowed = [difference for difference in differences_of_arms if difference.role != "condition"]
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, allowed)
+    return Verdict(
+        study=study,
+        verdict=verdict,
+        would_be=would_be,
+        reasons=reasons,
+        tested=tested,
+        arms=arms,
+        choices=choices,
+        evidence=evidence,
+        differences=allowed,
+    )
 
 
 def notes_on_design(study: Study, arms: list[StudyArm]) -> list[str]:
