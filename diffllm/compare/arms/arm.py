@@ -49,7 +49,8 @@ class Arm(Generic[Seed]):
     @property
     def diverged_share(self) -> Share:
         """Share of ended seeds that diverged."""
-        return Share(len(self.seed_values) - len(self.finite_values), len(self.seed_values))
+        ended = len(self.seed_values)
+        return Share(ended - len(self.finite_values), ended)
 
     @property
     def documents(self) -> Mapping[Seed, DocumentLosses]:

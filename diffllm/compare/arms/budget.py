@@ -54,7 +54,9 @@ def seconds_spent(run: Run, tokens: Array) -> Array | None:
     steps = np.diff(run.metrics.steps[places], prepend=0)
     seconds = np.cumsum(steps * step_ms / 1e3)
     logged_tokens = run.metrics.tokens[places]
-    return np.interp(tokens, np.append(0, logged_tokens), np.append(0, seconds), right=np.nan)
+    points = np.append(0, logged_tokens)
+    # NaN after the last line: the time of later steps is unknown.
+    return np.interp(tokens, points, np.append(0, seconds), right=np.nan)
 
 
 def total_tokens(run: Run) -> float:
@@ -72,7 +74,8 @@ def total_seconds(run: Run) -> float | None:
     if run.train_seconds is not None:
         return run.train_seconds
     # Without times in steps.npy, use the logged step times.
-    seconds = seconds_spent(run, np.array([run.tokens_at(run.last_step)]))
+    tokens = np.array([run.tokens_at(run.last_step)])
+    seconds = seconds_spent(run, tokens)
     if seconds is None or not np.isfinite(seconds).all():
         return None
     return float(seconds[0])
@@ -121,7 +124,8 @@ class Budget(NamedTuple):
             return f"the {self.unit} of the runs are unknown"
         machines = set()
         for run in chain(*arms):
-            machines.add(str([run.facts.get(fact) for fact in self.facts]))
+            machine = [run.facts.get(fact) for fact in self.facts]
+            machines.add(str(machine))
         if len(machines) > 1:
             return f"the {self.unit} were measured on different machines ({', '.join(self.facts)})"
         if max(means) > min(means) * (1 + COST_TOLERANCE):
@@ -196,7 +200,8 @@ def have_steps_by_variant(runs: Sequence[Run]) -> bool:
     """Return whether no two variants have equal steps, as in a study with a budget."""
     variants: dict[int, set[str]] = {}
     for run in runs:
-        variants.setdefault(run.cfg.steps, set()).add(run.variant)
+        names_of_steps = variants.setdefault(run.cfg.steps, set())
+        names_of_steps.add(run.variant)
     return all(len(names) == 1 for names in variants.values())
 
 
@@ -247,7 +252,8 @@ def runs_by_arm(runs: Sequence[Run]) -> Collection[list[Run]]:
     """Group runs of one plan: runs of an arm have one variant and equal steps."""
     arms: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
-        arms.setdefault((run.variant, run.cfg.steps), []).append(run)
+        arm = (run.variant, run.cfg.steps)
+        arms.setdefault(arm, []).append(run)
     return arms.values()
 
 

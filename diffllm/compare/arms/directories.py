@@ -51,7 +51,7 @@ def find_runs(named: list[Path]) -> Directories:
     sweeps = [path for path in distinct if os.path.isfile(path / "sweep.json")]
     titles = []
     for path in named:
-        # A glob has no name of its own.
+        # A glob has no directory name.
         titles.append(directory_name(path) if path.is_dir() else str(path))
     title = shortlist(list(dict.fromkeys(titles)), MOST_NAMES)
     return Directories(runs, sweeps, title, home_of(directories))
@@ -60,6 +60,7 @@ def find_runs(named: list[Path]) -> Directories:
 def distinct_paths(paths: list[Path]) -> list[Path]:
     """Return the shortest of the paths to each directory, sorted by directory."""
     shortest: dict[Path, Path] = {}
+    # Links can give several paths to one directory; a run must not count twice.
     for path in sorted(paths, key=lambda path: (len(path.parts), path)):
         shortest.setdefault(path.resolve(), path)
     return [shortest[directory] for directory in sorted(shortest)]
@@ -67,7 +68,9 @@ def distinct_paths(paths: list[Path]) -> list[Path]:
 
 def shortlist(names: list[str], most: int) -> str:
     text = ", ".join(names[:most])
-    return f"{text} and {len(names) - most} more" if len(names) > most else text
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def home_of(directories: list[Path]) -> Path | None:
@@ -117,7 +120,9 @@ def directories_with_runs(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    has_started = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
+    # Only both together show a run that has no metrics yet.
+    has_config = os.path.isfile(path / "config.yaml")
+    has_started = has_config and os.path.isdir(path / "checkpoints")
     return has_started or os.path.isfile(path / "metrics.jsonl")
 
 
@@ -126,7 +131,8 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
 
     Hidden directories are omitted. Run directories and unreadable directories are not searched.
     """
-    if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
+    is_readable = os.access(path, os.R_OK | os.X_OK)
+    if is_run(path) or not depth or not is_readable:
         return [path]
     # Not `rglob`: that would also list the checkpoints and token shards of every run.
     directories = [path]
@@ -144,5 +150,7 @@ def sweep_notes(sweep: Path) -> list[str]:
     if not isinstance(planned, dict):
         return [f"{sweep}/sweep.json names no runs; the runs that have not started are unknown."]
     waiting = [name for name in planned if not is_run(sweep / name)]
+    if not waiting:
+        return []
     count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
-    return [f"{count}: {shortlist(waiting, MOST_WAITING)}."] if waiting else []
+    return [f"{count}: {shortlist(waiting, MOST_WAITING)}."]

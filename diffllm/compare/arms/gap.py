@@ -95,11 +95,15 @@ def arm_gap(candidate: Arm[Seed], base: Arm[Seed], is_log: bool = False) -> ArmG
     Args:
         is_log: whether the values are logarithms of the mean losses of documents.
     """
-    candidate_values, base_values = candidate.finite_values, base.finite_values
+    candidate_values = candidate.finite_values
+    base_values = base.finite_values
     gap = paired(candidate_values, base_values)
     seeds = sorted(candidate_values.keys() & base_values.keys())  # type: ignore[type-var]
-    candidate_documents, base_documents = candidate.documents, base.documents
-    pairs = [(candidate_documents.get(seed), base_documents.get(seed)) for seed in seeds]
+    candidate_documents = candidate.documents
+    base_documents = base.documents
+    pairs = []
+    for seed in seeds:
+        pairs.append((candidate_documents.get(seed), base_documents.get(seed)))
     over_documents, reason = gap_over_documents(gap, pairs, is_log)
     differences = []
     undocumented: list[Seed] = []

@@ -282,7 +282,9 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
     """
     tokens, keys = keys_seen(metrics)
     per_token, per_key = flops_facts(facts)
-    if per_token is None or per_key is None or not len(tokens) or not math.isfinite(keys[-1]):
+    if per_token is None or per_key is None:
+        return facts
+    if not len(tokens) or not math.isfinite(keys[-1]):
         return facts
     mean_keys = keys[-1] / tokens[-1]
     # run.json counts attention without document masks: a query then sees (seq_len + 1) / 2 keys.
@@ -305,11 +307,14 @@ def keys_seen(metrics: Metrics) -> Series:
     tokens, keys = metrics.series(VISIBLE_KEYS)
     if not len(tokens) or not tokens[-1]:
         return NO_VALUES
-    return Series(tokens, np.cumsum(keys * np.diff(tokens, prepend=0)))
+    # A line has the mean of the queries since the line before.
+    queries = np.diff(tokens, prepend=0)
+    return Series(tokens, np.cumsum(keys * queries))
 
 
 def skipped_text(path: Path, lines: int) -> str:
-    return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced line{'s' * (lines > 1)}"
+    noun = "lines" if lines > 1 else "line"
+    return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced {noun}"
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -325,7 +330,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def metrics_lines(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the lines of metrics.jsonl, None for a damaged line, without an incomplete last line."""
+    """Yield the lines of metrics.jsonl without an incomplete last line; None if damaged."""
     for text in read_lines(file):
         line = read_metrics_line(text)
         if line is not None or text.endswith("\n"):
