@@ -219,7 +219,10 @@ def first_failed(endings: list[Ending]) -> Ending:
     no rank failed, return the result of rank 0.
     """
     failures = [ending for ending in endings if ending.state == "failed"]
-    return min(failures, key=lambda ending: (ending.silent, ending.at), default=endings[0])
+    if not failures:
+        return endings[0]
+    # A rank also fails when it has lost another rank, so the earliest failure is the cause.
+    return min(failures, key=lambda ending: (ending.silent, ending.at))
 
 
 def failure_reason(error: Exception) -> str:
@@ -227,8 +230,12 @@ def failure_reason(error: Exception) -> str:
     state = re.search(r"\(state: (.*?)\)", str(error))
     if state:
         return f"ended by the scheduler ({state[1]})"
-    lines = [line for line in str(error).splitlines() if "Error: " in line]
-    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "no result"
+    text = "no result"
+    for line in str(error).splitlines():
+        # The last line of a traceback names the error.
+        if "Error: " in line:
+            text = line.rpartition("Error: ")[2].strip(" .")
+    # Name the setting that allows more timeouts.
     return text.replace("too many times", "more often than hydra.launcher.max_num_timeout")
 
 

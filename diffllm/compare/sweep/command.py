@@ -134,7 +134,8 @@ class Pace:
         pace = cls()
         for job in jobs:
             summary = read_ending(Path(job.path)) or {}
-            seconds, steps = finite(summary.get("seconds")), finite(summary.get("steps"))
+            seconds = finite(summary.get("seconds"))
+            steps = finite(summary.get("steps"))
             if seconds and steps:
                 pace.add(seconds, job.flops_of_step * steps)
         return pace
@@ -151,7 +152,9 @@ class Pace:
         """
         if not self.flops:
             return ""
-        flops = sum(job.flops_of_step * (job.steps - job.saved_step) for job in jobs)
+        flops = 0.0
+        for job in jobs:
+            flops += job.flops_of_step * (job.steps - job.saved_step)
         runs = "1 run" if len(jobs) == 1 else f"{len(jobs)} runs"
         eta = duration(self.seconds * flops / self.flops)
         return f"{runs} left, ETA {eta} (at the training FLOPs per second of the finished runs)"
@@ -290,7 +293,8 @@ def wandb_ids(directory: Path) -> list[str]:
     from diffllm.compare.wandb_runs import stored_comparison_id
 
     ids = [stored_comparison_id(directory)]
-    for file in sorted([*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]):
+    files = [*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]
+    for file in sorted(files):
         with suppress(CheckpointError):
             ids.append((read_record(file) or {}).get("wandb_id"))
     return [run_id for run_id in ids if run_id and RUN_ID.fullmatch(run_id)]

@@ -56,9 +56,11 @@ class SweepDirectory:
 
     def withdraw(self) -> None:
         """Delete the directories that `hold` or `reserve` created, unless a run exists."""
-        run_paths = [path for path in self.path.glob("*") if not path.name.startswith(".")]
-        if not any(path.is_dir() for path in run_paths):
-            take_back(self.path, self.removable_paths)
+        for path in self.path.glob("*"):
+            # Hidden directories are not runs.
+            if path.is_dir() and not path.name.startswith("."):
+                return
+        take_back(self.path, self.removable_paths)
 
     def write(self) -> None:
         write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")

@@ -172,7 +172,9 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 def config_value(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
-    path = ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split(".")
+    path = key.lstrip("+").split(".")
+    if key in GROUPS:
+        path = ["resolved", "choices", key]
     value: Any = cfg
     for part in path:
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -206,7 +208,8 @@ def short_labels(keys: list[str]) -> dict[str, str]:
 def suffixes(key: str) -> list[str]:
     """Return the parts of a dotted key that end at its end, shortest first."""
     parts = key.lstrip("+").split(".")
-    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    starts = reversed(range(len(parts)))
+    return [".".join(parts[start:]) for start in starts]
 
 
 def label_value(label: str, value: Any) -> str:
@@ -285,8 +288,9 @@ def plan_sweep(
             if override.get_key_element() not in keys:
                 shared_words.append(str(override.input_line))
         groups = groups_of_runs(directory, runs, shared_words)
+        places = [all_keys.index(key) for key in keys]
         for name, run in runs.items():
-            directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
+            directory.record["runs"][name] = [run.words[place] for place in places]
         directory.write()
     except UserError:
         directory.withdraw()
@@ -295,9 +299,16 @@ def plan_sweep(
     for number, (name, run) in enumerate(runs.items(), start=1):
         naming_words = [f"run.swept=[{','.join(keys)}]", typed_override("run.name", name)]
         job = Job(
-            number, len(runs), name, str(directory.path / name), run.cfg.steps,
-            flops_of_step(run.cfg), [*run.words, *naming_words], finished[name], group=groups[name],
-        )  # fmt: skip
+            number=number,
+            total=len(runs),
+            name=name,
+            path=str(directory.path / name),
+            steps=run.cfg.steps,
+            flops_of_step=flops_of_step(run.cfg),
+            words=[*run.words, *naming_words],
+            finished=finished[name],
+            group=groups[name],
+        )
         jobs.append(vars(job))
     return directory, jobs
 
@@ -319,7 +330,9 @@ def groups_of_runs(
     for name, run in runs.items():
         configs[name] = run.cfg
     check_runs(directory, configs)
-    return dict(zip(configs, row_labels([*configs.values()]), strict=True))
+    # A label names only the keys in which the runs differ, so it depends on all runs of the sweep.
+    labels = row_labels(list(configs.values()))
+    return dict(zip(configs, labels, strict=True))
 
 
 def keys_of_sweep(overrides: list[Override]) -> list[str]:
@@ -391,8 +404,11 @@ def record_keys(directory: SweepDirectory, keys: list[str], begun: Configs) -> N
                 f"the run {name} is in SLURM's queue, but must be renamed because this command "
                 f"sweeps over other keys; {fix}"
             )
+    words_by_name = {}
+    for name, cfg in begun.items():
+        words_by_name[name] = words_for(cfg, keys)
     directory.record["keys"] = keys
-    directory.record["runs"] = {name: words_for(cfg, keys) for name, cfg in begun.items()}
+    directory.record["runs"] = words_by_name
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
