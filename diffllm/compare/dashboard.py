@@ -80,7 +80,9 @@ def comparison_dashboard(
     project, entity = common_project([run.cfg for run in logged_runs], title)
     gap_colours = {NOISE_FLOOR: MUTED}
     for row, style in zip(comparison.rows, row_styles(comparison.rows), strict=True):
-        gap_colours |= dict.fromkeys(gap_metrics(row.label), style.colour)
+        for metric in gap_metrics(row.label):
+            gap_colours[metric] = style.colour
+    # Several rows can share a group in wandb; the first row decides its colour.
     group_colours: dict[str, str] = {}
     for run in logged_runs:
         group_colours.setdefault(run.group, run.colour)
@@ -123,6 +125,7 @@ def find_logged_runs(
             cfg = with_recorded(run.cfg.wandb, run.variables, mode, entity=entity or None)
             if resolve_mode(cfg) == "disabled":
                 continue
+            # `diffllm wandb` gives a run a new id if the server already has the former one.
             run_id = ids_of_run(run.path, run.facts, cfg).newest
             group = run.facts.get("wandb_group") or cfg.group or run.variant
             logged_runs.append(LoggedRun(run_id, group, cfg, style.colour, row.is_baseline))
@@ -149,13 +152,15 @@ def common_project(configs: list[WandbConfig], title: str) -> tuple[str, str]:
             "diffllm wandb sweep=DIR mode=online, then add mode=online"
         )
     projects = sorted({(cfg.project or "", cfg.entity or "") for cfg in configs})
-    if len(projects) > 1:
-        paths = [f"{entity}/{project}" if entity else project for project, entity in projects]
-        raise ConfigError(
-            f"the runs of {title} are in several wandb projects ({', '.join(paths)}); "
-            "name runs of one project with sweep=DIR, or set entity=NAME if only entities differ"
-        )
-    return projects[0]
+    if len(projects) == 1:
+        return projects[0]
+    paths = []
+    for project, entity in projects:
+        paths.append(f"{entity}/{project}" if entity else project)
+    raise ConfigError(
+        f"the runs of {title} are in several wandb projects ({', '.join(paths)}); "
+        "name runs of one project with sweep=DIR, or set entity=NAME if only entities differ"
+    )
 
 
 def make_sections(names: Collection[str] | None, gaps: list[Panel]) -> list[PanelSection]:

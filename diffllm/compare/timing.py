@@ -72,7 +72,12 @@ class Turns(NamedTuple):
     def of(cls, rounds: int, warmup_steps: int, timed_steps: int) -> "Turns":
         """Round both numbers of steps up to whole blocks."""
         block = min(BLOCK_STEPS, timed_steps)
-        return cls(rounds, math.ceil(warmup_steps / block), math.ceil(timed_steps / block), block)
+        return cls(
+            rounds=rounds,
+            warmup_blocks=math.ceil(warmup_steps / block),
+            timed_blocks=math.ceil(timed_steps / block),
+            block_steps=block,
+        )
 
     @property
     def warmup_steps(self) -> int:
@@ -177,7 +182,10 @@ def time_arms(
         def begin() -> tuple[list[dict[str, Any]], dict[str, RunPlan]]:
             arms = choose()
             check_arms(arms, world.size)
-            words = {name: turn_words(arm, turns, world.size) for name, arm in arms.items()}
+            words = {}
+            for name, arm in arms.items():
+                words[name] = turn_words(arm, turns, world.size)
+            # Only rank 0 calls this function, so only rank 0 deletes the directory at the end.
             directory = Path(stack.enter_context(directory_for_runs(out)))
             return plan_turns(words, turns.rounds, directory, added), arms
 
@@ -187,7 +195,8 @@ def time_arms(
             if world.rank == 0:
                 echo(f"turn {job.number} of {job.total}: {job.name}: ", end="", flush=True)
             stopped, endings = run_here([job], world)
-            # Rank 0 decides for all ranks: a signal may have reached only some of the ranks.
+            # Rank 0 decides for all ranks: a signal may have reached only some of the ranks. A rank
+            # that left the loop alone would make the others wait.
             result = partial(measure_turn, job, endings[job.name], turns, stopped)
             stopped, measurement = world.broadcast_and_keep(f"turn/{job.number}", result)
             if stopped:
@@ -227,18 +236,26 @@ def plan_turns(
     planned: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
         names = list(words)
-        if number % 2 == 0:  # The order of even rounds is reversed.
+        # The order of even rounds is reversed, so that a machine that slows down steadily affects
+        # all arms equally.
+        if number % 2 == 0:
             names.reverse()
         for name in names:
             index = len(planned) + 1
             path = directory / f"turn-{index}"
             run_dir = typed_override("run.dir", str(path))
             job = Job(
-                number=index, total=len(words) * rounds, name=f"{name}, round {number}",
-                path=str(path), steps=0, flops_of_step=0.0,
-                words=[*added, *words[name], run_dir], finished=False, group=name,
+                number=index,
+                total=len(words) * rounds,
+                name=f"{name}, round {number}",
+                path=str(path),
+                steps=0,  # No remaining time is estimated.
+                flops_of_step=0.0,
+                words=[*added, *words[name], run_dir],
+                finished=False,
+                group=name,
                 quiet=True,
-            )  # fmt: skip
+            )
             planned.append(vars(job))
     return planned
 

@@ -105,6 +105,7 @@ class ArmTiming:
     def round_ratios(self, baseline: "ArmTiming") -> list[float]:
         """Return the time of this arm over that of `baseline` in each round."""
         pairs = zip(self.round_seconds, baseline.round_seconds, strict=True)
+        # Runs of a round follow each other, so both times have nearly the same load.
         return [seconds / reference for seconds, reference in pairs]
 
 
@@ -182,8 +183,10 @@ def time_settings(cfg: TrainConfig) -> dict[str, str]:
     settings = {}
     for name, value in flatten(yaml_dict(cfg)).items():
         key = declaration_of(name, declared)
-        other = name in LENGTHS or name.startswith(("optim.", "checkpoint.")) or "seed" in key.kinds
-        if key.effect in ("numbers", "speed") and not other:
+        is_ignored = name in LENGTHS or name.startswith(("optim.", "checkpoint."))
+        if is_ignored or "seed" in key.kinds:
+            continue
+        if key.effect in ("numbers", "speed"):
             settings[name] = json.dumps(value, sort_keys=True)
     return settings
 
@@ -222,7 +225,8 @@ def check_profile(profile: TimingProfile) -> None:
             raise ValueError(f"arms.{name}.settings is empty")
     for fact in MACHINE:
         # Arms may differ in a fact if they differ in the config key that decides it.
-        settings = {arm.settings.get(KEYS.get(fact, "")) for arm in arms}
+        key = KEYS.get(fact, "")
+        settings = {arm.settings.get(key) for arm in arms}
         values = {str(getattr(arm.facts, fact)) for arm in arms}
         if len(values) > 1 and len(settings) == 1:
             raise ValueError(
@@ -254,6 +258,7 @@ class SecondsBudget:
         path = directory / user_path(self.profile, "budget.profile")
         try:
             profile = read_profile(path)
+            # The bytes of the file are a part of the study's hash.
             with readable(path):
                 content = read_bytes(path, follow=True)
         except CheckpointError as error:

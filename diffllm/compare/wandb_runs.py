@@ -99,9 +99,8 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
         cfg = load_run_config(path)
         facts = read_record(path / "run.json") or {}
         variables = recorded_variables(facts)
-        wandb_config = with_labels(
-            with_recorded(cfg.wandb, variables, *destination), cfg, facts, variables
-        )
+        recorded_config = with_recorded(cfg.wandb, variables, *destination)
+        wandb_config = with_labels(recorded_config, cfg, facts, variables)
         ids = ids_of_run(path, facts, wandb_config)
         run_id = ids.newest
         parent = writable_parent(path)
@@ -154,6 +153,7 @@ def store_newest_id(path: Path, ids: WandbIds, cfg: WandbConfig, newest_id: str)
 def nonempty_history(path: Path) -> Iterator[dict[str, Any]]:
     """Return the result of `history`; raises CheckpointError if the run has no steps."""
     lines = history(path)
+    # `history` yields lines: only its first line shows whether there are any.
     first_line = next(lines, None)
     if first_line is None:
         raise CheckpointError(
@@ -277,9 +277,10 @@ def gap_run(comparison: Comparison, directory: Path) -> GapRun | None:
     rows = [row for row in comparison.rows if row.gap]
     if not rows:
         return None
+    values_by_tokens = gaps_by_tokens(comparison, rows)
     lines = []
-    for step, (tokens, values) in enumerate(sorted(gaps_by_tokens(comparison, rows).items())):
-        lines.append({"step": step, "tokens": tokens, **values})
+    for step, tokens in enumerate(sorted(values_by_tokens)):
+        lines.append({"step": step, "tokens": tokens, **values_by_tokens[tokens]})
     summary = {}
     for row in rows:
         assert row.gap
@@ -301,7 +302,8 @@ def gaps_by_tokens(comparison: Comparison, rows: list[Row]) -> dict[int, dict[st
             values[tokens] |= gap_values(row.label, gap)
     floor = seed_noise(rows_of_gaps(comparison.rows)) if values else None
     if floor:
-        for tokens, half_width in zip(floor.tokens.tolist(), floor.values.tolist(), strict=True):
+        points = zip(floor.tokens.tolist(), floor.values.tolist(), strict=True)
+        for tokens, half_width in points:
             values[int(tokens)][NOISE_FLOOR] = half_width
     return values
 
@@ -340,7 +342,8 @@ def gap_metrics(label: str) -> list[str]:
 
 def gap_values(label: str, gap: Estimate) -> dict[str, float]:
     numbers = [gap.mean, *(gap.interval or ())]
-    return dict(zip(gap_metrics(label), numbers, strict=False))  # a single seed has no interval
+    # Not strict: a single seed has no interval.
+    return dict(zip(gap_metrics(label), numbers, strict=False))
 
 
 def comparison_id(directory: Path) -> str:

@@ -6,6 +6,7 @@ The package is imported inside of functions, because it is optional and slow to 
 import hashlib
 import importlib.util
 import json
+import math
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ GROUP = "Group"
 """Name of the wandb group in wandb-workspaces. The wandb group of a run is its row."""
 COLUMNS = 3
 """Panels per line."""
-WIDTH, HEIGHT = 8, 6
+PANEL_WIDTH, PANEL_HEIGHT = 8, 6
 """Size of a panel of a report, which is 24 units wide."""
 RETRIES = 3
 """Repetitions of a request to the server, within a few seconds."""
@@ -49,7 +50,8 @@ class Views(NamedTuple):
 
         wandb-workspaces adds a random name if an object has no id.
         """
-        view, report = self.workspace._to_model(), self.report._to_model()
+        view = self.workspace._to_model()
+        report = self.report._to_model()
         project = {"entityName": self.workspace.entity, "projectName": self.workspace.project}
         return {
             "workspace": {
@@ -118,6 +120,8 @@ def send(views: Views, file: Path) -> tuple[str, str]:
     try:
         if not views.workspace.entity:
             views.workspace.entity = views.report.entity = wandb.Api().default_entity or ""
+        # Both saves set an id. The file is written after each, so that a repetition after a failure
+        # replaces the saved workspace instead of adding another.
         views.workspace.save()
         write_views(views, file)
         views.report.save()
@@ -126,7 +130,8 @@ def send(views: Views, file: Path) -> tuple[str, str]:
     except ConfigError:
         raise
     except Exception as error:
-        abandon_service()  # wandb waits at exit for a service that cannot reach the server
+        # wandb waits at exit for a service that cannot reach the server.
+        abandon_service()
         raise ConfigError(
             f"wandb did not save the dashboard: {error!r}; {file} contains it. Repeat the command; "
             f"if the workspace or the report was deleted, remove {FILE} first"
@@ -139,18 +144,19 @@ def workspace_of(dashboard: Dashboard) -> Any:
     sections = []
     for section in dashboard.sections:
         panels = [panel_of(dashboard, section, panel) for panel in section.panels]
-        rows = -(-len(panels) // COLUMNS)
+        rows = math.ceil(len(panels) / COLUMNS)
         layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=rows)
         sections.append(
             ws.Section(name=section.title, panels=panels, is_open=True, layout_settings=layout)
         )
+    run_settings = {}
+    for run_id, colour in dashboard.run_colours.items():
+        run_settings[run_id] = ws.RunSettings(color=colour)
     group_colours: dict[Any, Any] = dict(dashboard.group_colours)
     runs = ws.RunsetSettings(
         groupby=[ws.Metric(GROUP)],
         filters=run_filter(dashboard),
-        run_settings={
-            run_id: ws.RunSettings(color=colour) for run_id, colour in dashboard.run_colours.items()
-        },
+        run_settings=run_settings,
         group_colors=group_colours,
         baseline_run=dashboard.baseline[0] if dashboard.baseline else None,
         pinned_runs=[*dashboard.baseline[:MOST_PINNED]],
@@ -178,7 +184,9 @@ def report_of(dashboard: Dashboard) -> Any:
         panels = [panel_of(dashboard, section, panel) for panel in section.panels]
         for number, panel in enumerate(panels):
             row, column = divmod(number, COLUMNS)
-            panel.layout = wr.Layout(x=WIDTH * column, y=HEIGHT * row, w=WIDTH, h=HEIGHT)
+            panel.layout = wr.Layout(
+                x=PANEL_WIDTH * column, y=PANEL_HEIGHT * row, w=PANEL_WIDTH, h=PANEL_HEIGHT
+            )
         # The grid has the project of the report.
         runs = wr.Runset(name="Runs", groupby=["run.group"], filters=run_filter(dashboard))
         runs._id = stable_id(section.title)
@@ -224,12 +232,12 @@ def panel_of(dashboard: Dashboard, section: PanelSection, panel: Panel) -> Any:
     elif not panel.axis:
         plot = wr.BarPlot(metrics=[*panel.metrics], max_bars_to_show=dashboard.most_runs, **common)
     else:
-        colours = {
-            f"{dashboard.comparison}:{name}": dashboard.gap_colours[name]
-            for name in panel.metrics
-            if name in dashboard.gap_colours
-        }
-        if colours:  # wandb has colours of single metrics only for runs outside of groups
+        colours = {}
+        for name in panel.metrics:
+            if name in dashboard.gap_colours:
+                colours[f"{dashboard.comparison}:{name}"] = dashboard.gap_colours[name]
+        if colours:
+            # wandb has colours of single metrics only for runs outside of groups.
             common["groupby"] = "None"
         plot = wr.LinePlot(
             x=panel.axis, y=[*panel.metrics], metric_regex=panel.pattern or None,

@@ -49,7 +49,8 @@ class Arm(Generic[Seed]):
     @property
     def diverged_share(self) -> Share:
         """Share of ended seeds that diverged."""
-        return Share(len(self.seed_values) - len(self.finite_values), len(self.seed_values))
+        ended = len(self.seed_values)
+        return Share(ended - len(self.finite_values), ended)
 
     @property
     def documents(self) -> Mapping[Seed, DocumentLosses]:
@@ -173,16 +174,26 @@ class RunArm(Arm[Seeds]):
 
     def summary_mean(self, name: str) -> float | None:
         """Return the mean of an entry of summary.json over finished runs, without 0 and NaN."""
-        numbers = [finite((run.summary or {}).get(name)) for run in self.finished]
-        nonzero = [number for number in numbers if number]
-        return float(np.mean(nonzero)) if nonzero else None
+        numbers = []
+        for run in self.finished:
+            number = run.summary_number(name)
+            if number:
+                numbers.append(number)
+        return float(np.mean(numbers)) if numbers else None
 
     def value(self, metric: Metric) -> float | None:
         """Return a column of report.csv: the metric of finished runs, combined over seeds."""
         assert metric.column
-        values = [run_value(run, metric) for run in self.finished]
-        measured = [value for value in values if value is not None]
-        return finite(getattr(np, metric.column.seeds)(measured)) if measured else None
+        values = []
+        for run in self.finished:
+            value = run_value(run, metric)
+            if value is not None:
+                values.append(value)
+        if not values:
+            return None
+        # NaN of one seed makes the result NaN, so an outlier that is not finite is not hidden.
+        combine = getattr(np, metric.column.seeds)
+        return finite(combine(values))
 
     def events(self, series: str) -> Rate | None:
         """Return the rate of spikes of "loss" or "grad" per tested step over all ended runs.
@@ -195,5 +206,6 @@ class RunArm(Arm[Seeds]):
 
     def total(self, name: str) -> int:
         """Return the sum of a counter over all ended runs."""
-        counts = [finite(run_value(run, metric_of(name))) or 0 for run in self.ended]
+        metric = metric_of(name)
+        counts = [finite(run_value(run, metric)) or 0 for run in self.ended]
         return round(sum(counts))

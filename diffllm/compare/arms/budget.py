@@ -31,12 +31,14 @@ def flops_spent(run: Run, tokens: Array) -> Array | None:
     per_token, per_key = flops_facts(run.facts)
     if per_token is None:
         return None
-    at, keys = keys_seen(run.metrics)
-    if per_key is None or not len(at):
+    logged_tokens, keys = keys_seen(run.metrics)
+    if per_key is None or not len(logged_tokens):
         return tokens * per_token
     # `per_token` counts the mean number of visible keys; the deviation so far is added.
-    over_mean = np.append(0, keys - at * (keys[-1] / at[-1]))
-    return tokens * per_token + per_key * np.interp(tokens, np.append(0, at), over_mean)
+    mean_keys = keys[-1] / logged_tokens[-1]
+    deviations = np.append(0, keys - logged_tokens * mean_keys)
+    deviation = np.interp(tokens, np.append(0, logged_tokens), deviations)
+    return tokens * per_token + per_key * deviation
 
 
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
@@ -48,9 +50,13 @@ def seconds_spent(run: Run, tokens: Array) -> Array | None:
     if "perf/step_ms" not in run.metrics.columns:
         return None
     places, step_ms = run.metrics.columns["perf/step_ms"]
-    seconds = np.cumsum(np.diff(run.metrics.steps[places], prepend=0) * step_ms / 1e3)
-    at = run.metrics.tokens[places]
-    return np.interp(tokens, np.append(0, at), np.append(0, seconds), right=np.nan)
+    # A line has the mean time of the steps since the line before.
+    steps = np.diff(run.metrics.steps[places], prepend=0)
+    seconds = np.cumsum(steps * step_ms / 1e3)
+    logged_tokens = run.metrics.tokens[places]
+    points = np.append(0, logged_tokens)
+    # NaN after the last line: the time of later steps is unknown.
+    return np.interp(tokens, points, np.append(0, seconds), right=np.nan)
 
 
 def total_tokens(run: Run) -> float:
@@ -67,8 +73,12 @@ def total_seconds(run: Run) -> float | None:
     """Return the seconds of all training steps up to now; None if the run has no step times."""
     if run.train_seconds is not None:
         return run.train_seconds
-    seconds = seconds_spent(run, np.array([run.tokens_at(run.last_step)]))
-    return None if seconds is None or not np.isfinite(seconds).all() else float(seconds[0])
+    # Without times in steps.npy, use the logged step times.
+    tokens = np.array([run.tokens_at(run.last_step)])
+    seconds = seconds_spent(run, tokens)
+    if seconds is None or not np.isfinite(seconds).all():
+        return None
+    return float(seconds[0])
 
 
 class Budget(NamedTuple):
@@ -89,10 +99,10 @@ class Budget(NamedTuple):
 
         Return None if `inequality` returns a reason.
         """
-        arms = [runs for runs in arms if runs]
-        if self.inequality(arms):
+        arms_with_runs = [runs for runs in arms if runs]
+        if self.inequality(arms_with_runs):
             return None
-        return mean_cost(self.mean(runs) for runs in arms)
+        return mean_cost(self.mean(runs) for runs in arms_with_runs)
 
     def mean(self, runs: Sequence[Run]) -> float | None:
         """Return the mean cost per run; None if the cost of a run is unknown."""
@@ -114,7 +124,8 @@ class Budget(NamedTuple):
             return f"the {self.unit} of the runs are unknown"
         machines = set()
         for run in chain(*arms):
-            machines.add(str([run.facts.get(fact) for fact in self.facts]))
+            machine = [run.facts.get(fact) for fact in self.facts]
+            machines.add(str(machine))
         if len(machines) > 1:
             return f"the {self.unit} were measured on different machines ({', '.join(self.facts)})"
         if max(means) > min(means) * (1 + COST_TOLERANCE):
@@ -162,12 +173,15 @@ def planned_budgets(runs: Sequence[Run]) -> list[str | None]:
 
     Runs of one plan have different steps, but equal FLOPs or seconds. None for other runs.
     """
-    equal = set()
+    equal_plans = set()
     for plan, members in runs_of_different_steps(runs).items():
         if not budget_problem(members):
-            equal.add(plan)
-    plans = [plan_of(run) for run in runs]
-    return [plan if plan in equal else None for plan in plans]
+            equal_plans.add(plan)
+    budgets = []
+    for run in runs:
+        plan_of_run = plan_of(run)
+        budgets.append(plan_of_run if plan_of_run in equal_plans else None)
+    return budgets
 
 
 def budget_notes(runs: Sequence[Run]) -> list[str]:
@@ -186,7 +200,8 @@ def have_steps_by_variant(runs: Sequence[Run]) -> bool:
     """Return whether no two variants have equal steps, as in a study with a budget."""
     variants: dict[int, set[str]] = {}
     for run in runs:
-        variants.setdefault(run.cfg.steps, set()).add(run.variant)
+        names_of_steps = variants.setdefault(run.cfg.steps, set())
+        names_of_steps.add(run.variant)
     return all(len(names) == 1 for names in variants.values())
 
 
@@ -207,22 +222,28 @@ def runs_of_different_steps(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def budget_problem(runs: Sequence[Run]) -> str:
     """Return the reason why runs of one plan do not have equal costs and warm-up; "" if equal."""
     # Warm-up is an equal share of all runs, except for the rounding to whole steps.
-    shares = [run.cfg.optim.warmup_steps / run.cfg.steps for run in runs]
-    if max(shares) - min(shares) >= 1 / min(run.cfg.steps for run in runs):
+    shares = []
+    for run in runs:
+        shares.append(run.cfg.optim.warmup_steps / run.cfg.steps)
+    fewest_steps = min(run.cfg.steps for run in runs)
+    if max(shares) - min(shares) >= 1 / fewest_steps:
         ends = f"{percent(min(shares))} and {percent(max(shares))}"
         return f"optim.warmup_steps is {ends} of the steps, not an equal share"
-    of_flops = runs[0].cfg.train.budget.flops is not None
-    runs = [run for run in runs if not run.diverged]
-    if of_flops:
+    is_flops_budget = runs[0].cfg.train.budget.flops is not None
+    compared_runs = []
+    for run in runs:
         # The config determines the FLOPs of runs that have not started.
-        runs = [run for run in runs if total_flops(run) is not None]
-        if not runs:
-            return ""
-    problem = BUDGETS["flops"].inequality(runs_by_arm(runs))
-    if of_flops or not problem:
+        is_unknown = is_flops_budget and total_flops(run) is None
+        if not run.diverged and not is_unknown:
+            compared_runs.append(run)
+    if is_flops_budget and not compared_runs:
+        return ""
+    problem = BUDGETS["flops"].inequality(runs_by_arm(compared_runs))
+    if is_flops_budget or not problem:
         return problem
+    # The plan of a study is its hash, which does not say whether the budget is in FLOPs or seconds.
     # The FLOPs of a run follow from its plan, but its seconds are known only at its end.
-    finished = [run for run in runs if run.summary is not None]
+    finished = [run for run in compared_runs if run.summary is not None]
     problem_of_seconds = BUDGETS["seconds"].inequality(runs_by_arm(finished))
     return f"{problem}, and {problem_of_seconds}" if problem_of_seconds else ""
 
@@ -231,7 +252,8 @@ def runs_by_arm(runs: Sequence[Run]) -> Collection[list[Run]]:
     """Group runs of one plan: runs of an arm have one variant and equal steps."""
     arms: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
-        arms.setdefault((run.variant, run.cfg.steps), []).append(run)
+        arm = (run.variant, run.cfg.steps)
+        arms.setdefault(arm, []).append(run)
     return arms.values()
 
 

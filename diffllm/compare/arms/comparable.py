@@ -118,11 +118,15 @@ def differences(
         reason = reason_of(key_role, declaration)
         if name in TOLERANCES:
             ratio = largest_ratio(name, runs)
+            # The second tolerance is for the rounding of the ratio itself.
             if ratio is not None and ratio <= TOLERANCES[name] * (1 + 1e-9):
                 continue
             reason = f"largest {percent(ratio)} above smallest" if ratio else ""
+        # Different keys can give equal facts, such as data.paths of equal corpora. Runs
+        # of older versions do not record every fact, and are compared by the key.
         fact = declaration.fact or ""
-        values = differing_values(name, [run for run in runs if run.values.get(fact) is None])
+        without_fact = [run for run in runs if run.values.get(fact) is None]
+        values = differing_values(name, without_fact)
         if not values and fact:
             values = differing_values(name, runs)
             key_role, reason = "harmless", f"{fact} is compared instead"
@@ -212,8 +216,12 @@ def starting_point(
         return "stage"
     if run is None and cfg.run.dir is not None:
         run = user_path(cfg.run.dir, "run.dir")
-    inside = run is not None and Path(cfg.resume).absolute().is_relative_to(run.absolute())
-    return INITIAL_VALUES if inside or cfg.resume in ("auto", "never") else cfg.resume
+    is_of_run = False
+    if run is not None:
+        is_of_run = Path(cfg.resume).absolute().is_relative_to(run.absolute())
+    if is_of_run or cfg.resume in ("auto", "never"):
+        return INITIAL_VALUES
+    return cfg.resume
 
 
 def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str]]:
@@ -229,12 +237,15 @@ def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str
         return {}
     if name in TOLERANCES:
         # Seeds of an arm can differ slightly, for example in FLOPs with document masks.
-        texts = [(run.arm, run.seed, range_of_arm(name, run.arm, runs)) for run in runs]
+        texts = []
+        for run in runs:
+            texts.append((run.arm, run.seed, range_of_arm(name, run.arm, runs)))
     values: dict[str, list[str]] = {}
     for arm, _, text in texts:
         arms = values.setdefault(shortened(name, text), [])
         if arm not in arms:
             arms.append(arm)
+    # A key with the value null decides as little as a key that a config does not have.
     return {} if values.keys() <= {NOT_SET, "null"} else values
 
 
@@ -251,8 +262,9 @@ def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
     example, seeds 0 to 3 of all arms may have run with an earlier version of the code. Arms without
     a common seed agree if they have the same values.
     """
+    # Most keys are equal in all runs, and a report can have many runs.
     if len({value for _, _, value in runs}) < 2:
-        return False  # Most keys are equal in all runs, and a report can have many runs.
+        return False
     by_arm: dict[str, dict[int, set[str]]] = {}
     for arm, seed, value in runs:
         by_arm.setdefault(arm, {}).setdefault(seed, set()).add(value)
@@ -260,7 +272,11 @@ def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
         common_seeds = first.keys() & second.keys()
         if any(first[seed] != second[seed] for seed in common_seeds):
             return True
-        if not common_seeds and set().union(*first.values()) != set().union(*second.values()):
+        if common_seeds:
+            continue
+        first_values: set[str] = set().union(*first.values())
+        second_values: set[str] = set().union(*second.values())
+        if first_values != second_values:
             return True
     return False
 
@@ -300,6 +316,8 @@ def shown_value(value: Any) -> str:
     """Return a value as YAML spells it; lists contain no spaces."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown_value, value))}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return str(value)

@@ -39,7 +39,7 @@ def find_runs(named: list[Path]) -> Directories:
         places: list[Path] = []
         for directory in named_directories:
             places += search(directory)
-        if not any(map(is_run, places)):
+        if not any(is_run(place) for place in places):
             raise ConfigError(
                 f"{path} is not a run directory and contains none; a run directory contains "
                 "config.yaml and metrics.jsonl"
@@ -49,7 +49,10 @@ def find_runs(named: list[Path]) -> Directories:
     distinct = distinct_paths(searched)
     runs = [path for path in distinct if is_run(path)]
     sweeps = [path for path in distinct if os.path.isfile(path / "sweep.json")]
-    titles = [directory_name(path) if path.is_dir() else str(path) for path in named]
+    titles = []
+    for path in named:
+        # A glob has no directory name.
+        titles.append(directory_name(path) if path.is_dir() else str(path))
     title = shortlist(list(dict.fromkeys(titles)), MOST_NAMES)
     return Directories(runs, sweeps, title, home_of(directories))
 
@@ -57,6 +60,7 @@ def find_runs(named: list[Path]) -> Directories:
 def distinct_paths(paths: list[Path]) -> list[Path]:
     """Return the shortest of the paths to each directory, sorted by directory."""
     shortest: dict[Path, Path] = {}
+    # Links can give several paths to one directory; a run must not count twice.
     for path in sorted(paths, key=lambda path: (len(path.parts), path)):
         shortest.setdefault(path.resolve(), path)
     return [shortest[directory] for directory in sorted(shortest)]
@@ -64,7 +68,9 @@ def distinct_paths(paths: list[Path]) -> list[Path]:
 
 def shortlist(names: list[str], most: int) -> str:
     text = ", ".join(names[:most])
-    return f"{text} and {len(names) - most} more" if len(names) > most else text
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def home_of(directories: list[Path]) -> Path | None:
@@ -79,8 +85,11 @@ def home_of(directories: list[Path]) -> Path | None:
     home = Path(os.path.commonpath(absolute))
     if home.is_relative_to(Path.cwd()):
         return home.relative_to(Path.cwd())
-    is_near = home in absolute or home in [path.parent for path in absolute]
-    return home if is_near and home != home.parent else None
+    near_paths = set(absolute)
+    near_paths.update(path.parent for path in absolute)
+    # The root directory is its own parent.
+    is_root = home == home.parent
+    return home if home in near_paths and not is_root else None
 
 
 def expand_glob(path: Path) -> list[Path]:
@@ -90,8 +99,12 @@ def expand_glob(path: Path) -> list[Path]:
                 f"{path} cannot be read: permission denied; make the directory readable"
             )
         return [path]
-    paths = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    matches = sorted(path for path in paths if path.is_dir())
+    matches = []
+    for name in glob.glob(str(path), recursive=True):
+        match = Path(name)
+        if match.is_dir():
+            matches.append(match)
+    matches.sort()
     if not matches:
         raise ConfigError(f"{path}: no such directory{similar_path(path, os.path.isdir)}")
     return matches
@@ -99,11 +112,17 @@ def expand_glob(path: Path) -> list[Path]:
 
 def directories_with_runs(path: Path) -> list[Path]:
     """Return the directories of `path`, which can be a glob, that are or contain runs."""
-    return [place for place in expand_glob(path) if any(map(is_run, search(place)))]
+    directories = []
+    for directory in expand_glob(path):
+        if any(is_run(place) for place in search(directory)):
+            directories.append(directory)
+    return directories
 
 
 def is_run(path: Path) -> bool:
-    has_started = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
+    # Only both together show a run that has no metrics yet.
+    has_config = os.path.isfile(path / "config.yaml")
+    has_started = has_config and os.path.isdir(path / "checkpoints")
     return has_started or os.path.isfile(path / "metrics.jsonl")
 
 
@@ -112,8 +131,10 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
 
     Hidden directories are omitted. Run directories and unreadable directories are not searched.
     """
-    if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
+    is_readable = os.access(path, os.R_OK | os.X_OK)
+    if is_run(path) or not depth or not is_readable:
         return [path]
+    # Not `rglob`: that would also list the checkpoints and token shards of every run.
     directories = [path]
     for child in path.iterdir():
         if not child.name.startswith(".") and os.path.isdir(child):
@@ -129,5 +150,7 @@ def sweep_notes(sweep: Path) -> list[str]:
     if not isinstance(planned, dict):
         return [f"{sweep}/sweep.json names no runs; the runs that have not started are unknown."]
     waiting = [name for name in planned if not is_run(sweep / name)]
+    if not waiting:
+        return []
     count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
-    return [f"{count}: {shortlist(waiting, MOST_WAITING)}."] if waiting else []
+    return [f"{count}: {shortlist(waiting, MOST_WAITING)}."]

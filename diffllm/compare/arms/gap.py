@@ -61,10 +61,9 @@ class ArmGap:
         """
         if self.paired is None:
             return False
-        better, other = (
-            (self.candidate, self.base) if self.paired.mean < 0 else (self.base, self.candidate)
-        )
-        return diverged_more(better, other)
+        if self.paired.mean < 0:
+            return diverged_more(self.candidate, self.base)
+        return diverged_more(self.base, self.candidate)
 
     @property
     def p(self) -> float | None:
@@ -73,16 +72,20 @@ class ArmGap:
         1 instead of the result of the test if `favours_diverging` is True.
         """
         p = self.paired.p if self.paired else None
-        return 1.0 if p is not None and self.favours_diverging else p
+        if p is not None and self.favours_diverging:
+            return 1.0
+        return p
 
     @property
     def p_diverged(self) -> float:
         """Two-sided p-value of Fisher's exact test; null hypothesis: equal divergence rates."""
         if not self.candidate.diverged and not self.base.diverged:
             return 1.0
-        from scipy.stats import fisher_exact
+        from scipy.stats import fisher_exact  # A slow import, which most comparisons do not need.
 
-        table = [[side.diverged, side.runs - side.diverged] for side in (self.candidate, self.base)]
+        table = []
+        for share in (self.candidate, self.base):
+            table.append([share.diverged, share.runs - share.diverged])
         return float(fisher_exact(table).pvalue)
 
 
@@ -92,21 +95,28 @@ def arm_gap(candidate: Arm[Seed], base: Arm[Seed], is_log: bool = False) -> ArmG
     Args:
         is_log: whether the values are logarithms of the mean losses of documents.
     """
-    candidate_values, base_values = candidate.finite_values, base.finite_values
+    candidate_values = candidate.finite_values
+    base_values = base.finite_values
     gap = paired(candidate_values, base_values)
     seeds = sorted(candidate_values.keys() & base_values.keys())  # type: ignore[type-var]
-    candidate_documents, base_documents = candidate.documents, base.documents
-    pairs = [(candidate_documents.get(seed), base_documents.get(seed)) for seed in seeds]
+    candidate_documents = candidate.documents
+    base_documents = base.documents
+    pairs = []
+    for seed in seeds:
+        pairs.append((candidate_documents.get(seed), base_documents.get(seed)))
     over_documents, reason = gap_over_documents(gap, pairs, is_log)
+    differences = []
     undocumented: list[Seed] = []
-    if reason == UNDOCUMENTED:
-        undocumented = [seed for seed, pair in zip(seeds, pairs, strict=True) if None in pair]
+    for seed, pair in zip(seeds, pairs, strict=True):
+        differences.append(float(candidate_values[seed] - base_values[seed]))
+        if reason == UNDOCUMENTED and None in pair:
+            undocumented.append(seed)
     return ArmGap(
         paired=gap,
         over_documents=over_documents,
         no_documents=reason,
         undocumented=tuple(undocumented),
-        differences=tuple(float(candidate_values[seed] - base_values[seed]) for seed in seeds),
+        differences=tuple(differences),
         welch=welch(candidate_values, base_values),
         correlation=seed_correlation(candidate_values, base_values),
         candidate=candidate.diverged_share,
@@ -127,8 +137,11 @@ def gap_over_documents(
         pairs: losses of documents of both arms for each common seed.
     """
     documents: list[DocumentLosses] = []
-    for pair in pairs:
-        documents += [losses for losses in pair if losses is not None]
+    for candidate_losses, base_losses in pairs:
+        if candidate_losses is not None:
+            documents.append(candidate_losses)
+        if base_losses is not None:
+            documents.append(base_losses)
     if gap is None or not documents:
         return None, ""
     if gap.error is None:
@@ -139,9 +152,10 @@ def gap_over_documents(
     if not all(same_documents(first, losses) for losses in documents):
         return None, "the runs were measured on different documents"
     nats = np.stack([losses.nats for losses in documents])
+    # This form of the comparison is also False for NaN.
     if not (np.abs(nats) <= LARGEST).all():
         return None, "a document's loss is not finite"
-    # Rows alternate between both arms.
+    # Every pair is complete here, so the rows alternate between both arms.
     error = document_error(nats[::2], nats[1::2], first.tokens, is_log)
     if error is None:
         return None, "there is a single document"

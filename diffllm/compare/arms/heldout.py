@@ -54,9 +54,12 @@ def heldout_text(runs: Iterable[Run]) -> str:
     sizes = set()
     for run in runs:
         if run.final_loss is not None:
-            numbers = [finite(run.facts.get(fact)) for fact in (HELDOUT, HELDOUT_SPLIT)]
-            sizes.add((*numbers, run.summary_number("heldout_documents")))
-    tokens, split, documents = sizes.pop() if len(sizes) == 1 else (None, None, None)
+            measured = finite(run.facts.get(HELDOUT))
+            whole_split = finite(run.facts.get(HELDOUT_SPLIT))
+            sizes.add((measured, whole_split, run.summary_number("heldout_documents")))
+    if len(sizes) != 1:
+        return "held-out documents"
+    tokens, split, documents = sizes.pop()
     if tokens is None:
         return "held-out documents"
     noun = "document" if documents == 1 else "documents"

@@ -160,7 +160,8 @@ class Page:
             blocks += section.blocks
         parts = [f"# {inline(self.full_title)}"]
         for block in blocks:
-            if text := block.markdown(inline):
+            text = block.markdown(inline)
+            if text:
                 parts.append(text)
         return printable("\n\n".join(parts) + "\n", KEPT)
 

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -62,6 +62,7 @@ class Metrics:
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
         self.skipped = 0
+        # Arrays of machine numbers: lists would need several times the memory for a long run.
         steps, tokens = array("q"), array("q")
         columns: dict[str, tuple[array[int], array[float]]] = {}
         for line in lines:
@@ -79,9 +80,9 @@ class Metrics:
         """Steps of all lines, (n,) int64."""
         self.tokens = np.array(tokens)
         """Tokens of all lines, (n,) int64."""
-        self.columns = {
-            name: (np.array(places), np.array(values)) for name, (places, values) in columns.items()
-        }
+        self.columns = {}
+        for name, (places, values) in columns.items():
+            self.columns[name] = (np.array(places), np.array(values))
         """By metric: indices of the lines that contain the metric, and its values."""
 
     def series(self, name: str) -> Series:
@@ -152,6 +153,7 @@ class Run:
         """Losses of the held-out documents with `DIGITS` significant digits; None if unknown."""
         with suppress(CheckpointError):
             losses = document_losses(self.path)
+            # Rounded as in values.json, so that a verdict from this file is the same.
             nats = np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats])
             return replace(losses, nats=nats)
         return None
@@ -229,10 +231,15 @@ class Run:
         columns = []
         for layer in self.layers(quantity):
             columns.append(self.metrics.columns[f"{quantity}/layer_{layer:02d}"])
-        common = reduce(np.intersect1d, (places for places, _ in columns)) if columns else ()
+        # Lines of metrics.jsonl that contain every layer.
+        common: Any = ()
+        if columns:
+            common = reduce(np.intersect1d, (places for places, _ in columns))
         if not len(common):
             return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
-        layers = [values[np.searchsorted(places, common)] for places, values in columns]
+        layers = []
+        for places, values in columns:
+            layers.append(values[np.searchsorted(places, common)])
         return Series(self.metrics.tokens[common], np.stack(layers, axis=1))
 
     def layers(self, quantity: str) -> list[int]:
@@ -250,12 +257,15 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
     Raises CheckpointError if a file is missing or damaged.
     """
     cfg = load(path)
-    facts, summary = read_record(path / "run.json") or {}, read_summary(path)
+    facts = read_record(path / "run.json") or {}
+    summary = read_summary(path)
     changes = []
     for line in read_changes(path):
-        if line["step"]:
-            for key, (before, after) in line["changes"].items():
-                changes.append(f"{key} {before} to {after} after step {line['step']}")
+        # The saved config describes all steps if it changed before the first step.
+        if not line["step"]:
+            continue
+        for key, (before, after) in line["changes"].items():
+            changes.append(f"{key} {before} to {after} after step {line['step']}")
     metrics = read_metrics(path)
     if metrics.skipped:
         to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
@@ -272,10 +282,15 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
     """
     tokens, keys = keys_seen(metrics)
     per_token, per_key = flops_facts(facts)
-    if per_token is None or per_key is None or not len(tokens) or not math.isfinite(keys[-1]):
+    if per_token is None or per_key is None:
         return facts
-    mean = keys[-1] / tokens[-1]
-    return {**facts, "flops_per_token": float(per_token + per_key * (mean - (seq_len + 1) / 2))}
+    if not len(tokens) or not math.isfinite(keys[-1]):
+        return facts
+    mean_keys = keys[-1] / tokens[-1]
+    # run.json counts attention without document masks: a query then sees (seq_len + 1) / 2 keys.
+    unmasked_keys = (seq_len + 1) / 2
+    corrected = float(per_token + per_key * (mean_keys - unmasked_keys))
+    return {**facts, "flops_per_token": corrected}
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -292,11 +307,14 @@ def keys_seen(metrics: Metrics) -> Series:
     tokens, keys = metrics.series(VISIBLE_KEYS)
     if not len(tokens) or not tokens[-1]:
         return NO_VALUES
-    return Series(tokens, np.cumsum(keys * np.diff(tokens, prepend=0)))
+    # A line has the mean of the queries since the line before.
+    queries = np.diff(tokens, prepend=0)
+    return Series(tokens, np.cumsum(keys * queries))
 
 
 def skipped_text(path: Path, lines: int) -> str:
-    return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced line{'s' * (lines > 1)}"
+    noun = "lines" if lines > 1 else "line"
+    return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced {noun}"
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -307,9 +325,16 @@ def read_metrics(path: Path) -> Metrics:
     """
     file = path / "metrics.jsonl"
     with readable(file), suppress(FileNotFoundError):
-        read = ((text, read_metrics_line(text)) for text in read_lines(file))
-        return Metrics(line for text, line in read if line is not None or text.endswith("\n"))
+        return Metrics(metrics_lines(file))
     return Metrics([])
+
+
+def metrics_lines(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the lines of metrics.jsonl without an incomplete last line; None if damaged."""
+    for text in read_lines(file):
+        line = read_metrics_line(text)
+        if line is not None or text.endswith("\n"):
+            yield line
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
@@ -319,15 +344,20 @@ def run_value(run: Run, metric: Metric) -> float | None:
     over these steps and over layers. Return None if the run has no finite value, and NaN if a layer
     is not finite: without this layer, the run would seem to have smaller outliers.
     """
-    column, layers = metric.column, metric.name.endswith("*")
+    column = metric.column
+    has_layers = metric.name.endswith("*")
     assert column
     final = run.summary_number(metric.name)
     if column.steps == "last" and final is not None:
         return final
-    values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
+    series = run.by_layer(metric.quantity) if has_layers else run.series(metric.name)
+    values = series.values
     if column.steps == "last":
         values = values[-1:]
     is_finite = np.isfinite(values)
-    if layers and not is_finite.all():
+    if has_layers and not is_finite.all():
         return math.nan
-    return float(getattr(np, column.of)(values[is_finite])) if is_finite.any() else None
+    if not is_finite.any():
+        return None
+    reduce_values = getattr(np, column.of)
+    return float(reduce_values(values[is_finite]))

@@ -13,9 +13,16 @@ from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 from diffllm.statistics.trend import Trend
 
 MISSING = "–"
-SMALL = 0.01
-TINY = 1e-3
-PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+SMALL_MEAN = 0.01
+TINY_MEAN = 1e-3
+PREFIXES = (
+    (1e18, "E"),
+    (1e15, "P"),
+    (1e12, "T"),
+    (1e9, "B"),
+    (1e6, "M"),
+    (1e3, "k"),
+)
 
 
 def with_minus(text: str) -> str:
@@ -27,12 +34,15 @@ def fixed(value: Any, digits: int = 4, signed: bool = False) -> str:
     if x is None:
         return MISSING
     rounded = round(x, digits) + 0.0  # adding 0 makes -0.0 positive
-    return with_minus(f"{rounded:{'+' if signed else ''}.{digits}f}")
+    sign = "+" if signed else ""
+    return with_minus(f"{rounded:{sign}.{digits}f}")
 
 
 def in_digits(value: Any) -> str:
     x = finite(value)
-    return short(x, 2) if x and abs(x) < 0.01 else fixed(x, 3)
+    if x and abs(x) < 0.01:
+        return short(x, 2)
+    return fixed(x, 3)
 
 
 def short(value: Any, digits: int = 3) -> str:
@@ -54,9 +64,12 @@ def compact(value: Any, digits: int = 4) -> str:
     x = finite(value)
     if x is None:
         return MISSING
-    x = float(f"{x:.{digits}g}")  # rounds before the prefix is chosen: 999,960 is 1M, not 1000k
-    scale, prefix = next((pair for pair in PREFIXES if abs(x) >= pair[0]), (1, ""))
-    return with_minus(f"{x / scale:.{digits}g}{prefix}")
+    # Round before the prefix is chosen: 999,960 is 1M, not 1000k.
+    rounded = float(f"{x:.{digits}g}")
+    for scale, prefix in PREFIXES:
+        if abs(rounded) >= scale:
+            return with_minus(f"{rounded / scale:.{digits}g}{prefix}")
+    return with_minus(f"{rounded:.{digits}g}")
 
 
 def percent(value: Any) -> str:
@@ -74,22 +87,24 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
         return ""
     if estimate.all_equal:
         return "equal in all seeds"
-    low, high = (fixed(x, digits, signed) for x in (estimate.low, estimate.high))
-    return f"{low} to {high}{', uninformative' * estimate.uninformative}"
+    low = fixed(estimate.low, digits, signed)
+    high = fixed(estimate.high, digits, signed)
+    note = ", uninformative" if estimate.uninformative else ""
+    return f"{low} to {high}{note}"
 
 
 def digits_for(estimate: Estimate) -> int:
     """Return the number of decimals with which a mean and its interval are printed.
 
-    Return 3, or 4 if the absolute mean is below SMALL (0.01). If the absolute values of the mean
-    and of both interval ends are below TINY (0.001), return the number of decimals that shows the
-    largest of these values with two significant digits.
+    Return 3, or 4 if the absolute mean is below SMALL_MEAN (0.01). If the absolute values of the
+    mean and of both interval ends are below TINY_MEAN (0.001), return the number of decimals that
+    shows the largest of these values with two significant digits.
     """
     numbers = (estimate.mean, estimate.low, estimate.high)
     largest = max(abs(finite(number) or 0.0) for number in numbers)
-    if 0 < largest < TINY:
+    if 0 < largest < TINY_MEAN:
         return 1 - math.floor(math.log10(largest))
-    return 3 if abs(estimate.mean) >= SMALL else 4
+    return 3 if abs(estimate.mean) >= SMALL_MEAN else 4
 
 
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
@@ -100,7 +115,8 @@ def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> 
         digits: number of decimals; 0 selects the result of `digits_for`.
     """
     digits = digits or digits_for(estimate)
-    mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)
+    mean = fixed(estimate.mean, digits, signed)
+    interval = in_words(estimate, signed, digits)
     return f"{mean} ({interval})" if interval else mean
 
 
@@ -130,11 +146,12 @@ def trend_sentence(candidate: str, base: str, trend: Trend) -> str:
     interval = "no interval from one seed"
     if slope.low is not None:
         words = in_words(slope, signed=True, digits=digits)
-        interval = (
-            f"{'' if slope.all_equal else '95% interval '}{words}, {counted_seeds(trend.slope)}"
-        )
-    start, end = (fixed(x, max(digits, 3), signed=True) for x in (trend.start, trend.end))
-    first, last = compact(trend.first, 3), compact(trend.last, 3)
+        label = "" if slope.all_equal else "95% interval "
+        interval = f"{label}{words}, {counted_seeds(trend.slope)}"
+    start = fixed(trend.start, max(digits, 3), signed=True)
+    end = fixed(trend.end, max(digits, 3), signed=True)
+    first = compact(trend.first, 3)
+    last = compact(trend.last, 3)
     return (
         f"The gap of {candidate} to {base} {trend_direction(trend)}: "
         f"{fixed(slope.mean, digits, signed=True)} nats per token per doubling of tokens "
@@ -176,12 +193,13 @@ def p_text(p: float | None) -> str:
 
 def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
     """Return a text such as "0.31 to 0.35", or one number if both ends have the same text."""
-    low, high = write(min(values)), write(max(values))
+    low = write(min(values))
+    high = write(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def plural(number: int, one: str) -> str:
-    return f"{number} {one}{'' if number == 1 else 's'}"
+    return f"{number} {one}" if number == 1 else f"{number} {one}s"
 
 
 def ascii_minus(text: str) -> str:
@@ -211,12 +229,16 @@ def exact_note(seeds: int, tests: int, alpha: float, sides: int) -> str:
     least = smallest_p("paired", seeds, seeds, sides)
     if least * tests < alpha:
         return ""
-    family = f" ({min(1, least * tests):.2g} after Holm's correction for {tests} tests)"
+    family = ""
+    if tests > 1:
+        family = f" ({min(1, least * tests):.2g} after Holm's correction for {tests} tests)"
     side = "one-sided" if sides == 1 else "two-sided"
-    enough = seeds_for_p("paired", alpha, tests, sides)
-    return (
+    note = (
         f"the smallest {side} p of an exact sign-flip test of {seeds} pairs is "
-        f"{least:.2g}{family * (tests > 1)}, not below alpha {alpha:g}: it cannot confirm the t "
-        "test, which assumes normally distributed values"
-        f"{f'; {enough} seeds per arm are enough' if enough else ''}"
+        f"{least:.2g}{family}, not below alpha {alpha:g}: it cannot confirm the t test, which "
+        "assumes normally distributed values"
     )
+    enough = seeds_for_p("paired", alpha, tests, sides)
+    if enough:
+        note += f"; {enough} seeds per arm are enough"
+    return note

@@ -55,8 +55,10 @@ class Texts:
     @cached_property
     def hash(self) -> str:
         """SHA-256 that identifies the documents."""
-        columns = [np.array(column, np.int64).tobytes() for column in (self.texts, self.tokens)]
-        return hashlib.sha256(b"".join(columns)).hexdigest()
+        digest = hashlib.sha256()
+        for column in (self.texts, self.tokens):
+            digest.update(np.array(column, np.int64).tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,21 @@ class StudyRun:
     @cached_property
     def curve(self) -> Series:
         """Logged metric over training tokens, arrays (n,); NaN if not finite."""
-        return Series(np.array(self.tokens, np.int64), np.array(self.values, np.float64))
+        # None becomes NaN.
+        values = np.array(self.values, np.float64)
+        return Series(np.array(self.tokens, np.int64), values)
 
     @cached_property
     def documents(self) -> DocumentLosses | None:
         if self.texts is None or self.nats is None:
             return None
-        columns = (self.texts.tokens, self.texts.bytes, self.texts.texts, self.texts.sources)
-        nats = np.array(self.nats, np.float64)
-        return DocumentLosses(nats, *(np.array(column, np.int64) for column in columns))
+        return DocumentLosses(
+            np.array(self.nats, np.float64),
+            np.array(self.texts.tokens, np.int64),
+            np.array(self.texts.bytes, np.int64),
+            np.array(self.texts.texts, np.int64),
+            np.array(self.texts.sources, np.int64),
+        )
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -197,7 +205,8 @@ class StudyArm(Arm[int]):
 
     def times(self, level: float) -> Times:
         """Return the results of `StudyRun.first_reach` for all runs, ordered by seed."""
-        runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
+        # The permutation test draws labels by position, so the order of the runs must be fixed.
+        runs = sorted(self.runs, key=lambda run: run.seed)
         return Times.of(run.first_reach(level) for run in runs)
 
     def numbers(self, limits: tuple[float, float]) -> dict[str, Any]:
@@ -207,7 +216,10 @@ class StudyArm(Arm[int]):
             limits: least and largest possible value of the metric.
         """
         mean = self.mean.within(*limits) if self.mean else None
-        content = dict.fromkeys(("variant", "parameters", "flops_per_token", "tokens"))
+        # Readers of verdict.json find the same keys for an arm without runs.
+        content: dict[str, Any] = dict.fromkeys(
+            ("variant", "parameters", "flops_per_token", "tokens")
+        )
         if self.runs:
             run = self.runs[0]
             content = {
@@ -220,7 +232,9 @@ class StudyArm(Arm[int]):
             **content,
             "rates": sorted({run.lr for run in self.runs}),
             "lr": self.lr,
-            **{name: getattr(mean, name, None) for name in ("mean", "low", "high")},
+            "mean": mean.mean if mean else None,
+            "low": mean.low if mean else None,
+            "high": mean.high if mean else None,
             "values": {str(seed): value for seed, value in self.seed_values.items()},
             "losses": {run.name: run.loss for run in self.runs},
             "diverged": self.diverged,
@@ -256,7 +270,15 @@ def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | N
     the loss log(vocab_size). Return None if all runs diverged.
     """
     initial = math.log(vocab_size)
-    if all(loss is None for loss in losses):
+    capped = []
+    is_measured = False
+    for loss in losses:
+        if loss is None:
+            capped.append(initial)
+            continue
+        is_measured = True
+        capped.append(min(loss, initial))
+    # Without this test, an arm that diverged at all rates would have the sensitivity 0, the best.
+    if not is_measured:
         return None
-    capped = [initial if loss is None else min(loss, initial) for loss in losses]
     return sum(capped) / len(capped) - min(capped)

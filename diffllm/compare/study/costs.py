@@ -74,15 +74,17 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
     this number, use its median over the same finished runs.
     """
     stages = planned_stages(study)
-    speed, visible_keys = measured_speed([out / run.name for run in chain(*stages)])
+    speed, visible_keys = measured_speed(out / run.name for run in chain(*stages))
     if speed is None and pilot:
         speed, visible_keys = measured_speed(find_runs(pilot).runs)
     by_profile = not assumed and speed is None and study.profile is not None
     results = []
     for runs in stages:
-        cfg, arm = config_of_planned(runs[0]), runs[0].arm
+        first = runs[0]
+        cfg = config_of_planned(first)
         keys = cfg.visible_keys
         if keys is None and cfg.data.mask_documents and visible_keys:
+            # Other runs can have longer sequences; a causal mask limits the mean of this arm.
             keys = min(visible_keys, (cfg.seq_len + 1) / 2)
         tokens = cfg.planned_tokens
         flops = tokens * totals(cfg.model, keys)["flops"]
@@ -90,13 +92,21 @@ def costs(study: Study, out: Path, pilot: list[Path], assumed: float | None = No
         if assumed:
             seconds = START_S + flops / assumed
         elif by_profile:
-            seconds = cfg.steps * cost_of_step(study, arm)
+            seconds = cfg.steps * cost_of_step(study, first.arm)
         elif speed is not None:
             seconds = flops / speed
         ended = sum(is_ended(out / run.name) for run in runs)
-        results.append(
-            Cost(runs[0].stage, arm, len(runs), ended, tokens, flops, seconds, by_profile)
+        cost = Cost(
+            stage=first.stage,
+            arm=first.arm,
+            runs=len(runs),
+            ended=ended,
+            tokens=tokens,
+            flops=flops,
+            seconds=seconds,
+            by_profile=by_profile,
         )
+        results.append(cost)
     return results
 
 
@@ -105,6 +115,7 @@ def planned_stages(study: Study) -> list[list[Planned]]:
     stages = []
     for first in first_runs(study):
         if study.lr:
+            # Without ended runs, the choice lists the grid of the study, without added rates.
             stages.append(choose_rate(study, first.arm, {}).runs)
         deciding: list[Planned] = []
         for seed in study.seeds:
@@ -123,11 +134,14 @@ def measured_speed(paths: Iterable[Path]) -> tuple[float | None, float | None]:
     visible_keys = []
     for path in paths:
         summary = read_summary(path) or {}
-        seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
+        seconds = finite(summary.get("seconds"))
+        tokens = finite(summary.get("tokens"))
         if not seconds or not tokens:
             continue
-        cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
-        speeds.append(tokens * totals(cfg.model, keys or cfg.visible_keys)["flops"] / seconds)
+        cfg = load_run_config(path)
+        keys = finite(summary.get("visible_keys"))
+        flops_per_token = totals(cfg.model, keys or cfg.visible_keys)["flops"]
+        speeds.append(tokens * flops_per_token / seconds)
         if keys:
             visible_keys.append(keys)
     return (
@@ -157,15 +171,25 @@ def spendings(study: Study, arms: Sequence[StudyArm] = ()) -> list[Spending]:
     for planned in first_runs(study):
         cfg = config_of_planned(planned)
         cost = cfg.steps * cost_of_step(study, planned.arm)
-        measured = measured_cost(study, runs_by_arm.get(planned.arm, ()))
-        results.append(Spending(planned.arm, cfg.steps, cfg.planned_tokens, cost, measured))
+        spending = Spending(
+            arm=planned.arm,
+            steps=cfg.steps,
+            tokens=cfg.planned_tokens,
+            planned=cost,
+            measured=measured_cost(study, runs_by_arm.get(planned.arm, ())),
+        )
+        results.append(spending)
     return results
 
 
 def measured_cost(study: Study, runs: Sequence[StudyRun]) -> float | None:
     """Return the mean FLOPs or seconds of the runs that did not diverge; None if unknown."""
-    finished = [run for run in runs if not run.diverged]
-    return mean_cost(run.train_seconds if study.profile else run.training_flops for run in finished)
+    measured = []
+    for run in runs:
+        # A diverged run can have stopped before its last step.
+        if not run.diverged:
+            measured.append(run.train_seconds if study.profile else run.training_flops)
+    return mean_cost(measured)
 
 
 def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
@@ -186,9 +210,10 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     for arm in arms:
         runs = [run for run in arm.runs if not other_machine(study, [run])]
         mean = measured_cost(study, runs)
+        is_finished = any(not run.diverged for run in runs)
         if mean is not None:
             measured[arm.label] = mean
-        elif not all(run.diverged for run in runs):
+        elif is_finished:
             unknown.append(arm.label)
     problems = unequal_costs(f"measured {unit}", measured)
     if unknown:
@@ -216,7 +241,8 @@ def other_machine(study: Study, runs: Iterable[StudyRun]) -> list[str]:
     texts = []
     if study.profile:
         for run in runs:
-            texts += study.profile.arm(run.arm).machine_differences(run.facts)
+            timing = study.profile.arm(run.arm)
+            texts += timing.machine_differences(run.facts)
     return list(dict.fromkeys(texts))
 
 
@@ -228,13 +254,18 @@ def spending_numbers(study: Study, arms: Sequence[StudyArm] = ()) -> dict[str, A
     }
     if study.profile and not isinstance(study.budget, str):
         baseline = study.profile.arms[study.profile.baseline]
-        numbers["seconds"] = study.budget.seconds
-        numbers["profile"] = {
+        profile: dict[str, Any] = {
             "file": study.budget.profile,
             "date": study.profile.date,
-            **{name: getattr(baseline.facts, name) for name in MACHINE},
-            "spread": {name: study.profile.arm(name).spread for name in study.arms},
         }
+        for name in MACHINE:
+            profile[name] = getattr(baseline.facts, name)
+        spreads = {}
+        for name in study.arms:
+            spreads[name] = study.profile.arm(name).spread
+        profile["spread"] = spreads
+        numbers["seconds"] = study.budget.seconds
+        numbers["profile"] = profile
         numbers["other_machine"] = other_machine(study, runs_of(arms))
     return numbers
 
@@ -245,7 +276,8 @@ def spending_table(study: Study, arms: Sequence[StudyArm] = ()) -> Table:
             return MISSING
         return f"{cost:,.2f} s" if study.profile else compact(cost)
 
-    heads = ["arm", "steps", "tokens per run", f"planned {'time' if study.profile else 'FLOPs'}"]
+    unit = "time" if study.profile else "FLOPs"
+    heads = ["arm", "steps", "tokens per run", f"planned {unit}"]
     has_runs = any(arm.runs for arm in arms)
     if has_runs:
         heads.append("measured")
@@ -268,7 +300,9 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
             f"Budget: the training FLOPs of the runs of {study.baseline}. The steps of each arm "
             "were computed before training."
         ]
-    spreads = {name: study.profile.arm(name).spread for name in study.arms}
+    spreads = {}
+    for name in study.arms:
+        spreads[name] = study.profile.arm(name).spread
     noisiest = max(spreads, key=spreads.__getitem__)
     sentences = [
         f"Budget: {study.budget.seconds:g} seconds of training steps per run. The steps of each "
@@ -279,7 +313,9 @@ def budget_sentences(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     runs = runs_of(arms)
     differences = other_machine(study, runs)
     if differences:
-        count = sum(bool(other_machine(study, [run])) for run in runs)
+        count = 0
+        for run in runs:
+            count += bool(other_machine(study, [run]))
         sentences.append(
             f"{count} of {plural(len(runs), 'run')} used another machine ({listed(differences)}). "
             "The machine of the profile decides: the measured seconds of these runs are not "

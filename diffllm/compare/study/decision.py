@@ -13,7 +13,7 @@ from diffllm.compare.arms.sentences import compact
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.removed_rules import replacement_of
-from diffllm.compare.study.rule_tests import BELOW, RuleTest, rule_test, side_of
+from diffllm.compare.study.rule_tests import BELOW, RuleTest, Side, rule_test, side_of
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
@@ -36,20 +36,24 @@ class Tested(RuleTest):
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
     tests = [rule_test(study, rule, arms) for rule in study.rules]
-    families = {
-        "showing": holm([test.showing.p for test in tests]),
-        "showing_exact": holm([test.showing.exact for test in tests]),
-        "refuting": holm([test.refuting.p for test in tests]),
-        "refuting_exact": holm([test.refuting.exact for test in tests]),
-    }
+    families: dict[str, list[float | None]] = {}
+    for name in ("showing", "refuting"):
+        # A rule of a removed kind has p = 1. It stays in the family, so that a removal does not
+        # make the other rules easier to show.
+        sides: list[Side] = [getattr(test, name) for test in tests]
+        families[name] = holm([side.p for side in sides])
+        families[f"{name}_exact"] = holm([side.exact for side in sides])
     exact_tests = sum(test.showing.exact is not None for test in tests)
     tested = []
     for i, test in enumerate(tests):
-        adjusted = {name: p_values[i] for name, p_values in families.items()}
+        adjusted = {}
+        for name, p_values in families.items():
+            adjusted[name] = p_values[i]
         verdict, reason = decide(study, test, adjusted, exact_tests)
         if test.best_losses:
             reason += f"; {test.best_losses}"
-        tested.append(Tested(**vars(test), adjusted=adjusted, verdict=verdict, reason=reason))
+        rule_result = Tested(**vars(test), adjusted=adjusted, verdict=verdict, reason=reason)
+        tested.append(rule_result)
     return tested
 
 
@@ -61,23 +65,30 @@ def decide(
     Args:
         exact_tests: number of the study's rules for which an exact p-value was computed.
     """
-    alpha, gap = test.rule.alpha, test.gap
+    alpha = test.rule.alpha
+    gap = test.gap
     replacement = replacement_of(study, test.rule)
     if replacement:
         return NO_LONGER_JUDGED, replacement
     if test.chance:
         return NOT_DECIDABLE, test.chance
     for name, verdict in (("showing", SHOWN), ("refuting", REFUTED)):
-        p, exact, side = adjusted[name], adjusted[f"{name}_exact"], getattr(test, name)
+        p = adjusted[name]
+        exact = adjusted[f"{name}_exact"]
+        side: Side = getattr(test, name)
         if p is None or p >= alpha:
             continue
         reason = f"{result_words(study, test, name)}, adjusted p {p:.2g}"
+        # Only t tests assume normally distributed values, so only they need a confirmation.
         is_t_test = test.times is None and not side.diverged
+        # With few seeds, even the most extreme result of a sign-flip test has a p above alpha. This
+        # is no evidence against the t test.
         can_confirm = alpha > test.smallest * side.tests * exact_tests
         if is_t_test and can_confirm and exact is not None and exact >= alpha:
             problem = f"the sign-flip test does not confirm it (adjusted p {exact:.2g})"
             return NOT_ROBUST, f"{reason}; {problem}"
         if verdict == SHOWN and test.rule.kind == "equivalence" and gap:
+            # A gap within the margin can still differ significantly from 0.
             verdict = EQUIVALENT if gap.p is None or gap.p >= alpha else UNEQUAL
         return verdict, reason
     reason = result_words(study, test)
@@ -95,7 +106,9 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
         side: "showing" to give only the confidence bound that supports the rule's claim,
             "refuting" to give only the bound that supports the opposite claim, "" to give both.
     """
-    rule, candidate, base = test.rule, test.outcome.candidate, test.outcome.base
+    rule = test.rule
+    candidate = test.outcome.candidate
+    base = test.outcome.base
     shares = (
         f"{candidate.diverged} of {candidate.runs} runs of {rule.arm} and "
         f"{base.diverged} of {base.runs} of {rule.against} diverged"
@@ -117,26 +130,33 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
 
 
 def rule_gap_text(study: Study, test: RuleTest, side: str) -> str:
-    rule, gap, bounds = test.rule, test.gap, test.bounds
+    rule = test.rule
+    gap = test.gap
+    bounds = test.bounds
     if gap is None or bounds is None:
         return "fewer than two seeds have a number in both arms"
     is_trend = rule.kind == "trend"
     mean = f"{gap.mean:+.4g} {study.unit}".rstrip()
-    text = f"{rule.arm} minus {rule.against} {'changes by' if is_trend else 'is'} {mean}"
+    verb = "changes by" if is_trend else "is"
+    text = f"{rule.arm} minus {rule.against} {verb} {mean}"
     if is_trend:
         text += f" per doubling of {rule.over}"
     if gap.zero_variance:
         return text
-    low, high = (f"{bound:+.4g}" for bound in bounds)
+    low = f"{bounds[0]:+.4g}"
+    high = f"{bounds[1]:+.4g}"
     level = f"{100 * (1 - rule.alpha):g}%"
     if rule.kind == "equivalence":
+        # Two one-sided tests at alpha correspond to an interval at confidence 1 - 2 alpha.
         interval = f"{100 * (1 - 2 * rule.alpha):g}% interval {low} to {high}"
     elif not side:
         interval = f"{level} bounds {low} and {high}"
-    elif (side_of(rule)[0] == BELOW) == (side == "showing"):
-        interval = f"{level} upper bound {high}"
     else:
+        claims_below = side_of(rule)[0] == BELOW
+        is_showing = side == "showing"
         interval = f"{level} lower bound {low}"
+        if claims_below == is_showing:
+            interval = f"{level} upper bound {high}"
     wider = " over documents and seeds" if gap.document_error else ""
     return f"{text} ({interval}{wider}, {gap.seeds} paired seeds)"
 
@@ -148,14 +168,20 @@ def times_words(rule: Rule, candidate: Times, base: Times) -> str:
         if times.median:
             text += f", half of them by {compact(times.median)} tokens"
         texts.append(text)
-    if min(len(candidate.tokens), len(base.tokens)) < 2 or not candidate.count + base.count:
+    fewest_runs = min(len(candidate.tokens), len(base.tokens))
+    if fewest_runs < 2 or not candidate.count + base.count:
         texts[-1] += ": no test"
     return "; ".join(texts)
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:
-    rule, gap, outcome = tested.rule, tested.gap, tested.outcome
+    rule = tested.rule
+    gap = tested.gap
+    outcome = tested.outcome
     low, high = tested.bounds or (None, None)
+    adjusted = {f"p_adjusted_{name}": p for name, p in tested.adjusted.items()}
+    # The claim's own p-value has a shorter key.
+    p_adjusted = adjusted.pop("p_adjusted_showing")
     return {
         **vars(rule),
         "verdict": tested.verdict,
@@ -172,8 +198,11 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p_exact": tested.showing.exact,
         "p_exact_opposite": tested.refuting.exact,
         "p_smallest": tested.smallest,
-        "p_adjusted": tested.adjusted["showing"],
-        **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
+        "p_adjusted": p_adjusted,
+        **adjusted,
         "seed_correlation": outcome.correlation,
-        "diverged": {rule.arm: outcome.candidate.diverged, rule.against: outcome.base.diverged},
+        "diverged": {
+            rule.arm: outcome.candidate.diverged,
+            rule.against: outcome.base.diverged,
+        },
     }

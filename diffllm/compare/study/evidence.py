@@ -60,11 +60,18 @@ class Evidence:
         missing: list[str] = []
         values: dict[int, float | None] = {}
         for seed in study.seeds:
-            names = [planned.name for planned in deciding_runs(study, name, seed, lr)]
-            ended = [self.runs[run_name] for run_name in names if run_name in self.runs]
+            ended: list[StudyRun] = []
+            is_complete = True
+            for planned in deciding_runs(study, name, seed, lr):
+                run = self.runs.get(planned.name)
+                if run is None:
+                    is_complete = False
+                    missing.append(planned.name)
+                else:
+                    ended.append(run)
             runs += ended
-            missing += [run_name for run_name in names if run_name not in self.runs]
-            if len(ended) == len(names):
+            # A mean over a part of the learning rates would not be the study's metric.
+            if is_complete:
                 values[seed] = value_of(ended, study)
         return StudyArm(name, values, lr, runs, missing)
 
@@ -81,8 +88,10 @@ def read_evidence(study: Study, out: Path) -> Evidence:
         rates = rate_runs(out)
         for name, path in grid_directories(out).items():
             marks[name] = configs.load(path).run.study or ""
+    # The grid decides the learning rates of the compared runs, so it is read first.
     choices = choose_rates(study, rates)
-    planned_runs = planned_by_name(study, {choice.arm: choice.lr for choice in choices})
+    chosen_rates = {choice.arm: choice.lr for choice in choices}
+    planned_runs = planned_by_name(study, chosen_rates)
     runs: dict[str, StudyRun] = {}
     digests = planned_digests(study)
     with track("reading runs", len(planned_runs)) as advance:
@@ -92,13 +101,16 @@ def read_evidence(study: Study, out: Path) -> Evidence:
                 digests[name] = config_digest(run.cfg, study)
                 runs[name] = read_run(run, study, planned)
             advance(1)
+    # A run of the grid is compared with the corpora of the compared runs, which are known only now.
     for choice in choices:
         corpora = {run.facts.corpus for run in runs.values() if run.arm == choice.arm}
         for planned in choice.runs:
-            if planned.name in rates:
-                path = out / planned.name
-                text = grid_differences(path, configs.load(path), planned, corpora)
-                rates[planned.name] = replace(rates[planned.name], strayed=text)
+            rate = rates.get(planned.name)
+            if rate is None:
+                continue
+            path = out / planned.name
+            text = grid_differences(path, configs.load(path), planned, corpora)
+            rates[planned.name] = replace(rate, strayed=text)
     return Evidence(runs, rates, marks, digests)
 
 
@@ -125,10 +137,13 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     `planned` is the run's entry in the study's plan. Raises ConfigError if the run did not log the
     study's metric.
     """
+    # Runs measure the held-out loss of documents once at the end; during training they log the loss
+    # of a sample.
     logged = EVAL_LOSS if study.metric in LOSS_METRICS else study.metric
     curve = run.series(logged)
     place = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
-    if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
+    needs_curve = any(rule.needs_curve for rule in study.rules)
+    if needs_curve and not len(curve.tokens):
         raise ConfigError(f"{place}/metrics.jsonl has no values of {logged}; choose another metric")
     values = StudyRun(
         name=planned.name,
@@ -151,6 +166,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         train_seconds=run.train_seconds if study.profile else None,
         **metric_fields(run, study, place),
     )
+    # Stored in values.json for its readers; a verdict computes these numbers again.
     reached = {}
     for rule in study.rules:
         if rule.reaches is not None:
@@ -168,6 +184,7 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
     if study.metric.startswith(TASKS):
         name = f"tasks_chance/{study.metric.removeprefix(TASKS)}"
         measured["chance"] = finite(run.last_value(name))
+    # A diverged run has no value of any metric, even if the metric itself is finite.
     if run.final_loss is None:
         return measured
     if study.octave:
@@ -178,7 +195,8 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
                 "another metric"
             )
         measured |= losses._asdict()
-        measured["value"] = losses.position_losses[losses.positions.index(study.octave)]
+        place_of_octave = losses.positions.index(study.octave)
+        measured["value"] = losses.position_losses[place_of_octave]
         return measured
     if study.metric in LOSS_METRICS:
         if run.documents is not None:
@@ -200,5 +218,6 @@ def final_value(run: Run, name: str) -> float | None:
         return math.nan if number is None else number
     metric = None if name in OF_THE_SUMMARY else metric_of(name)
     if metric and metric.column:
+        # The same value as in report.csv.
         return run_value(run, metric)
     return run.last_value(name)

@@ -179,13 +179,17 @@ class Study:
     def limits(self) -> tuple[float, float]:
         """Least and largest possible value of the metric, or of its logarithm if scale is "log"."""
         low, high = possible_values(self.metric_unit)
-        return (low, high) if self.scale == "linear" else (-math.inf, math.log(high))
+        if self.scale == "linear":
+            return low, high
+        return -math.inf, math.log(high)
 
     @property
     def octave(self) -> int | None:
         """First position of the octave of the metric position/N; None for other metrics."""
         prefix, _, name = self.metric.rpartition("/")
-        return int(name) if prefix == POSITION and name in OCTAVES else None
+        if prefix == POSITION and name in OCTAVES:
+            return int(name)
+        return None
 
     @property
     def logged(self) -> bool:
@@ -224,6 +228,7 @@ def load_study(path: Path, is_timed: bool = True) -> Study:
         if isinstance(study.budget, SecondsBudget):
             if is_timed:
                 profile, profile_text = study.budget.read(path.parent, study.arms)
+                # The hash covers the profile, which decides the steps of the arms.
                 text += profile_text
             else:
                 study = replace(study, budget=TOKENS)
@@ -249,13 +254,14 @@ def check_study(study: Study) -> None:
     for key, rule in study.named_rules:
         check_rule(study, key, rule)
         named += [(f"{key}.arm", rule.arm), (f"{key}.against", rule.against)]
-        for pair in rule.smaller.items():
-            named += [(f"{key}.smaller", arm) for arm in pair]
+        for arm, against in rule.smaller.items():
+            named += [(f"{key}.smaller", arm), (f"{key}.smaller", against)]
     for key, arm in named:
         if arm not in study.arms:
             raise ConfigError(f"{key}={arm} is not one of the arms {', '.join(sorted(study.arms))}")
     overrides = chain(study.base, *study.arms.values())
-    check_unequal(study.unequal, plugins=any(word.startswith("plugins=") for word in overrides))
+    has_plugins = any(word.startswith("plugins=") for word in overrides)
+    check_unequal(study.unequal, plugins=has_plugins)
     check_budget(study)
     check_seeds_and_rates(study)
     check_metric(study)
@@ -265,9 +271,11 @@ def check_rule(study: Study, key: str, rule: Rule) -> None:
     names = ("over", "below", "above", "margin", "reaches")
     present = [name for name in names if getattr(rule, name) is not None]
     if set(present) not in RULE_KEYS[rule.kind]:
-        choices = ", or ".join(" with ".join(sorted(keys)) for keys in RULE_KEYS[rule.kind])
+        choices = [" with ".join(sorted(keys)) for keys in RULE_KEYS[rule.kind]]
         listing = ", ".join(present) or "none of these keys"
-        raise ConfigError(f"{key}: kind={rule.kind} must set {choices}, but sets {listing}")
+        raise ConfigError(
+            f"{key}: kind={rule.kind} must set {', or '.join(choices)}, but sets {listing}"
+        )
     for arm, against in rule.pairs:
         if arm == against:
             raise ConfigError(f"{key}: {arm} cannot be compared with itself")
@@ -280,6 +288,7 @@ def check_rule(study: Study, key: str, rule: Rule) -> None:
         )
     if rule.over != PARAMETERS and rule.smaller:
         raise ConfigError(f"{key}.smaller is allowed only with over={PARAMETERS}")
+    # The arms on the side of `arm`, then those on the side of `against`.
     for side in zip(*rule.pairs, strict=True):
         if len({*side}) < len(side):
             raise ConfigError(f"{key}: {', '.join(side)} contains an arm twice; name each arm once")
@@ -379,9 +388,8 @@ def check_metric(study: Study) -> None:
         try:
             metric_of(name)
         except ConfigError:
-            choices = [
-                *OF_THE_SUMMARY,
-                f"{AT_POSITION}1024",
-                *(metric.quantity for metric in METRICS if metric.column),
-            ]
+            choices = [*OF_THE_SUMMARY, f"{AT_POSITION}1024"]
+            for metric in METRICS:
+                if metric.column:
+                    choices.append(metric.quantity)
             raise ConfigError(f"metric={name} is not one of {', '.join(choices)}") from None

@@ -53,7 +53,9 @@ class Planned:
     def words(self) -> list[str]:
         """All overrides of the run."""
         words = [*self.arm_words, f"seed={self.seed}"]
-        return words if self.lr is None else [*words, f"optim.lr={self.lr!r}"]
+        if self.lr is not None:
+            words.append(f"optim.lr={self.lr!r}")  # repr keeps all digits.
+        return words
 
 
 def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
@@ -67,7 +69,8 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
         return [Planned(DECIDING, arm, seed, lr, f"{arm}-seed{seed}", words)]
     runs = []
     for rate in study.lr_sweep:
-        runs.append(Planned(DECIDING, arm, seed, rate, f"{arm}-lr{rate:g}-seed{seed}", words))
+        name = f"{arm}-lr{rate:g}-seed{seed}"
+        runs.append(Planned(DECIDING, arm, seed, rate, name, words))
     return runs
 
 
@@ -84,13 +87,18 @@ def words_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> t
     Args:
         baseline_steps: steps of the baseline arm, if they differ from those of its compared runs.
     """
-    words = (*study.base, *study.arms[arm])
+    overrides = (*study.base, *study.arms[arm])
     steps = baseline_steps
     if study.budget != TOKENS:
         steps = steps_of_arm(study, arm, baseline_steps)
     if steps is None:
-        return words
-    return (*(w for w in words if w.partition("=")[0] not in LENGTHS), f"steps={steps}")
+        return overrides
+    words = []
+    for word in overrides:
+        # Another override of the length, such as max_tokens, would contradict the steps.
+        if word.partition("=")[0] not in LENGTHS:
+            words.append(word)
+    return (*words, f"steps={steps}")
 
 
 def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> int:
@@ -105,7 +113,8 @@ def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> i
     else:
         steps = baseline_steps or config_before_budget(study, study.baseline).steps
         amount = steps * cost_of_step(study, study.baseline)
-    if amount < cost * (1 - 1e-9):  # a quotient of equal costs can be rounded
+    # A quotient of equal costs can be rounded.
+    if amount < cost * (1 - 1e-9):
         raise ConfigError(
             f"arm {arm}: the budget of a run, {amount:.3g}, is less than one training step, "
             f"{cost:.3g} (FLOPs or seconds)"
@@ -123,11 +132,13 @@ def cost_of_step(study: Study, arm: str) -> float:
     cfg = config_before_budget(study, arm)
     with errors_of_arm(arm):
         check_keys_of_flops(cfg, f"budget={FLOPS}")
-    return cfg.global_batch_size * cfg.seq_len * totals(cfg.model, cfg.visible_keys)["flops"]
+    flops_per_token = totals(cfg.model, cfg.visible_keys)["flops"]
+    return cfg.global_batch_size * cfg.seq_len * flops_per_token
 
 
 def config_before_budget(study: Study, arm: str) -> TrainConfig:
     """Return the config of an arm with the length of its overrides."""
+    # Any rate: the learning rate changes no length and no cost.
     lr = 1.0 if study.sets_rates else None
     words = (*study.base, *study.arms[arm])
     return config_of_planned(Planned(DECIDING, arm, 0, lr, arm, words))
@@ -147,8 +158,10 @@ def terms_of(study: Study) -> Terms:
     for words in study.arms.values():
         overrides = (*study.base, *words)
         following.append(interpolated_keys(overrides, study.sets_rates, "${of_steps:"))
+    # A key that follows the steps only in some arms is compared like other keys.
     names = sorted(set.intersection(*following))
-    return terms._replace(allowed=[*terms.allowed, "tokens", "flops_per_token", *names])
+    allowed = [*terms.allowed, "tokens", "flops_per_token", *names]
+    return terms._replace(allowed=allowed)
 
 
 def planned_by_name(
@@ -174,7 +187,8 @@ def first_runs(study: Study, seed: int | None = None) -> list[Planned]:
     The default is the first seed.
     """
     lr = study.lr.grid[0] if study.lr else None
-    seed = study.seeds[0] if seed is None else seed
+    if seed is None:
+        seed = study.seeds[0]
     return [deciding_runs(study, arm, seed, lr)[0] for arm in study.arms]
 
 
@@ -187,7 +201,9 @@ def config_of_planned(planned: Planned) -> TrainConfig:
         seed = planned.seed if seeded - {"model.init_seed"} else 0
         cfg = solved_config(words, planned.lr, seed)
     init_seed = planned.seed if "model.init_seed" in seeded else cfg.model.init_seed
-    return replace(cfg, seed=planned.seed, model=replace(cfg.model, init_seed=init_seed))
+    # `replace` copies, because the solved config is cached and serves all seeds.
+    model = replace(cfg.model, init_seed=init_seed)
+    return replace(cfg, seed=planned.seed, model=model)
 
 
 @contextmanager
@@ -209,6 +225,7 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
     shared, so callers must not change the result.
     """
     config = config_of_arm(overrides, lr is not None)
+    # `config` is cached too, so each call sets both keys that differ between calls.
     config.seed = seed
     if lr is not None:
         config.optim.lr = lr
@@ -222,7 +239,8 @@ def interpolated_keys(overrides: tuple[str, ...], study_sets_lr: bool, source: s
     The interpolation of a key that follows the seed is "${seed}", for example.
     """
     config = config_of_arm(overrides, study_sets_lr)
-    values = flatten(OmegaConf.to_container(config, resolve=False, enum_to_str=True))  # type: ignore[arg-type]
+    content = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    values = flatten(content)  # type: ignore[arg-type]
     keys = set()
     for name, value in values.items():
         text = str(value)
@@ -238,7 +256,10 @@ def config_of_arm(overrides: tuple[str, ...], study_sets_lr: bool) -> DictConfig
     The default of eval.tokens is null here: "auto" would give arms of unequal length unequal
     documents.
     """
-    config = compose_with_origin([*overrides, "seed=0", *["optim.lr=1.0"] * study_sets_lr])
+    words = [*overrides, "seed=0"]
+    if study_sets_lr:
+        words.append("optim.lr=1.0")
+    config = compose_with_origin(words)
     is_default = OmegaConf.is_interpolation(config.eval, "tokens")
     if is_default and not any(word.startswith("eval.tokens=") for word in overrides):
         config.eval.tokens = None
@@ -254,11 +275,15 @@ def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     path = out / planned.name
     mark = f"{digest}/{planned.stage}/{planned.arm}"
     if (path / "config.yaml").is_file():
+        # A resumed run keeps the hash of its start: a verdict compares it with the study.
         mark = load_run_config(path).run.study or ""
     words = [*planned.words, "run.report=false"]
     if config_of_planned(planned).eval.tokens is None:
+        # The default of studies, which differs from that of `diffllm train`.
         words.insert(0, "eval.tokens=null")
-    return [*words, typed_override("run.dir", str(path)), typed_override("run.study", mark)]
+    words.append(typed_override("run.dir", str(path)))
+    words.append(typed_override("run.study", mark))
+    return words
 
 
 def is_ended(path: Path) -> bool:
@@ -273,12 +298,14 @@ def strayed(run_path: Path, saved: TrainConfig, planned: Planned, counts: Counts
     """
     cfg = config_of_planned(planned)
     changes = changes_to(saved, cfg, counts)
+    # The planned config has no mark of the study.
     changes.pop("run.study", None)
     if starting_point(saved, run_path) != starting_point(cfg):
         changes["resume"] = (saved.resume, cfg.resume)
     if not changes and (run_path / "changes.jsonl").exists():
         return "its config changed during the run"
-    return ", ".join(f"{key} is {value}, not {plan}" for key, (value, plan) in changes.items())
+    texts = [f"{key} is {value}, not {plan}" for key, (value, plan) in changes.items()]
+    return ", ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -320,7 +347,9 @@ def choose_rates(study: Study, ended: Mapping[str, RateRun]) -> list[ChosenRate]
 
     The result is empty for a study without a grid.
     """
-    return [choose_rate(study, arm, ended) for arm in study.arms] if study.lr else []
+    if study.lr is None:
+        return []
+    return [choose_rate(study, arm, ended) for arm in study.arms]
 
 
 def choose_rate(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenRate:
@@ -339,6 +368,7 @@ def choose_rate(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenR
         best = choice.lr
         if best is None or best not in (grid[0], grid[-1]):
             return choice
+        # The best rate may be outside of the grid.
         end = "smallest" if best == grid[0] else "largest"
         if added[end] == rates.extend:
             return replace(choice, problem=choice.problem or f"the best is the {end} of the grid")
@@ -347,7 +377,9 @@ def choose_rate(study: Study, arm: str, ended: Mapping[str, RateRun]) -> ChosenR
         outer, inner = rates.grid[:2]
         if end == "largest":
             inner, outer = rates.grid[-2:]
-        grid = sorted([*grid, float(f"{best * outer / inner:.6g}")])
+        # Six digits, so that the name of the run has the same rate as its override.
+        added_rate = float(f"{best * outer / inner:.6g}")
+        grid = sorted([*grid, added_rate])
 
 
 def choose_from_grid(
@@ -367,7 +399,7 @@ def choose_from_grid(
             run = ended.get(planned.name)
             if run is None:
                 remaining.append(planned)
-                total = math.nan
+                total = math.nan  # The mean over all seeds is unknown.
                 continue
             total += math.inf if run.loss is None else run.loss
             if run.strayed:

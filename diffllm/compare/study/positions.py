@@ -33,9 +33,10 @@ def position_losses(run: Run) -> PositionLosses:
     Raises ConfigError if the results of the task `position` at this step are missing or damaged.
     """
     problems: dict[str, list[str]] = {}
-    results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
-    result = results.get(POSITION)
+    results_by_step = all_results(run.path, problems, run.cfg.steps)
+    result = results_by_step.get(run.cfg.steps, {}).get(POSITION)
     if result is None:
+        # The results may exist, but damaged: name the reason for this.
         note = ""
         for reason, files in problems.items():
             if f"{POSITION}.jsonl" in files[0]:

@@ -57,13 +57,15 @@ def values_text(study: Study, evidence: Evidence) -> str:
     shared: dict[str, list[Any]] = {name: [] for name in SHARED}
     entries = []
     for run in evidence.runs.values():
+        # Not `asdict`, which would copy the shared values of every run.
         entry = {field.name: getattr(run, field.name) for field in fields(run)}
         for name, distinct in shared.items():
             value = entry[name]
-            if value is not None:
-                if value not in distinct:
-                    distinct.append(value)
-                entry[name] = distinct.index(value)
+            if value is None:
+                continue
+            if value not in distinct:
+                distinct.append(value)
+            entry[name] = distinct.index(value)
         entries.append(entry)
     values = Values(
         format=VALUES_FORMAT,
@@ -79,7 +81,8 @@ def values_text(study: Study, evidence: Evidence) -> str:
     )
     content = asdict(values)
     for rate in content["rates"]:
-        if not rate["strayed"]:  # a key that older versions do not know
+        # Older versions refuse this key, and can read the file without it.
+        if not rate["strayed"]:
             del rate["strayed"]
     return as_lines(content)
 
@@ -105,13 +108,20 @@ def read_values(study: Study, file: Path) -> Evidence:
                 raise ValueError(f"format={content.get('format')!r:.20} must be {VALUES_FORMAT}")
             values = made(Values, content, strict=True)
             check_bounds("", values)
-            values = replace(values, facts=[*map(whole_numbers, values.facts)])
-            runs = [run_of(values, f"runs[{i}]", entry) for i, entry in enumerate(values.runs)]
+            facts = [whole_numbers(recorded) for recorded in values.facts]
+            values = replace(values, facts=facts)
+            runs = []
+            for i, entry in enumerate(values.runs):
+                runs.append(run_of(values, f"runs[{i}]", entry))
             check_values(study, values, runs)
         except (ConfigError, ValueError) as error:
             raise ValueError(f"does not have the values of this study: {error}") from None
-    rates = {rate.name: rate for rate in values.rates}
-    return Evidence({run.name: run for run in runs}, rates, values.marks, values.digests)
+    return Evidence(
+        runs={run.name: run for run in runs},
+        rates={rate.name: rate for rate in values.rates},
+        rate_marks=values.marks,
+        digests=values.digests,
+    )
 
 
 def whole_numbers(facts: RunFacts) -> RunFacts:
@@ -127,15 +137,17 @@ def run_of(values: Values, key: str, entry: dict[str, Any]) -> StudyRun:
     """Return a run of values.json; raises ConfigError or ValueError if a value is invalid."""
     shared: dict[str, Any] = {}
     for name in SHARED:
-        place, distinct = entry.get(name), getattr(values, name)
+        place = entry.get(name)
+        distinct = getattr(values, name)
+        # bool is a subclass of int, but no index.
         if place is None and name == "texts":
             shared[name] = None
         elif type(place) is int and 0 <= place < len(distinct):
             shared[name] = distinct[place]
         else:
             raise ValueError(f"{key}.{name}={place} is out of range of {name}")
-    own_values = {name: value for name, value in entry.items() if name not in SHARED}
-    run = made(StudyRun, own_values, key, strict=True)
+    unshared = {name: value for name, value in entry.items() if name not in SHARED}
+    run = made(StudyRun, unshared, key, strict=True)
     check_bounds(f"{key}.", run)
     return replace(run, **shared)
 
@@ -144,18 +156,24 @@ def check_values(study: Study, values: Values, runs: list[StudyRun]) -> None:
     """Raise ValueError if values.json is inconsistent or belongs to another study."""
     if values.metric != study.metric:
         raise ValueError(f"metric={values.metric} is not the study's {study.metric}")
-    if values.study_hash != study_hash(replace(study, hash=values.sha256), values.digests):
+    # The hashes of values.json itself: the study file may have changed since.
+    expected_hash = study_hash(replace(study, hash=values.sha256), values.digests)
+    if values.study_hash != expected_hash:
         raise ValueError("study_hash does not match sha256 and digests")
     for i, texts in enumerate(values.texts):
-        if len({*map(len, vars(texts).values())}) != 1 or not texts.tokens:
+        lengths = {len(column) for column in vars(texts).values()}
+        if len(lengths) != 1 or not texts.tokens:
             raise ValueError(f"texts[{i}] has columns of unequal or no length")
-    if len({run.name for run in runs}) < len(runs) or not runs:
+    names = {run.name for run in runs}
+    if len(names) < len(runs) or not runs:
         raise ValueError("runs contains a name twice" if runs else "runs is empty")
     check_rates(values)
     planned_runs = planned_by_name(study)
     for run in runs:
         planned = planned_runs.get(run.name)
-        is_planned = planned is not None and (planned.arm, planned.seed) == (run.arm, run.seed)
+        is_planned = False
+        if planned is not None:
+            is_planned = planned.arm == run.arm and planned.seed == run.seed
         if not is_planned or run.name not in values.digests:
             raise ValueError(f"the study has no run {run.name} of arm {run.arm}, seed {run.seed}")
         if run.texts is not None and study.metric not in LOSS_METRICS:

@@ -77,31 +77,39 @@ class RuleTest:
 
         The bounds end at the possible values. None if the gap has no standard error.
         """
-        interval = self.gap.interval(1 - 2 * self.rule.alpha) if self.gap else None
+        if self.gap is None:
+            return None
+        # Both ends of this two-sided interval are one-sided bounds with confidence 1 - alpha.
+        interval = self.gap.interval(1 - 2 * self.rule.alpha)
         if interval is None:
             return None
-        return max(interval[0], -self.largest_gap), min(interval[1], self.largest_gap)
+        low, high = interval
+        return max(low, -self.largest_gap), min(high, self.largest_gap)
 
 
 def rule_test(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> RuleTest:
     """Compute all tests of a rule; a rule of a removed kind is never shown or refuted."""
-    candidate, base = arms[rule.arm], arms[rule.against]
+    candidate = arms[rule.arm]
+    base = arms[rule.against]
     outcome = gap_of_rule(study, rule, arms)
     if replacement_of(study, rule):
         return RuleTest(rule=rule, outcome=outcome, showing=NEVER, refuting=NEVER)
     gap = times = None
     if rule.kind == "log_rank":
-        times = candidate.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
+        level = rule.reaches or 0.0
+        times = candidate.times(level), base.times(level)
         sides, smallest = log_rank_tests(*times)
     else:
         gap = outcome.full
         sides, smallest = t_tests(rule, gap, np.array(outcome.differences))
+    # Diverged runs have no value, so their test replaces the tests of the remaining values.
     sides = sides_of_diverged(study, rule, outcome) or sides
     notes = {}
     if rule.kind in ("difference", "equivalence"):
         notes = value_notes(study, candidate, base)
         if study.lr_sweep:
-            # A seed has one run per learning rate.
+            # A seed has one run per learning rate, and a value if one of these runs is finite. The
+            # shares of `arm_gap` count seeds; the shares of all runs replace them.
             candidate_share = Share(candidate.diverged, len(candidate.runs))
             base_share = Share(base.diverged, len(base.runs))
             outcome = replace(outcome, candidate=candidate_share, base=base_share)
@@ -142,15 +150,19 @@ def gap_of_rule(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> ArmGa
     """
     if rule.over == PARAMETERS:
         return arm_gap(*slopes(rule, arms))
-    return arm_gap(arms[rule.arm], arms[rule.against], study.scale == "log")
+    is_log = study.scale == "log"
+    return arm_gap(arms[rule.arm], arms[rule.against], is_log)
 
 
 def log_rank_tests(candidate: Times, base: Times) -> tuple[tuple[Side, Side], float]:
     """Return log-rank tests of a rule's claim and of the opposite claim, and their smallest p."""
     sides = Side(), Side()
-    runs, base_runs = len(candidate.tokens), len(base.tokens)
+    runs = len(candidate.tokens)
+    base_runs = len(base.tokens)
     if runs > 1 and base_runs > 1:
-        sides = Side(log_rank(candidate, base)), Side(log_rank(base, candidate))
+        showing = Side(log_rank(candidate, base))
+        refuting = Side(log_rank(base, candidate))
+        sides = showing, refuting
     return sides, smallest_p("log_rank", runs, base_runs)
 
 
@@ -177,11 +189,14 @@ def t_tests(
         direction, bound = side_of(rule)
         return (side(direction, bound), side(-direction, bound)), smallest
     margin = rule.margin or 0.0
+    # The claim holds if the gap is below the margin and above its negative, so the larger p counts.
     showing = combined(side(BELOW, margin), side(ABOVE, -margin), max, 1)
+    # Either side refutes the claim. Bonferroni's factor 2 corrects the choice of the smaller p.
     refuting = combined(side(ABOVE, margin), side(BELOW, -margin), min, 2)
     close = equivalence(gap, margin, rule.alpha)
     if gap.zero_variance and close and close.inside:
-        showing = Side(0.0, showing.exact)  # Without variance no t test has a p.
+        # Without variance no t test has a p.
+        showing = Side(0.0, showing.exact)
     return (showing, refuting), smallest
 
 
@@ -194,7 +209,9 @@ def combined(first: Side, second: Side, choose: Callable[[Any, Any], Any], tests
 
 def side_of(rule: Rule) -> tuple[int, float]:
     """Return the side of the claimed gap, BELOW or ABOVE a bound, and the bound."""
-    return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
+    if rule.below is not None:
+        return BELOW, rule.below
+    return ABOVE, rule.above or 0.0
 
 
 def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, Side] | None:
@@ -204,24 +221,35 @@ def sides_of_diverged(study: Study, rule: Rule, outcome: ArmGap) -> tuple[Side, 
     could reverse the result. There is one exception: all runs of one arm and no run of the other
     diverged. The p-value of this outcome then decides that the diverged arm is worse.
     """
-    candidate, base = outcome.candidate, outcome.base
+    candidate = outcome.candidate
+    base = outcome.base
     is_equivalence = rule.kind == "equivalence"
+    is_any_diverged = candidate.diverged + base.diverged > 0
+    # Products of whole numbers compare the shares without rounding.
     is_equal = candidate.diverged * base.runs == base.diverged * candidate.runs
-    if not candidate.diverged + base.diverged or (is_equal and not is_equivalence):
+    if not is_any_diverged or (is_equal and not is_equivalence):
         return None
-    worse, other = (candidate, base) if candidate.diverged else (base, candidate)
+    worse, other = base, candidate
+    if candidate.diverged:
+        worse, other = candidate, base
     # A trend has no better arm, and neither have some metrics. A log-rank rule claims that
     # `candidate` is better.
-    direction = ABOVE if rule.kind == "log_rank" else side_of(rule)[0]
-    upwards = {"trend": 0, "log_rank": ABOVE}.get(rule.kind, better(study.metric))
-    is_partial = worse.diverged < worse.runs or other.diverged
-    if is_partial or not (upwards or is_equivalence):
+    claimed_direction, _ = side_of(rule)
+    better_direction = better(study.metric)
+    if rule.kind == "log_rank":
+        claimed_direction = better_direction = ABOVE
+    elif rule.kind == "trend":
+        better_direction = 0
+    is_partial = worse.diverged < worse.runs or other.diverged > 0
+    if is_partial or not (better_direction or is_equivalence):
         return NEVER, NEVER
     p = p_all_against_none(worse.runs, other.runs)
     if is_equivalence:
+        # The claim names no worse arm, so the test has two sides.
         p = min(1.0, 2 * p)
     decided = Side(p, p, diverged=True)
-    if is_equivalence or (direction == upwards) == (worse is candidate):
+    claims_better = claimed_direction == better_direction
+    if is_equivalence or claims_better == (worse is candidate):
         return NEVER, decided
     return decided, NEVER
 
@@ -236,11 +264,15 @@ def sides_of_sensitivity(
     because runs of one seed are not independent.
     """
     showing, refuting = sides
-    candidate, base = outcome.candidate, outcome.base
+    candidate = outcome.candidate
+    base = outcome.base
+    # The difference of both shares, times both numbers of runs.
     excess = candidate.diverged * base.runs - base.diverged * candidate.runs
     if not excess:
         return sides
-    if rule.kind == "equivalence" or (side_of(rule)[0] == BELOW) == (excess > 0):
+    claims_less_sensitive = side_of(rule)[0] == BELOW
+    diverges_more = excess > 0
+    if rule.kind == "equivalence" or claims_less_sensitive == diverges_more:
         return NEVER, refuting
     return showing, NEVER
 
@@ -251,17 +283,19 @@ def floor_or_ceiling(study: Study, candidate: StudyArm, base: StudyArm) -> str:
     Return "" if there is no such effect, if the metric is not an accuracy on a linear scale, or if
     all runs of an arm diverged.
     """
-    chances = [run.chance for run in (*candidate.runs, *base.runs) if run.chance is not None]
-    if not chances or study.scale != "linear" or not (candidate.mean and base.mean):
+    runs = (*candidate.runs, *base.runs)
+    chances = [run.chance for run in runs if run.chance is not None]
+    mean, base_mean = candidate.mean, base.mean
+    if not chances or study.scale != "linear" or not (mean and base_mean):
         return ""
-    means = candidate.mean, base.mean
-    listing = (
-        f"{candidate.label} has {candidate.mean.mean:.3f} and {base.label} has {base.mean.mean:.3f}"
-    )
-    if all(mean.mean >= CEILING for mean in means):
+    listing = f"{candidate.label} has {mean.mean:.3f} and {base.label} has {base_mean.mean:.3f}"
+    if mean.mean >= CEILING and base_mean.mean >= CEILING:
         return f"all arms are at the ceiling: {listing}"
     chance = max(chances)
-    if all((mean.mean if mean.low is None else mean.low) <= chance for mean in means):
+    # A single seed has no interval; its mean is compared.
+    low = mean.mean if mean.low is None else mean.low
+    base_low = base_mean.mean if base_mean.low is None else base_mean.low
+    if low <= chance and base_low <= chance:
         return f"no arm is above chance ({chance:.3f}) with 95% confidence: {listing}"
     return ""
 
@@ -271,7 +305,8 @@ def best_losses(candidate: StudyArm, base: StudyArm) -> str:
 
     An arm with equally high losses at all learning rates has a small sensitivity.
     """
-    loss, base_loss = best_loss(candidate), best_loss(base)
+    loss = best_loss(candidate)
+    base_loss = best_loss(base)
     if math.inf in (loss, base_loss):
         return ""
     text = (
@@ -300,7 +335,8 @@ def size_words(candidate: StudyArm, base: StudyArm) -> str:
     """State whether two arms have equally many parameters; "" if the numbers are not recorded."""
     if not candidate.runs or not base.runs:
         return ""
-    size, base_size = candidate.runs[0].facts.parameters, base.runs[0].facts.parameters
+    size = candidate.runs[0].facts.parameters
+    base_size = base.runs[0].facts.parameters
     if not size or not base_size:
         return ""
     share = size / base_size - 1

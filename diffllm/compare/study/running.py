@@ -82,6 +82,7 @@ def run_study(
         directory.hold()
         return directory, cluster
 
+    # Every rank must call this. The other ranks wait for rank 0, and receive an error of its check.
     _, place = world.broadcast_and_keep("study", lambda: (None, begin()))
     signal_number, unfinished, endings = run_stages(study, world, place, added)
     if place is None:
@@ -115,9 +116,12 @@ def run_stages(
         return [] if unfinished or signal_number else next_jobs(study, place[0], added)
 
     for stage in count():
-        jobs = [Job(**job) for job in world.broadcast_from_rank0(f"stage/{stage}", stage_jobs)]
-        if not jobs:
+        # Every rank must call this; rank 0 chooses the jobs. The empty list after the last stage
+        # also ends the loops of the other ranks.
+        job_fields = world.broadcast_from_rank0(f"stage/{stage}", stage_jobs)
+        if not job_fields:
             break
+        jobs = [Job(**fields) for fields in job_fields]
         if place is None:
             run_here(jobs, world)
             continue
@@ -134,13 +138,14 @@ def run_stages(
 
 def print_end(study: Study, out: Path, added: list[str]) -> int:
     """Print the command of the verdict; return 1 if an arm diverged at every learning rate."""
-    diverged = [choice for choice in choose_rates(study, rate_runs(out)) if choice.lr is None]
+    choices = choose_rates(study, rate_runs(out))
+    diverged = [choice for choice in choices if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
     ended = "all other runs" if diverged else "all runs"
-    verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}", *added])
-    echo(f"{ended} of {out} have ended: {verdict}")
+    words = ["diffllm", "study", "verdict", str(study.path), f"out={out}", *added]
+    echo(f"{ended} of {out} have ended: {shlex.join(words)}")
     return 1 if diverged else 0
 
 
@@ -194,6 +199,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     if not begun:
         check_design(study)
     first = first_runs(study)
+    # `configs_of` can name the values of parallel.context that fit all arms.
     loaded = configs_of([partial(config_of_planned, planned) for planned in first])
     configs = {planned.arm: cfg for planned, cfg in zip(first, loaded, strict=True)}
     check_trends(study, configs)
@@ -207,6 +213,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     problems = planned_problems(study)
     if problems:
         text = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
+        # A begun study resumes with a warning, because older versions accepted more designs.
         if not begun:
             raise ConfigError(text)
         if remaining:
@@ -218,6 +225,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
                 f"the run {out / name} was started with {what_differs(changes)}; choose another "
                 "out=DIR"
             )
+    # The memory of a run depends on its arm, but not on its seed or learning rate.
     for arm in dict.fromkeys(planned.arm for planned in remaining):
         with errors_of_arm(arm):
             check_memory(configs[arm], world_size, ranks_here)
@@ -265,6 +273,8 @@ def check_smallest_p(study: Study, key: str, rule: Rule) -> None:
     """
     n = len(study.seeds)
     rules = sum(other.kind == "log_rank" for other in study.rules)
+    # In the best case all other rules have smaller p-values. Holm's largest factor for a log-rank
+    # rule is then the number of these rules.
     least = smallest_p("log_rank", n, n)
     adjusted = least * rules
     if adjusted < rule.alpha:
@@ -299,9 +309,11 @@ def planned_problems(study: Study) -> list[str]:
     comparands = []
     for planned in (*first_runs(study), *first_runs(study, study.seeds[-1])):
         cfg = config_of_planned(planned)
+        values: dict[str, Any] = dict(settings_of(cfg, study.sets_rates))
         sizes = totals(cfg.model, cfg.visible_keys)
-        facts = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
-        values = {**settings_of(cfg, study.sets_rates), **facts}
+        # The names of these facts in run.json, as in the comparison of ended runs.
+        values["parameters"] = sizes["params"]
+        values["flops_per_token"] = sizes["flops"]
         comparands.append(Comparand(planned.arm, planned.seed, values))
     problems = undeclared(differences(comparands, terms_of(study)))
     return problems + spending_problems(study) + unequal_pairs(study, comparands)

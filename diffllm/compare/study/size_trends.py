@@ -25,32 +25,40 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
     diverged. The number of parameters of a size is the geometric mean of both arms. A seed is
     included only if its runs ended at every size.
     """
-    candidates, bases = zip(*rule.pairs, strict=True)
-    names = candidates + bases
-    if not all(arms[name].runs for name in names):
+    candidates: list[StudyArm] = []
+    bases: list[StudyArm] = []
+    for candidate_name, base_name in rule.pairs:
+        candidates.append(arms[candidate_name])
+        bases.append(arms[base_name])
+    if not all(arm.runs for arm in candidates + bases):
         return Arm(rule.arm, {}), Arm(rule.against, {})
-    parameters = {name: parameters_of(arms[name]) for name in names}
+    parameters = {arm.label: parameters_of(arm) for arm in candidates + bases}
+    # `check_trends` compared the planned sizes before the runs; these are the recorded sizes.
     check_sizes(rule, parameters)
-    sizes = [math.sqrt(parameters[arm] * parameters[against]) for arm, against in rule.pairs]
-    candidate_slopes = slopes_by_seed(sizes, [arms[name] for name in candidates])
-    base_slopes = slopes_by_seed(sizes, [arms[name] for name in bases])
+    sizes = []
+    for candidate, base in zip(candidates, bases, strict=True):
+        product = parameters[candidate.label] * parameters[base.label]
+        sizes.append(math.sqrt(product))
+    candidate_slopes = slopes_by_seed(sizes, candidates)
+    base_slopes = slopes_by_seed(sizes, bases)
     return Arm(rule.arm, candidate_slopes), Arm(rule.against, base_slopes)
 
 
 def slopes_by_seed(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | None]:
     """Return the slope of the metric over `sizes`, the numbers of parameters of `arms`."""
+    common_seeds = set.intersection(*(set(arm.seed_values) for arm in arms))
     by_seed: dict[int, float | None] = {}
-    for seed in sorted(arms[0].seed_values):
-        if not all(seed in arm.seed_values for arm in arms):
-            continue
+    for seed in sorted(common_seeds):
         values = [arm.seed_values[seed] for arm in arms]
         by_seed[seed] = None
         if None not in values:
-            by_seed[seed] = fit_line(np.array(sizes), np.array(values)).slope
+            line = fit_line(np.array(sizes), np.array(values))
+            by_seed[seed] = line.slope
     return by_seed
 
 
 def parameters_of(arm: StudyArm) -> float:
+    # All runs of an arm have one model size.
     count = finite(arm.runs[0].facts.parameters)
     if not count or count <= 0:
         raise ConfigError(
@@ -62,7 +70,9 @@ def parameters_of(arm: StudyArm) -> float:
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
     """Raise ConfigError if the arms of a trend over parameters have unsuitable sizes."""
-    parameters = {arm: totals(cfg.model)["params"] for arm, cfg in configs.items()}
+    parameters = {}
+    for arm, cfg in configs.items():
+        parameters[arm] = totals(cfg.model)["params"]
     for rule in study.rules:
         if rule.over == PARAMETERS:
             check_sizes(rule, parameters)
@@ -81,11 +91,13 @@ def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
     listing = []
     for pair in rule.pairs:
         sizes.append(sorted(parameters[arm] for arm in pair))
-        listing += [f"{arm} {parameters[arm]:,.0f}" for arm in pair]
+        for arm in pair:
+            listing.append(f"{arm} {parameters[arm]:,.0f}")
     ordered = sorted(sizes)
     is_overlapping = False
-    for (_, largest), (smallest, _) in pairwise(ordered):
-        is_overlapping |= largest >= smallest
+    for smaller_pair, larger_pair in pairwise(ordered):
+        if smaller_pair[1] >= larger_pair[0]:
+            is_overlapping = True
     if is_overlapping or ordered[-1] != sizes[-1]:
         raise ConfigError(
             f"trend over {PARAMETERS}: the pairs of arms must have different numbers of parameters "
@@ -105,7 +117,7 @@ def unequal_pairs(study: Study, runs: Sequence[Comparand]) -> list[str]:
     for rule in study.rules:
         if rule.over != PARAMETERS:
             continue
-        arms = [*chain(*rule.pairs)]
+        arms = set(chain(*rule.pairs))
         runs_of_rule = [run for run in runs if run.arm in arms]
         texts = []
         for difference in differences(runs_of_rule, terms):

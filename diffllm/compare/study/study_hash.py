@@ -44,8 +44,10 @@ def config_digest(cfg: TrainConfig, study: Study) -> str:
         elif is_hashed(declaration_of(key, declared)) or key.startswith(("data.sources.", "eval.")):
             hashed[key] = value
     if study.lr:
+        # The planned configs have no chosen rate yet, the saved configs have.
         hashed.pop("optim.lr", None)
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+    content = json.dumps(hashed, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def is_hashed(declared: Declaration) -> bool:
@@ -69,10 +71,10 @@ def flat_defaults(attention: type, data: type) -> dict[str, Any]:
 
 def planned_digests(study: Study) -> dict[str, str]:
     """Return the config SHA-256 of each run that the study's rules compare, by run name."""
-    return {
-        name: config_digest(config_of_planned(run), study)
-        for name, run in planned_by_name(study).items()
-    }
+    digests = {}
+    for name, run in planned_by_name(study).items():
+        digests[name] = config_digest(config_of_planned(run), study)
+    return digests
 
 
 def study_hash(study: Study, digests: Mapping[str, str]) -> str:
@@ -80,5 +82,8 @@ def study_hash(study: Study, digests: Mapping[str, str]) -> str:
 
     `digests` maps each run name to the SHA-256 of the run's config.
     """
-    lines = [study.hash, *(f"{digest} {name}" for name, digest in digests.items())]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    lines = [study.hash]
+    for name, digest in digests.items():
+        lines.append(f"{digest} {name}")
+    content = "\n".join(lines)
+    return hashlib.sha256(content.encode()).hexdigest()

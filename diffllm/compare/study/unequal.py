@@ -65,8 +65,11 @@ def check_unequal(unequal: Sequence[str], plugins: bool) -> None:
     keys = [*registered_declarations(), *fact_declarations(), *WORDS["data"]]
     names = {*WORDS}
     for key in keys:
+        # A key, and all sections that contain it.
         parts = key.split(".")
-        names |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+        for count in range(1, len(parts) + 1):
+            names.add(".".join(parts[:count]))
+    # The names in these mappings are free, so they cannot be listed.
     mappings = ["data.sources", "eval.levels"]
     if plugins:
         mappings += ["data", "model.attention"]
@@ -111,12 +114,14 @@ def undeclared(differences: Iterable[Difference]) -> list[str]:
         if difference.role == "condition":
             word = word_of(difference.key)
             by_word.setdefault(word, []).append(difference_words(difference))
-    order = [*WORDS, *sorted(by_word.keys() - WORDS.keys())]
-    return [
-        f"arms differ in {listed(by_word[word])} (if the study intends this, add {word} to unequal)"
-        for word in order
-        if word in by_word
-    ]
+    messages = []
+    for word in [*WORDS, *sorted(by_word.keys() - WORDS.keys())]:
+        if word in by_word:
+            messages.append(
+                f"arms differ in {listed(by_word[word])} (if the study intends this, add {word} to "
+                "unequal)"
+            )
+    return messages
 
 
 def word_of(name: str) -> str:

@@ -53,7 +53,9 @@ class Verdict:
         """Return the content of verdict.json."""
         learning_rates = {}
         for choice in self.choices:
-            losses = {f"{lr:g}": finite(loss) for lr, loss in choice.losses.items()}
+            losses = {}
+            for lr, loss in choice.losses.items():
+                losses[f"{lr:g}"] = finite(loss)  # JSON has no infinity for a diverged rate.
             learning_rates[choice.arm] = {"lr": choice.lr, "losses": losses}
         return {
             "verdict": self.verdict,
@@ -80,9 +82,14 @@ class Verdict:
         """Values of each fact of run.json as text, except facts of the model size (TOLERANCES)."""
         texts = {}
         for name in fact_declarations():
-            if name not in TOLERANCES:
-                values = [getattr(run.facts, name) for run in runs_of(self.arms)]
-                texts[name] = sorted({str(value) for value in values if value is not None})
+            if name in TOLERANCES:
+                continue
+            distinct = set()
+            for run in runs_of(self.arms):
+                value = getattr(run.facts, name)
+                if value is not None:
+                    distinct.add(str(value))
+            texts[name] = sorted(distinct)
         return texts
 
 
@@ -93,7 +100,8 @@ def judge(study: Study, out: Path) -> Verdict:
     """
     evidence = read_evidence(study, out)
     if not evidence.runs:
-        start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
+        words = ["diffllm", "study", "run", str(study.path), f"out={out}"]
+        start = shlex.join(words)
         raise ConfigError(f"{out} has no ended run of {study.path}; start its runs with: {start}")
     return judge_evidence(study, evidence)
 
@@ -102,22 +110,39 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     """Return the verdict of a study; `evidence` must contain at least one ended run."""
     choices = choose_rates(study, evidence.rates)
     rates = {choice.arm: choice.lr for choice in choices}
-    arms = [evidence.arm(study, name, rates.get(name)) for name in study.arms]
+    arms = []
+    for name in study.arms:
+        arms.append(evidence.arm(study, name, rates.get(name)))
     tested = apply_rules(study, {arm.label: arm for arm in arms})
+    # Only the first rule decides the verdict; Holm's correction covers all rules.
     verdict, reasons = tested[0].verdict, [tested[0].reason]
-    comparands = [Comparand(run.arm, run.seed, run.conditions) for run in runs_of(arms)]
+    comparands = []
+    for run in runs_of(arms):
+        comparands.append(Comparand(run.arm, run.seed, run.conditions))
     differences_of_arms = differences(comparands, terms_of(study))
     problems = run_problems(arms, choices) + unequal_pairs(study, comparands)
     problems += spending_problems(study, arms) + undeclared(differences_of_arms)
     if problems:
         verdict, reasons = NOT_COMPARABLE, problems
+    # Set before the exploratory reasons: the page of an exploratory study also states the verdict
+    # without these reasons.
     would_be = verdict
     exploratory_reasons = exploratory(study, arms, choices, evidence)
     if exploratory_reasons:
         verdict, reasons = EXPLORATORY, [*exploratory_reasons, *reasons]
     reasons += notes_on_design(study, arms)
     allowed = [difference for difference in differences_of_arms if difference.role != "condition"]
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, evidence, allowed)
+    return Verdict(
+        study=study,
+        verdict=verdict,
+        would_be=would_be,
+        reasons=reasons,
+        tested=tested,
+        arms=arms,
+        choices=choices,
+        evidence=evidence,
+        differences=allowed,
+    )
 
 
 def notes_on_design(study: Study, arms: list[StudyArm]) -> list[str]:
@@ -150,9 +175,11 @@ def run_problems(arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
         problems.append(problem)
     notes = {run.facts.corpus_note or "" for run in runs} - {""}
     problems += [f"corpus: {note}" for note in sorted(notes)]
-    for name, versions in several_versions([run.plugin_code for run in runs]).items():
+    versions_by_plugin = several_versions([run.plugin_code for run in runs])
+    for name, versions in versions_by_plugin.items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    return problems + unequal_positions({run.position_settings for run in runs if run.positions})
+    position_settings = {run.position_settings for run in runs if run.positions}
+    return problems + unequal_positions(position_settings)
 
 
 def exploratory(
@@ -161,18 +188,24 @@ def exploratory(
     """Return the reasons why the claim was not fixed before all runs ended."""
     marks = [run.mark for run in runs_of(arms)]
     if choices:
+        # The grid decides the learning rates, so its runs must also belong to this study.
         marks += evidence.rate_marks.values()
+    # Each run saved the hash of its study before its first step.
     planned_hash = evidence.hash_of(study)
-    edited = [mark for mark in marks if mark.partition("/")[0] != planned_hash]
+    edited = 0
+    for mark in marks:
+        saved_hash, _, _ = mark.partition("/")
+        edited += saved_hash != planned_hash
     problems = []
     if edited:
         began = f"began under another version of {study.path.name}, or outside of a study"
-        problems.append(f"{len(edited)} of {len(marks)} runs {began}")
+        problems.append(f"{edited} of {len(marks)} runs {began}")
     waiting: list[str] = []
     for arm in arms:
         waiting += arm.missing
     for choice in choices:
-        waiting += [run.name for run in choice.remaining]
+        for run in choice.remaining:
+            waiting.append(run.name)
     if waiting:
         verb = "has" if len(waiting) == 1 else "have"
         names = ", ".join(waiting[:3])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,14 +90,16 @@ def verdict_page(verdict: Verdict, with_picture: bool = True) -> Page:
 
 def result_blocks(verdict: Verdict) -> list[Block]:
     """Return the source of the claim, the result of the first rule, and all other reasons."""
-    study, first_reason = verdict.study, verdict.tested[0].reason
+    study = verdict.study
+    first_reason = verdict.tested[0].reason
     blocks: list[Block] = []
     if study.source:
         blocks.append(Paragraph(study.source, label="Source"))
     start = ""
     if NOT_COMPARABLE in (verdict.verdict, verdict.would_be):
         start = "Not comparable; the runs alone give: "
-    trend = trend_text(study, {arm.label: arm for arm in verdict.arms})
+    arms = {arm.label: arm for arm in verdict.arms}
+    trend = trend_text(study, arms)
     blocks.append(Paragraph(f"{start}{study.quantity}: {first_reason}. {trend}".strip()))
     problems = [reason for reason in verdict.reasons if reason != first_reason]
     if problems:
@@ -115,8 +118,9 @@ def page_sections(verdict: Verdict) -> list[Section]:
     ]
     sentences = budget_sentences(study, verdict.arms)
     if sentences:
+        text = Paragraph(" ".join(sentences))
         costs = TableBlock(spending_table(study, verdict.arms), "Costs of the runs of each arm")
-        sections.append(Section("Budget", [Paragraph(" ".join(sentences)), costs]))
+        sections.append(Section("Budget", [text, costs]))
     if verdict.choices:
         choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
@@ -139,7 +143,9 @@ def trend_text(study: Study, arms: Mapping[str, StudyArm]) -> str:
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
         return ""
     trend = loss_trend(arms[rule.arm], arms[rule.against])
-    return ascii_minus(trend_sentence(rule.arm, rule.against, trend)) if trend else ""
+    if trend is None:
+        return ""
+    return ascii_minus(trend_sentence(rule.arm, rule.against, trend))
 
 
 def rule_line(tested: Tested, study: Study) -> str:
@@ -147,12 +153,17 @@ def rule_line(tested: Tested, study: Study) -> str:
     if tested.verdict == NO_LONGER_JUDGED:
         return words[0]
     if study.scale == "log" and tested.gap and tested.bounds:
-        logs = (tested.gap.mean, *tested.bounds)
-        ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
+        texts = []
+        for logarithm in (tested.gap.mean, *tested.bounds):
+            # A bound can be infinite, and exp overflows above 709; e^99 is shown as missing.
+            texts.append(short(math.exp(min(logarithm, 99))))
+        ratio, low, high = texts
         words.append(f"a ratio of {ratio} (bounds {low} and {high})")
-    side, claim = tested.showing, ""
+    side = tested.showing
+    claim = ""
     if tested.verdict == REFUTED:
-        side, claim = tested.refuting, " of the opposite claim"
+        side = tested.refuting
+        claim = " of the opposite claim"
     if side.p is not None:
         words.append(f"p{claim} {side.p:.2g}")
         adjusted = tested.adjusted["showing"]
@@ -177,10 +188,12 @@ def arms_table(verdict: Verdict) -> Table:
     )  # fmt: skip
     rows: list[list[str | Cell]] = []
     for arm in verdict.arms:
-        row: list[str | Cell] = [MISSING] * len(heads)
-        row[0], row[3], row[4] = arm.label, "0", "0 of 0"
+        row: list[str | Cell] = [arm.label, MISSING, MISSING, "0", "0 of 0"]
         if arm.runs:
-            row = [Cell(arm.label, icon=styles[arm.label].swatch), *arm_cells(arm, verdict.study)]
+            name = Cell(arm.label, icon=styles[arm.label].swatch)
+            row = [name, *arm_cells(arm, verdict.study)]
+        while len(row) < len(heads):
+            row.append(MISSING)
         rows.append(row)
     return Table.of(heads, rows, left=range(len(heads)))
 
@@ -213,8 +226,12 @@ def power_words(study: Study) -> str:
         return "The study file states no power."
     if study.rule.kind in ("equivalence", "log_rank"):
         return f"The stated power does not concern a rule of kind {study.rule.kind}."
-    gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
+    gap = study.power.gap
+    sd = study.power.sd
+    seeds = len(study.seeds)
+    # The worst case of Holm's correction: the first rule has the smallest p.
     alpha = study.rule.alpha / len(study.rules)
+    # The difference of two uncorrelated values has twice their variance.
     chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
     effect = "slope per doubling" if study.rule.kind == "trend" else "gap"
@@ -228,37 +245,48 @@ def power_words(study: Study) -> str:
 def arm_styles(verdict: Verdict) -> dict[str, RowStyle]:
     """Return the style of each arm in figures, by name; arms without runs have none."""
     identities = {}
+    # Styles are given in this order, so the baseline keeps the style of its variant.
     for arm in sorted(verdict.arms, key=lambda arm: arm.label != verdict.study.baseline):
         changes = {}
-        for word in [*verdict.study.base, *verdict.study.arms[arm.label]]:
+        for word in chain(verdict.study.base, verdict.study.arms[arm.label]):
             key, _, value = word.partition("=")
             if key.startswith(ATTENTION):
                 changes[key] = parse_yaml(value)  # Spellings of one value have one style.
         if arm.runs:
             identities[arm.label] = style_identity(arm.runs[0].variant, changes)
-    styles = styles_of([*identities], [*identities.values()])
+    styles = styles_of(list(identities), list(identities.values()))
     return {style.label: style for style in styles}
 
 
 def gaps_of_pairs(verdict: Verdict) -> dict[tuple[str, str], Estimate]:
     """Return the gap of each pair of arms with its bounds, by the first rule of the pair."""
     gaps: dict[tuple[str, str], Estimate] = {}
-    for tested in verdict.tested:  # the first rule of a pair counts, as it may decide
-        if tested.gap and tested.rule.kind != "trend":  # slopes have another unit
-            low, high = tested.bounds or (None, None)
-            gap = Estimate(tested.gap.mean, low, high, tested.gap.seeds)
-            gaps.setdefault((tested.rule.arm, tested.rule.against), gap)
+    for tested in verdict.tested:
+        # Slopes have another unit.
+        if tested.gap is None or tested.rule.kind == "trend":
+            continue
+        low, high = tested.bounds or (None, None)
+        gap = Estimate(tested.gap.mean, low, high, tested.gap.seeds)
+        # The first rule of a pair counts, because it may decide the study.
+        gaps.setdefault((tested.rule.arm, tested.rule.against), gap)
     return gaps
 
 
 def gaps_drawing(verdict: Verdict, width: float = WIDTH) -> "Drawing":
     """Draw the result of `gaps_of_pairs`, which must not be empty."""
-    gaps, styles = gaps_of_pairs(verdict), arm_styles(verdict)
-    labelled = [replace(styles[arm], label=f"{arm} − {against}") for arm, against in gaps]
+    gaps = gaps_of_pairs(verdict)
+    styles = arm_styles(verdict)
+    labelled_styles = []
+    for arm, against in gaps:
+        labelled_styles.append(replace(styles[arm], label=f"{arm} − {against}"))
     return draw_gaps(
-        [*gaps.values()], labelled, width, verdict.study.quantity, sides=("lower", "higher"),
+        list(gaps.values()),
+        labelled_styles,
+        width,
+        verdict.study.quantity,
+        sides=("lower", "higher"),
         ends=BOUNDS_LABEL,
-    )  # fmt: skip
+    )
 
 
 def gaps_figure(verdict: Verdict) -> Figure:
@@ -273,7 +301,8 @@ def gaps_figure(verdict: Verdict) -> Figure:
 def conditions_text(verdict: Verdict) -> str:
     """State the number of runs and seeds, and the differences that the study declares."""
     runs = plural(len(runs_of(verdict.arms)), "run")
-    seeds = range_text([len(arm.seed_values) for arm in verdict.arms if arm.runs], str)
+    counts = [len(arm.seed_values) for arm in verdict.arms if arm.runs]
+    seeds = range_text(counts, str)
     text = f"{runs}, seeds per arm: {seeds}."
     if verdict.study.unequal:
         text += f" Differences that the study declares: {', '.join(verdict.study.unequal)}."
@@ -282,9 +311,11 @@ def conditions_text(verdict: Verdict) -> str:
 
 def override_lines(study: Study) -> list[str]:
     """Return one line with the overrides of each arm."""
-    return [
-        f"Overrides of `{arm}`: `{' '.join(words) or 'none'}`" for arm, words in study.arms.items()
-    ]
+    lines = []
+    for arm, words in study.arms.items():
+        overrides = " ".join(words) or "none"
+        lines.append(f"Overrides of `{arm}`: `{overrides}`")
+    return lines
 
 
 def difference_lines(verdict: Verdict) -> list[str]:
@@ -303,19 +334,23 @@ def choice_line(choice: ChosenRate) -> str:
     problem = f", {choice.problem}" if choice.problem else ""
     losses = []
     for lr, loss in choice.losses.items():
-        losses.append(f"{lr:g}: {'not run' if math.isnan(loss) else f'{loss:.4f}'}")
+        text = "not run" if math.isnan(loss) else f"{loss:.4f}"
+        losses.append(f"{lr:g}: {text}")
     return f"Learning rate of {choice.arm}: {rate}{problem}; held-out loss {', '.join(losses)}"
 
 
 def origin(verdict: Verdict) -> str:
     """Return text with the hashes of the study, and the corpus and software of its runs."""
-    study, facts = verdict.study, verdict.facts
+    study = verdict.study
+    facts = verdict.facts
     files = study.path.name
     if not isinstance(study.budget, str):
         files += f" and {study.budget.profile}"
     corpus = ", ".join(f"`{digest}`" for digest in facts["corpus"]) or "not recorded"
     resolved = verdict.evidence.hash_of(study)
-    texts = {name: ", ".join(values) or "not recorded" for name, values in facts.items()}
+    texts = {}
+    for name, values in facts.items():
+        texts[name] = ", ".join(values) or "not recorded"
     return (
         f"Metric: {study.quantity}, paired over seeds. Study {files}, SHA-256 `{study.hash}`, "
         f"with resolved configs `{resolved}`. Corpus hash {corpus}. "

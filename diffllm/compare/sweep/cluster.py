@@ -79,11 +79,14 @@ class ClusterLauncher:
             raise ConfigError(f"hydra/launcher={name} starts its own ranks; do not use torchrun")
         with hydra():
             try:
-                overrides = [*map(for_hydra, [*words, sweep]), "hydra.job.name=${run.sweep}"]
+                # The launcher names the jobs in SLURM's queue by hydra.job.name.
+                overrides = [for_hydra(word) for word in [*words, sweep]]
+                overrides.append("hydra.job.name=${run.sweep}")
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
                 settings: Any = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
             except (HydraException, OmegaConfBaseException) as error:
                 raise ConfigError(f"{' '.join(words)}: {one_line(error)}") from error
+        # Hydra's class of its launcher; all other settings are arguments for submitit.
         del settings["_target_"]
         user_path(settings["submitit_folder"], FOLDER_KEY)
         return cls(LAUNCHERS[name], words, settings)
@@ -142,6 +145,7 @@ class ClusterLauncher:
         if new_jobs:
             executor = self.executor(folder)
             try:
+                # A job array, so that hydra.launcher.array_parallelism limits the concurrent jobs.
                 new_handles = executor.map_array(ClusterTask(), new_jobs)
             except submitit.core.utils.FailedJobError as error:
                 raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
@@ -166,9 +170,12 @@ class ClusterLauncher:
         for key, value in self.settings.items():
             settings[key if key in common_keys else f"slurm_{key}"] = value
         del settings["submitit_folder"]
-        retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}
-        if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
-            retries = {}  # Keep submitit's default: the plugin's 0 is for code that cannot resume.
+        most_timeouts = settings.pop("slurm_max_num_timeout", None)
+        # Without an override, keep submitit's default: the plugin's 0 is for code that cannot
+        # resume.
+        retries = {}
+        if any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
+            retries["slurm_max_num_timeout"] = most_timeouts
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
             executor.update_parameters(**settings)
@@ -188,6 +195,7 @@ class ClusterLauncher:
         try:
             return first_failed(handle.results())
         except submitit.core.utils.UncompletedJobError as error:
+            # submitit has no result of the job, but the run itself may have finished.
             if job.has_summary:
                 return Ending("finished")
             return Ending("failed", f"{failure_reason(error)}, {job.progress()}")
@@ -200,7 +208,8 @@ def ranks_of_runs(cluster: ClusterLauncher | None, world_size: int) -> tuple[int
     """
     if cluster is None:
         return world_size, ranks_on_first_node()
-    return cluster.world_size, cluster.world_size if cluster.kind == "local" else 0
+    ranks_here = cluster.world_size if cluster.kind == "local" else 0
+    return cluster.world_size, ranks_here
 
 
 def first_failed(endings: list[Ending]) -> Ending:
@@ -210,7 +219,10 @@ def first_failed(endings: list[Ending]) -> Ending:
     no rank failed, return the result of rank 0.
     """
     failures = [ending for ending in endings if ending.state == "failed"]
-    return min(failures, key=lambda ending: (ending.silent, ending.at), default=endings[0])
+    if not failures:
+        return endings[0]
+    # A rank also fails when it has lost another rank, so the earliest failure is the cause.
+    return min(failures, key=lambda ending: (ending.silent, ending.at))
 
 
 def failure_reason(error: Exception) -> str:
@@ -218,8 +230,12 @@ def failure_reason(error: Exception) -> str:
     state = re.search(r"\(state: (.*?)\)", str(error))
     if state:
         return f"ended by the scheduler ({state[1]})"
-    lines = [line for line in str(error).splitlines() if "Error: " in line]
-    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "no result"
+    text = "no result"
+    for line in str(error).splitlines():
+        # The last line of a traceback names the error.
+        if "Error: " in line:
+            text = line.rpartition("Error: ")[2].strip(" .")
+    # Name the setting that allows more timeouts.
     return text.replace("too many times", "more often than hydra.launcher.max_num_timeout")
 
 

@@ -45,6 +45,7 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str,
         Otherwise it is 1.
     """
     world = join_ranks()
+    # Every rank must call this. Rank 0 alone plans: it creates and locks the sweep's directory.
     planned_jobs, place = world.broadcast_and_keep(
         "sweep", lambda: plan_runs(words, config_dirs, world.size)
     )
@@ -66,8 +67,10 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str,
         raise
     unfinished = print_outcomes(jobs, endings, directory)
     # A scheduler's signal leaves too little time for a comparison.
-    by_user = stopped == signal.SIGINT and unfinished < len(jobs)
-    files = write_comparison(directory.path) if by_user or not stopped else []
+    is_stopped_by_user = stopped == signal.SIGINT and unfinished < len(jobs)
+    files: list[str] = []
+    if not stopped or is_stopped_by_user:
+        files = write_comparison(directory.path)
     print_upload(directory.path)
     content = launch_values(directory, [job.name for job in jobs], endings, stopped)
     content["files"] = files
@@ -82,9 +85,11 @@ def plan_runs(
     """Plan the sweep with the overrides `words`, in a new directory if run.sweep is not set."""
     overrides, launcher = split_overrides([*experiment_words(words), *words])
     sweep_overrides = [o for o in overrides if o.get_key_element() == "run.sweep"]
-    path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    date = time.strftime("%Y%m%d-%H%M%S")
+    path = Path("outputs", f"sweep-{date}")
     created_paths: list[Path] = []
     if not sweep_overrides:
+        # Two sweeps that start in the same second get different names.
         path, created_paths = reserve(path, *MESSAGE_WORDS)
         sweep_overrides, _ = split_overrides([f"run.sweep={path.name}"])
         overrides += sweep_overrides
@@ -92,7 +97,7 @@ def plan_runs(
         cluster = ClusterLauncher.of(launcher, world_size, str(sweep_overrides[0].input_line))
         ranks = ranks_of_runs(cluster, world_size)
         directory, jobs = plan_sweep(overrides, *ranks, created_paths)
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # Ctrl-C must not leave an empty directory either.
         take_back(path, created_paths)
         raise
     flags = []
@@ -110,7 +115,8 @@ def join_ranks() -> World:
     """
     os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
-    if world.size > 1:  # Runs rendezvous through the store of this process.
+    if world.size > 1:
+        # Runs rendezvous through the store of this process.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return world
 
@@ -128,7 +134,8 @@ class Pace:
         pace = cls()
         for job in jobs:
             summary = read_ending(Path(job.path)) or {}
-            seconds, steps = finite(summary.get("seconds")), finite(summary.get("steps"))
+            seconds = finite(summary.get("seconds"))
+            steps = finite(summary.get("steps"))
             if seconds and steps:
                 pace.add(seconds, job.flops_of_step * steps)
         return pace
@@ -145,7 +152,9 @@ class Pace:
         """
         if not self.flops:
             return ""
-        flops = sum(job.flops_of_step * (job.steps - job.saved_step) for job in jobs)
+        flops = 0.0
+        for job in jobs:
+            flops += job.flops_of_step * (job.steps - job.saved_step)
         runs = "1 run" if len(jobs) == 1 else f"{len(jobs)} runs"
         eta = duration(self.seconds * flops / self.flops)
         return f"{runs} left, ETA {eta} (at the training FLOPs per second of the finished runs)"
@@ -171,6 +180,7 @@ def run_here(
             is_printed = world.rank == 0 and not job.quiet
             if is_printed:
                 echo(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
+                # The pace of this start includes the launch of each run, so it is preferred.
                 eta_pace = pace if pace.flops else former_pace
                 eta = eta_pace.eta(jobs[index:]) if eta_pace else ""
                 if eta:
@@ -180,10 +190,12 @@ def run_here(
             ending = stops.run(job, world.rank)
             endings[job.name] = ending
             if world.rank == 0 and ending.state == "finished":
+                # A resumed run makes only the steps after its checkpoint.
                 steps = job.saved_step - first_step
                 pace.add(time.monotonic() - start, job.flops_of_step * steps)
             if is_printed and ending.state == "failed":
                 echo(f"{job.path} failed, {ending.reason}", flush=True)
+            # A signal that reached only the child process stops this run, but not the next runs.
             if stops.received:
                 break
     return stops.received, endings
@@ -261,13 +273,17 @@ def launch_values(
 def print_upload(directory: Path) -> None:
     """Print one command that uploads the offline wandb runs of a sweep or study, if any exist."""
     parent = wandb_parent(directory)
-    if parent == directory:
-        patterns = [ALL_OFFLINE_RUNS, f"*/{ALL_OFFLINE_RUNS}", f"*/*/{ALL_OFFLINE_RUNS}"]
-    else:  # WANDB_DIR may contain offline runs of other sweeps.
+    # The runs of a sweep are one level deep, those of a study's grid two levels.
+    patterns = [ALL_OFFLINE_RUNS, f"*/{ALL_OFFLINE_RUNS}", f"*/*/{ALL_OFFLINE_RUNS}"]
+    if parent != directory:
+        # WANDB_DIR may contain offline runs of other sweeps.
         patterns = [f"{OFFLINE_RUNS}-{run_id}" for run_id in wandb_ids(directory)]
     # The shell expands the patterns, so only the directory is quoted.
     directory_word = shlex.quote(str(parent))
-    paths = [f"{directory_word}/{pattern}" for pattern in patterns if any(parent.glob(pattern))]
+    paths = []
+    for pattern in patterns:
+        if any(parent.glob(pattern)):
+            paths.append(f"{directory_word}/{pattern}")
     if paths:
         echo(f"wandb: offline; `wandb sync {' '.join(paths)}` uploads all runs")
 
@@ -277,7 +293,8 @@ def wandb_ids(directory: Path) -> list[str]:
     from diffllm.compare.wandb_runs import stored_comparison_id
 
     ids = [stored_comparison_id(directory)]
-    for file in sorted([*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]):
+    files = [*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]
+    for file in sorted(files):
         with suppress(CheckpointError):
             ids.append((read_record(file) or {}).get("wandb_id"))
     return [run_id for run_id in ids if run_id and RUN_ID.fullmatch(run_id)]
@@ -302,6 +319,8 @@ def write_comparison(directory: Path) -> list[str]:
     content = "comparison of the runs"
     files = []
     try:
+        # Slow imports, which a sweep does not need before its end. A failure is printed like other
+        # errors: the runs are finished.
         from diffllm.compare.report.comparison import read
         from diffllm.compare.report.report_page import write_page
         from diffllm.compare.report.terminal import whole_text

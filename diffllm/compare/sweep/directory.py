@@ -47,15 +47,20 @@ class SweepDirectory:
 
     def hold(self) -> None:
         """Create and lock the directory."""
+        # Listed before `hold` creates the missing directories.
         self.removable_paths = [*missing(self.path), *self.created_paths]
         self.lock = hold(self.path, *MESSAGE_WORDS, created=self.created_paths)
+        # Another process may have written sweep.json between the constructor and the lock.
         if SweepDirectory(self.path, self.kind).record != self.record:
             raise InUseError(f"sweep {self.path} was just started by another process; try again")
 
     def withdraw(self) -> None:
         """Delete the directories that `hold` or `reserve` created, unless a run exists."""
-        if not any(path.is_dir() and path.name[0] != "." for path in self.path.glob("*")):
-            take_back(self.path, self.removable_paths)
+        for path in self.path.glob("*"):
+            # Hidden directories are not runs.
+            if path.is_dir() and not path.name.startswith("."):
+                return
+        take_back(self.path, self.removable_paths)
 
     def write(self) -> None:
         write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")

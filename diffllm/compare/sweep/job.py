@@ -27,7 +27,7 @@ from diffllm.distributed.launcher import report_signal
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ERROR = re.compile(
     r"error: .*|(\[rank\d+\]: ?)?([A-Za-z_]\w*\.)*\w*(Error|Exception|Interrupt)\b.*"
 )
@@ -124,7 +124,8 @@ class JobProcess:
         self._note(f"{date} on {socket.gethostname()}: {shlex.join(command)}")
         self.output_file = tempfile.TemporaryFile()  # noqa: SIM115
         """Output in the log since this start."""
-        self.tee = subprocess.Popen(  # A process, which the child can write to after this one ends.
+        # A process, not a thread: the child can still write after the end of this process.
+        self.tee = subprocess.Popen(
             ["tee", "-a", self.log, f"/dev/fd/{self.output_file.fileno()}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if job.quiet else 2,
@@ -157,12 +158,16 @@ class JobProcess:
 
     def wait(self) -> Ending:
         code = self.child.wait()
+        # `first_failed` orders the failures of ranks by this time, so it must not include the wait
+        # for `tee`.
         at = time.time()
         try:
             self.tee.wait(timeout=5)
-        except subprocess.TimeoutExpired:  # A remaining child of the run keeps the pipe open.
+        except subprocess.TimeoutExpired:
+            # A remaining child of the run keeps the pipe open.
             self.tee.terminate()
             self.tee.wait()
+        # Rank 0 decides whether a run finished; a stopped run has no summary.
         if code == 0 and (self.rank or self.job.has_summary):
             return Ending("finished", "", at)
         # A signal that reached only the child also stopped the run: exit code 0, 130 after SIGINT.
@@ -224,7 +229,7 @@ class Stops:
     def __enter__(self) -> "Stops":
         self.received = 0
         self.process: JobProcess | None = None
-        self.previous = {number: signal.signal(number, self._on_signal) for number in STOPS}
+        self.previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -237,6 +242,7 @@ class Stops:
     def run(self, job: Job, rank: int) -> Ending:
         process = JobProcess(job, rank)
         self.process = process
+        # The signal may have arrived while no child process existed, or between both lines above.
         if self.received and not process.is_signalled:
             process.stop(self.received)
         try:
@@ -278,10 +284,12 @@ def tie_to_parent() -> None:
 
 def last_error(output: str) -> str:
     """Return the last line of `output` with an error, or else the last line; "" without lines."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if ERROR.fullmatch(line)]
-    candidates = errors or lines
-    if not candidates:
-        return ""
-    text = candidates[-1].removeprefix("error: ")
+    last_line = error = ""
+    for line in output.splitlines():
+        text = line.strip()
+        if text:
+            last_line = text
+        if ERROR.fullmatch(text):
+            error = text
+    text = (error or last_line).removeprefix("error: ")
     return text if len(text) <= 300 else f"{text[:300]}..."

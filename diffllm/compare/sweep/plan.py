@@ -103,14 +103,15 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     run_overrides: dict[str, Override] = {}
     launcher: list[str] = []
     for word, override in zip(words, overrides, strict=True):
+        # Hydra parsed a quoted text; errors and the overrides of runs have the user's spelling.
         override.input_line = word
         key = override.get_key_element().lstrip("+~")
         is_swept = override.is_sweep_override()
-        if not is_swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
+        is_of_launcher = key == "hydra/launcher" or key.startswith("hydra.launcher.")
+        is_chosen_by_sweep = "sweep" in declaration_of(key, run_keys).kinds
+        if is_of_launcher and not is_swept:
             launcher.append(word)
-        elif "sweep" in declaration_of(key, run_keys).kinds or (
-            is_swept and key.startswith("run.")
-        ):
+        elif is_chosen_by_sweep or (is_swept and key.startswith("run.")):
             raise ConfigError(
                 f"{word}: a sweep chooses the names of its runs; remove this override, and set one "
                 "run.sweep=<name>"
@@ -171,7 +172,9 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 def config_value(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
-    path = ["resolved", "choices", key] if key in GROUPS else key.lstrip("+").split(".")
+    path = key.lstrip("+").split(".")
+    if key in GROUPS:
+        path = ["resolved", "choices", key]
     value: Any = cfg
     for part in path:
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -184,19 +187,29 @@ def short_labels(keys: list[str]) -> dict[str, str]:
     The label of a config group is "". A key without such a suffix is its own label. The keys
     data.seed, seed and optim.lr have the labels data.seed, seed and lr.
     """
-    suffixes_by_key = {key: suffixes(key) for key in keys if key not in GROUPS}
-    counts = Counter(itertools.chain(*suffixes_by_key.values()))
+    counts: Counter[str] = Counter()
+    dotted_keys = []
+    for key in dict.fromkeys(keys):
+        if key not in GROUPS:
+            dotted_keys.append(key)
+            counts.update(suffixes(key))
     labels = dict.fromkeys(keys, "")
-    for key, candidates in suffixes_by_key.items():
-        unique = [suffix for suffix in candidates if counts[suffix] == 1]
-        labels[key] = unique[0] if unique else candidates[-1]
+    for key in dotted_keys:
+        candidates = suffixes(key)
+        # The whole key is the last candidate, and the label if no suffix is unique.
+        labels[key] = candidates[-1]
+        for suffix in candidates:
+            if counts[suffix] == 1:
+                labels[key] = suffix
+                break
     return labels
 
 
 def suffixes(key: str) -> list[str]:
     """Return the parts of a dotted key that end at its end, shortest first."""
     parts = key.lstrip("+").split(".")
-    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    starts = reversed(range(len(parts)))
+    return [".".join(parts[start:]) for start in starts]
 
 
 def label_value(label: str, value: Any) -> str:
@@ -208,8 +221,10 @@ def label_value(label: str, value: Any) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     text = value if isinstance(value, str) else json.dumps(value)
+    # Characters that file names and shells accept without quotes.
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST_VALUE:
+        # Different values must have different names.
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
         end = safe[-LONGEST_VALUE:].lstrip("_.-")
         safe = f"{end}-{digest}" if end else digest
@@ -258,6 +273,8 @@ def plan_sweep(
         run.cfg.check_world(world_size)
         check_wandb(run.cfg.wandb)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
+    # Only now: an invalid config must not leave a new directory. After `hold`, no other process can
+    # change sweep.json or start the same runs.
     directory.hold()
     try:
         finished = {}
@@ -267,10 +284,13 @@ def plan_sweep(
                 check_memory_of(name, run.cfg, world_size, ranks_here)
         if keys != directory.record["keys"]:
             record_keys(directory, keys, begun)
-        shared_words += [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
+        for override in overrides:
+            if override.get_key_element() not in keys:
+                shared_words.append(str(override.input_line))
         groups = groups_of_runs(directory, runs, shared_words)
+        places = [all_keys.index(key) for key in keys]
         for name, run in runs.items():
-            directory.record["runs"][name] = [run.words[all_keys.index(key)] for key in keys]
+            directory.record["runs"][name] = [run.words[place] for place in places]
         directory.write()
     except UserError:
         directory.withdraw()
@@ -279,9 +299,16 @@ def plan_sweep(
     for number, (name, run) in enumerate(runs.items(), start=1):
         naming_words = [f"run.swept=[{','.join(keys)}]", typed_override("run.name", name)]
         job = Job(
-            number, len(runs), name, str(directory.path / name), run.cfg.steps,
-            flops_of_step(run.cfg), [*run.words, *naming_words], finished[name], group=groups[name],
-        )  # fmt: skip
+            number=number,
+            total=len(runs),
+            name=name,
+            path=str(directory.path / name),
+            steps=run.cfg.steps,
+            flops_of_step=flops_of_step(run.cfg),
+            words=[*run.words, *naming_words],
+            finished=finished[name],
+            group=groups[name],
+        )
         jobs.append(vars(job))
     return directory, jobs
 
@@ -303,7 +330,9 @@ def groups_of_runs(
     for name, run in runs.items():
         configs[name] = run.cfg
     check_runs(directory, configs)
-    return dict(zip(configs, row_labels([*configs.values()]), strict=True))
+    # A label names only the keys in which the runs differ, so it depends on all runs of the sweep.
+    labels = row_labels(list(configs.values()))
+    return dict(zip(configs, labels, strict=True))
 
 
 def keys_of_sweep(overrides: list[Override]) -> list[str]:
@@ -333,8 +362,8 @@ def named_runs(plans: list[RunPlan], keys: list[str], begun: Configs) -> dict[st
     begun_names = {name_run(cfg, keys): name for name, cfg in begun.items()}
     runs = {}
     for plan in plans:
-        name = name_run(plan.cfg, keys)
-        name = begun_names.get(name, name)
+        new_name = name_run(plan.cfg, keys)
+        name = begun_names.get(new_name, new_name)
         plan.cfg.run.name = name
         plan.cfg.run.swept = keys
         runs[name] = plan
@@ -375,8 +404,11 @@ def record_keys(directory: SweepDirectory, keys: list[str], begun: Configs) -> N
                 f"the run {name} is in SLURM's queue, but must be renamed because this command "
                 f"sweeps over other keys; {fix}"
             )
+    words_by_name = {}
+    for name, cfg in begun.items():
+        words_by_name[name] = words_for(cfg, keys)
     directory.record["keys"] = keys
-    directory.record["runs"] = {name: words_for(cfg, keys) for name, cfg in begun.items()}
+    directory.record["runs"] = words_by_name
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
@@ -384,6 +416,8 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
     words = []
     for key in keys:
         value = config_value(cfg, key)
-        if value is not None:
-            words.append(f"{key}={value if key in GROUPS else as_text(value)}")
+        if value is None:
+            continue
+        text = value if key in GROUPS else as_text(value)
+        words.append(f"{key}={text}")
     return words
