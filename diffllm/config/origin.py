@@ -137,25 +137,16 @@ class Origin:
 def origin_of(path: Path, step: int = 0) -> Origin:
     """Read the model at a path; raises CheckpointError if the path contains no model.
 
-    If the path is a run, `step` selects a checkpoint; 0 selects the newest undamaged checkpoint.
+    If the path is a run, `step` selects a checkpoint; 0 selects the newest undamaged checkpoint
+    when the weights are read.
     """
-    for run in (path, path.absolute().parent.parent):
-        if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
-            cfg = load_run_config(run)
-            chosen = cfg.resolved.choices
-            facts = read_record(run / "run.json") or {}
-            if step and run is not path:
-                raise CheckpointError(f"{path} is a checkpoint, so remove @{step} from resume")
-            step = step if run is path else step_of(path)
-            return Origin(
-                path,
-                cfg.model,
-                step,
-                chosen["attention"],
-                chosen["model"],
-                run,
-                facts=facts,
-            )
+    if (path / "config.yaml").is_file():
+        return origin_of_run(path, path, step)
+    checkpoints = path.absolute().parent
+    if checkpoints.name == "checkpoints" and (checkpoints.parent / "config.yaml").is_file():
+        if step:
+            raise CheckpointError(f"{path} is a checkpoint, so remove @{step} from resume")
+        return origin_of_run(path, checkpoints.parent, step_of(path))
     if (path / CONFIG).is_file():
         if step:
             raise CheckpointError(f"{path} is a model directory, so remove @{step} from resume")
@@ -166,6 +157,14 @@ def origin_of(path: Path, step: int = 0) -> Origin:
         f"{path} is neither a run, a checkpoint of a run nor a model directory{reason}"
         f"{similar_path(path, os.path.isdir)}"
     )
+
+
+def origin_of_run(path: Path, run: Path, step: int) -> Origin:
+    """Return the origin `path`, which is the directory of a run or one of its checkpoints."""
+    cfg = load_run_config(run)
+    choices = cfg.resolved.choices
+    facts = read_record(run / "run.json") or {}
+    return Origin(path, cfg.model, step, choices["attention"], choices["model"], run, facts=facts)
 
 
 def name_from(path: Path) -> str:
@@ -234,14 +233,16 @@ def implied(origin: Origin, typed_values: dict[str, str]) -> list[str]:
 
     `typed_values` contains the user's overrides as {key: value}. If they already choose the model,
     the attention or the tokenizer, the result does not set it. The result does not set RoPE
-    settings that the YAML of an experiment sets.
+    settings that the YAML of an experiment sets: an experiment can extend the context of a model,
+    but does not change its other settings.
     """
     words = []
     rope_keys: set[str] = set()
     if "experiment" in typed_values:
         rope_keys = rope_of_experiment(typed_values["experiment"])
     if "model" not in typed_values:
-        # The YAML also sets the learning rate. Imported models have no YAML.
+        # The YAML has the learning rate for this size, which `origin.model` does not contain.
+        # Imported models have no YAML.
         if not origin.architecture and origin.name in yaml_names("model"):
             words.append(f"model={origin.name}")
         declared = declarations(origin.model)

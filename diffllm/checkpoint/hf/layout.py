@@ -179,7 +179,9 @@ def own_layout(model: ModelConfig) -> Layout | None:
     decoder = without_storage(model)
     names = [*dict(decoder.named_parameters()), *decoder.router_state()]
     exported, imported = renamed(names)
-    members = 2 if variant == "diff_v1" else 1  # Heads that the kernel reads as one head.
+    # In DIFF V1, the class counts key and value heads in pairs of twice the width, but query heads
+    # one by one.
+    members = 2 if variant == "diff_v1" else 1
     attention = model.attention
     if isinstance(attention, StandardConfig) and attention.sink is Sink.one:
         # The class has only learned logits: exp(0) is the constant 1 of this sink.

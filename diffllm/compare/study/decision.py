@@ -130,6 +130,11 @@ def result_words(study: Study, test: RuleTest, side: str = "") -> str:
 
 
 def rule_gap_text(study: Study, test: RuleTest, side: str) -> str:
+    """Describe the gap of a rule, and the confidence bounds that support one side or both.
+
+    Args:
+        side: "showing", "refuting" or "", as in `result_words`.
+    """
     rule = test.rule
     gap = test.gap
     bounds = test.bounds
@@ -155,10 +160,11 @@ def rule_gap_text(study: Study, test: RuleTest, side: str) -> str:
         claims_below = side_of(rule)[0] == BELOW
         is_showing = side == "showing"
         interval = f"{level} lower bound {low}"
+        # An upper bound shows the claim "below", and refutes the claim "above".
         if claims_below == is_showing:
             interval = f"{level} upper bound {high}"
-    wider = " over documents and seeds" if gap.document_error else ""
-    return f"{text} ({interval}{wider}, {gap.seeds} paired seeds)"
+    errors = " over documents and seeds" if gap.document_error else ""
+    return f"{text} ({interval}{errors}, {gap.seeds} paired seeds)"
 
 
 def times_words(rule: Rule, candidate: Times, base: Times) -> str:

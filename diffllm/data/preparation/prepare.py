@@ -360,6 +360,10 @@ def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
 
 
 def beginning(part: Part, limit: int) -> Iterator[bytes]:
+    """Yield the encoded texts at the start of a part, until they have at least `limit` bytes.
+
+    The last text can exceed the limit. A tokenizer is trained on a sample of these texts.
+    """
     bytes_read = 0
     for documents in part.read():
         # A single prompt is a separate text; several pieces form one text with the document.
