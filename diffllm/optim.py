@@ -229,11 +229,11 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the optimizer state by name, such as `<parameter name>.exp_avg`."""
-    return {
-        f"{name}.{key}": value
-        for name, param in params.items()
-        for key, value in optimizer.state[param].items()
-    }
+    tensors = {}
+    for name, param in params.items():
+        for state, value in optimizer.state[param].items():
+            tensors[f"{name}.{state}"] = value
+    return tensors
 
 
 class Guard:

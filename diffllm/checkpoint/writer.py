@@ -187,7 +187,7 @@ class Checkpointer:
             part: Part = file_records(hidden.glob(f"__{self.rank}_*.distcp"))
         except (Exception, CheckpointException) as error:
             part = failure_reason(error)
-        # Also a rank whose write failed must reach these collectives.
+        # A rank whose write failed must also reach these collectives.
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
         failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, state_json))

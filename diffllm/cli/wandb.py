@@ -64,7 +64,7 @@ def wandb_command(argv: list[str]) -> int:
         try:
             runs.append(write_run(directory, destination))
         except CheckpointError as error:
-            # Of several runs, a damaged one must not stop the others.
+            # A damaged run must not stop the uploads of other runs.
             if len(directories) == 1:
                 raise
             skipped[str(directory)] = str(error)

@@ -240,6 +240,7 @@ BUDGETS = tuple(
 )
 """The keys that determine the steps."""
 LENGTHS = ("steps", *BUDGETS)
+"""The key steps, and the keys that determine the steps."""
 # In floating point, 0.07 * 100 is 7.000000000000001, which must not become 8.
 ROUNDING = 1e-6
 

@@ -239,7 +239,7 @@ def parsed_override(word: str, loader: ConfigLoader | None = None) -> Override:
     try:
         return parser.parse_overrides([word])[0]
     except ValueError as error:
-        # Python converts no text of thousands of digits to an integer.
+        # Python refuses to convert thousands of digits to an integer.
         raise ConfigError(f"{word[:40]}...: {error}") from None
     except OverrideParseException:
         match = OVERRIDE.fullmatch(word)

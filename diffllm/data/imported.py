@@ -130,7 +130,9 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     tokenizer = Tokenizer.from_file(cfg.tokenizer, cfg.eos_token)
     paths, skipped = token_paths(cfg)
     fingerprints = [fingerprint(path) for path in paths]
-    indexes = [index for path in paths for index in index_files(path)]
+    indexes = []
+    for path in paths:
+        indexes += index_files(path)
     facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
     index_hashes = [index_facts.sha256 for index_facts in facts.values()]
     # Token files can be too large to hash, so their fingerprints contain only samples. Index files

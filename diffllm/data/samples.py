@@ -236,7 +236,7 @@ class MixedSequences:
             try:
                 _, (source_inputs, source_targets) = self._read(k, numbers[rows])
             except DataError as error:
-                # Returned instead of raised, as by `ShuffledSequences`.
+                # The error is returned, not raised, as by `ShuffledSequences`.
                 return error
             inputs[rows] = source_inputs
             targets[rows] = source_targets

@@ -281,7 +281,7 @@ class TokenStream:
         self.masked = manifest.splits[split].masked
         self._dtype = token_dtype(manifest.vocab_size)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        # Closes the oldest files, because the number of open files per process is limited.
+        # The cache closes the oldest files: a process can open only a limited number of files.
         self._array = lru_cache(MOST_OPEN)(checked_array)
         for shard in self._shards:
             check_size(directory / shard.file, shard.tokens * self._dtype.itemsize)

@@ -82,7 +82,8 @@ def report_signal(text: str) -> None:
     """Write `text` to stderr on rank 0 only; signal handlers may call this at any time."""
     with suppress(OSError):
         if own_rank() == 0:
-            after_echo = "\n" * os.isatty(2)  # The terminal has printed ^C in this line.
+            # The terminal has printed ^C in this line.
+            after_echo = "\n" if os.isatty(2) else ""
             os.write(2, f"{after_echo}{printable(text)}\n".encode(errors="replace"))
 
 

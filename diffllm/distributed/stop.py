@@ -38,7 +38,7 @@ class StopRequest:
         self.cancelled = ""
         """Why `cancel` requested the stop of the run; "" if a signal did."""
         self.saved: Callable[[], str] = lambda: "no checkpoint is saved"
-        self.is_in_pipe = False
+        self.has_come_by_pipe = False
         self.previous: dict[int, Any] = {}
         # A Python handler runs only after the main thread returns from a collective; the wakeup
         # pipe gets a signal immediately. The pipe is never closed: a thread may still read.
@@ -73,8 +73,8 @@ class StopRequest:
     def has_come(self) -> bool:
         """Return whether a signal has come, also while the main thread waits in a collective."""
         with contextlib.suppress(BlockingIOError):
-            self.is_in_pipe |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
-        return self.is_in_pipe or self.received != 0
+            self.has_come_by_pipe |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
+        return self.has_come_by_pipe or self.received != 0
 
     def close(self) -> None:
         if self.previous:

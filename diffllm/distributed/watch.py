@@ -109,7 +109,8 @@ class Watch:
             self.waits = None
 
     def activity(self) -> str:
-        waits = self.waits  # Once: another thread may change the attribute.
+        # The attribute is read once, because another thread may change it.
+        waits = self.waits
         return f"{self.place}, waiting for {waits[0]}" if waits else self.place
 
     def close(self) -> None:
@@ -155,7 +156,8 @@ class Watch:
             words = _shortened(error)
             if not isinstance(error, UserError):
                 words = f"{type(error).__name__}: {words}"
-            self.words = words  # At once: another thread writes this attribute to the store.
+            # One assignment, because another thread writes this attribute to the store.
+            self.words = words
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
             return
@@ -283,7 +285,7 @@ class Watch:
         if self.store_gone:
             return []
         finished = {rank for rank, beat in dict(self.beats).items() if beat.has_left}
-        # Compared with the last answer of the store: a slow store delays all heartbeats.
+        # The reference is the last answer of the store: a slow store delays all heartbeats.
         late = {rank for rank in self.watched if self.answered - self.heard[rank] > limit}
         return sorted(late - finished)
 

@@ -98,7 +98,8 @@ class SpikeCounter:
         and "rolling_score" cover only the last `window` values. "judged" is the number of values
         that could be spikes: all values except the first `least` finite values.
         """
-        # The window has at least `least` values, so `values` counts them until all are seen.
+        # `values` can hold `window` values, at least `least`. Its length is the number of unjudged
+        # values until it contains `least`.
         unjudged = min(len(self.values), self.least)
         rolling = sum(self.recent)
         return {

@@ -64,8 +64,8 @@ def generate(
     device = model.tok_embeddings.weight.device
     caches = model.new_caches(len(rows), max(limits), dtype)
     logits = read_prompts(model, [texts[row] for row in rows], caches, device)
-    # All ranks of a sharded model draw equal tokens from equal seeds, so they reach the collectives
-    # of each forward pass together and leave the loop in the same iteration.
+    # With several ranks, the caller passes stop_token=None. Then only the lengths end the loop, and
+    # all ranks make equally many forward passes, even if rounding makes them draw other tokens.
     while True:
         logits = logits[:, :vocab_size].float()
         for row, row_logits in zip(rows, logits.split(1), strict=True):

@@ -123,7 +123,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = any(ctx.needs_input_grad[:2])
         nll = z = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # Without a gradient, `hidden` only takes its place in the loop.
+        # Without a gradient, `hidden` is a placeholder for `grad_hidden` in the loop.
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden
         grad_weight = None
         parts = hidden.split(chunk), targets.split(chunk), grad_hidden.split(chunk)

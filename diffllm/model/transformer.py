@@ -222,7 +222,8 @@ class Transformer(nn.Module):
         """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences."""
         batch, length = tokens.shape
         start = slices.rank * length if slices else 0
-        # Masks depend only on the shape of the tokens, so the tokens of other ranks are not needed.
+        # Apart from `documents`, masks depend only on the shape of the tokens, so the tokens of
+        # other ranks are not needed.
         sequences = tokens.new_empty(batch, length * slices.size) if slices else tokens
         self.check_length(sequences.shape[1])
         mask = self.layers[0].attention.training_mask(documents, sequences, dtype)
@@ -285,7 +286,7 @@ class Transformer(nn.Module):
         `visible_keys` is the mean number of keys that a query sees. The default is
         (cfg.seq_len + 1) / 2, the mean under a causal mask without document masking.
         """
-        # Variants of users may define this method without the second parameter.
+        # An attention variant of a user may define `flops_per_token` without the second parameter.
         keys = () if visible_keys is None else (visible_keys,)
         flops = 0
         for layer in self.layers:

@@ -216,7 +216,7 @@ def sample(t: Training, data: Prepared) -> str:
     # Ranks that share experts must call the model equally often. Rounding may differ between
     # ranks, so ranks may draw the end of text at different positions: no rank stops there.
     stop_token = tokenizer.eos_id if dist.get_world_size() == 1 else None
-    # Each new token has another length: a compiled model would be compiled again.
+    # Each new token makes the cached keys longer: a compiled model would be compiled again.
     with torch.compiler.set_stance("force_eager"):
         (tokens,) = generate(
             t.model,

@@ -120,7 +120,7 @@ def directories_with_runs(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    # Only both together show a run that has no metrics yet.
+    # A run that has no metrics yet has both config.yaml and checkpoints/.
     has_config = os.path.isfile(path / "config.yaml")
     has_started = has_config and os.path.isdir(path / "checkpoints")
     return has_started or os.path.isfile(path / "metrics.jsonl")

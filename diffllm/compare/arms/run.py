@@ -80,10 +80,10 @@ class Metrics:
         """Steps of all lines, (n,) int64."""
         self.tokens = np.array(tokens)
         """Tokens of all lines, (n,) int64."""
-        self.columns = {}
+        self.columns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        """By metric: indices of the lines that contain the metric, and its values."""
         for name, (places, values) in columns.items():
             self.columns[name] = (np.array(places), np.array(values))
-        """By metric: indices of the lines that contain the metric, and its values."""
 
     def series(self, name: str) -> Series:
         """Return the logged values of a metric; empty if the metric was not logged."""

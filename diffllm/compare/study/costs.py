@@ -210,10 +210,10 @@ def spending_problems(study: Study, arms: Sequence[StudyArm] = ()) -> list[str]:
     for arm in arms:
         runs = [run for run in arm.runs if not other_machine(study, [run])]
         mean = measured_cost(study, runs)
-        is_finished = any(not run.diverged for run in runs)
+        has_values = any(not run.diverged for run in runs)
         if mean is not None:
             measured[arm.label] = mean
-        elif is_finished:
+        elif has_values:
             unknown.append(arm.label)
     problems = unequal_costs(f"measured {unit}", measured)
     if unknown:

@@ -186,7 +186,9 @@ class Encoding:
             ids.append(self.tokenizer.eos_id)
         if not self.corpus.has_prompts:
             return tokens, []
-        pieces = [piece.decode() for document in documents for piece in document.prompt]
+        pieces = []
+        for document in documents:
+            pieces += [piece.decode() for piece in document.prompt]
         encoded_pieces = iter(self.tokenizer.encode_batch(pieces, threads))
         joined: list[list[int]] = []
         sizes: list[list[int]] = []

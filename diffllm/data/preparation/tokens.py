@@ -199,7 +199,9 @@ def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
         )
     below = least + 1 if least >= below else min(below, most)
     train, held = (documents_and_tokens(records, split) for split in SPLITS)
-    following = [row for record in records for row in record.following]
+    following = []
+    for record in records:
+        following += record.following
     rows = next_held_out(np.array(following, np.int64).reshape(-1, 3), held)
     allowed = held + rows[:, 1:].cumsum(axis=0) <= LARGEST_SHARE * (train + held)
     chosen = rows[allowed.all(axis=1), 0]
