@@ -316,13 +316,18 @@ def print_needs(numbers: dict[str, Any]) -> None:
 
 
 def print_risks(numbers: dict[str, Any]) -> None:
-    """Print how often pilots of the same size as a given pilot recommend too few seeds.
+    """Print how often pilots of the size of a pilot recommend too few seeds.
 
-    `numbers` is the result of `power_numbers` for the given pilot.
+    The recommendations are those by the upper confidence limit of sd, and "by sd" itself. Too few
+    seeds have a power below the requested power, or below HALF.
+
+    Args:
+        numbers: result of `power_numbers` for the pilot.
     """
     from diffllm.compare.report.pilot import HALF
 
-    power, keys = numbers["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
+    power = numbers["power"]
+    keys = ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     need = numbers["need"]
     row = [f"{need['df']}", *(percent(need[key]) for key in keys)]
     heads = ["degrees of freedom", f"power below {power:g}", f"below {HALF:g}"]
