@@ -25,11 +25,11 @@ from diffllm.compare.study.planned_runs import config_of_planned, errors_of_arm,
 from diffllm.compare.sweep.cluster import ranks_of_runs
 from diffllm.compare.sweep.command import join_ranks, run_here
 from diffllm.compare.sweep.job import Ending, Job
+from diffllm.compare.sweep.names import name_run
 from diffllm.compare.sweep.plan import (
     RunPlan,
     experiment_words,
     keys_of_sweep,
-    name_run,
     run_plans,
     split_overrides,
 )

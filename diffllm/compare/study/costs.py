@@ -15,13 +15,13 @@ from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.file import TOKENS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
-    choose_rate,
     config_of_planned,
     cost_of_step,
     deciding_runs,
     first_runs,
     is_ended,
 )
+from diffllm.compare.study.rates import choose_rate
 from diffllm.compare.timing_profile import MACHINE
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config

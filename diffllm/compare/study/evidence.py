@@ -12,15 +12,13 @@ from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
-    choose_rates,
     deciding_runs,
-    grid_directories,
     is_ended,
     planned_by_name,
-    rate_runs,
     strayed,
 )
 from diffllm.compare.study.positions import position_losses
+from diffllm.compare.study.rates import choose_rates, grid_directories, rate_runs
 from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
 from diffllm.compare.study.unequal import settings_of
 from diffllm.config import TrainConfig

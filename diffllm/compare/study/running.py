@@ -13,16 +13,14 @@ from diffllm.compare.study.file import Rule, Study, better
 from diffllm.compare.study.planned_runs import (
     RATES,
     Planned,
-    choose_rates,
     config_of_planned,
     errors_of_arm,
     first_runs,
-    next_runs,
-    rate_runs,
     start_words,
     strayed,
     terms_of,
 )
+from diffllm.compare.study.rates import choose_rates, next_runs, rate_runs
 from diffllm.compare.study.removed_rules import margin_note, replacement_of
 from diffllm.compare.study.size_trends import check_trends, unequal_pairs
 from diffllm.compare.study.study_hash import planned_digests, study_hash

@@ -18,8 +18,9 @@ from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import ChosenRate, choose_rates, terms_of
+from diffllm.compare.study.planned_runs import terms_of
 from diffllm.compare.study.positions import unequal_positions
+from diffllm.compare.study.rates import ChosenRate, choose_rates
 from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.size_trends import unequal_pairs
 from diffllm.compare.study.unequal import undeclared

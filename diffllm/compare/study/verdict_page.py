@@ -36,7 +36,7 @@ from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.costs import budget_sentences, spending_table
 from diffllm.compare.study.decision import NO_LONGER_JUDGED, REFUTED, SHOWN, Tested
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import ChosenRate
+from diffllm.compare.study.rates import ChosenRate
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.yaml_file import parse_yaml

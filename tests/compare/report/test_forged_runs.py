@@ -18,7 +18,7 @@ from diffllm.compare.report.curves import over_seeds
 from diffllm.compare.report.figures import draw_curves
 from diffllm.compare.report.styles import RowStyle
 from diffllm.compare.study.arms import RateRun
-from diffllm.compare.study.planned_runs import rate_runs
+from diffllm.compare.study.rates import rate_runs
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch

@@ -9,7 +9,7 @@ import pytest
 from runs.written import LOWER, SOONER, TWO_ARMS, study_file, write_ended, write_lines
 
 from diffllm.cli import main
-from diffllm.compare.study.planned_runs import next_runs
+from diffllm.compare.study.rates import next_runs
 from diffllm.compare.study.raw_values import read_values
 from diffllm.compare.study.verdict import judge, judge_evidence
 from diffllm.compare.study.verdict_page import verdict_page, write_verdict

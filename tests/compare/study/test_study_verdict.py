@@ -27,11 +27,7 @@ from diffllm.compare.study import planned_runs
 from diffllm.compare.study.arms import lr_sensitivity
 from diffllm.compare.study.costs import costs
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.planned_runs import (
-    choose_rates,
-    next_runs,
-    rate_runs,
-)
+from diffllm.compare.study.rates import choose_rates, next_runs, rate_runs
 from diffllm.compare.study.raw_values import read_values, values_text
 from diffllm.compare.study.running import check_study_runs, run_study
 from diffllm.compare.study.verdict import judge, judge_evidence
