@@ -2,9 +2,10 @@
 
 `python .ci/style_numbers.py` prints for each package: tokens per line of code, comprehensions per
 1,000 lines of code, names that are pronouns or participles, the share of comment lines, and the
-mean number of lines of a function. It fails if the tokens per line or the names of a package exceed
-the bounds in style_numbers.json, which may only fall: `--update` lowers them. `--list PACKAGE`
-prints the functions with the most comprehensions and walruses, and every pronoun.
+mean number of lines of a function with its signature and docstring. It fails if the tokens per
+line, the names or the dense forms (see dense_form) of a package exceed the bounds in
+style_numbers.json, which may only fall: `--update` lowers them. `--list PACKAGE` prints the
+functions with the most comprehensions and walruses, every pronoun and every dense form.
 """
 
 import ast
@@ -34,7 +35,7 @@ class Function(NamedTuple):
     density: int
     """Number of comprehensions and walruses; a comprehension inside another counts twice more."""
     lines: int
-    """Lines of the body without the docstring."""
+    """Lines with the signature and the docstring."""
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Numbers:
     comprehensions: int = 0
     pronouns: list[str] = field(default_factory=list)
     """Place and name of each variable or parameter in PRONOUNS."""
+    dense_forms: list[str] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
 
     @property
@@ -57,7 +59,11 @@ class Numbers:
     @property
     def bounded(self) -> dict[str, float]:
         """The numbers that may not rise."""
-        return {"tokens per line": self.tokens_per_line, "pronouns": len(self.pronouns)}
+        return {
+            "tokens per line": self.tokens_per_line,
+            "pronouns": len(self.pronouns),
+            "dense forms": len(self.dense_forms),
+        }
 
     @property
     def row(self) -> list[str]:
@@ -90,6 +96,9 @@ class Numbers:
             name = variable_name(node)
             if name in PRONOUNS:
                 self.pronouns.append(f"{place}:{node.lineno}: {name}")
+            form = dense_form(node)
+            if form:
+                self.dense_forms.append(f"{place}:{node.lineno}: {form}")
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.functions += measured(node, f"{place}:{node.lineno} {node.name}")
 
@@ -99,6 +108,24 @@ def variable_name(node: ast.AST) -> str:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
     return node.arg if isinstance(node, ast.arg) else ""
+
+
+def dense_form(node: ast.AST) -> str:
+    """Return a name for a form with several steps in one expression; "" for other nodes."""
+    if not isinstance(node, (*COMPREHENSIONS, ast.IfExp)):
+        return ""
+    inner = [other for other in ast.walk(node) if other is not node]
+    if isinstance(node, ast.IfExp):
+        is_nested = any(isinstance(other, ast.IfExp) for other in inner)
+        return "conditional expression in another" if is_nested else ""
+    if any(isinstance(other, COMPREHENSIONS) for other in inner):
+        return "comprehension in another"
+    if any(isinstance(other, ast.NamedExpr) for other in inner):
+        return "walrus in a comprehension"
+    has_condition = any(loop.ifs for loop in node.generators)
+    if len(node.generators) > 1 and has_condition:
+        return "comprehension with two loops and a condition"
+    return ""
 
 
 def measured(function: ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> Iterator[Function]:
@@ -112,7 +139,7 @@ def measured(function: ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> It
         if isinstance(node, COMPREHENSIONS):
             inner = [other for other in ast.walk(node) if isinstance(other, COMPREHENSIONS)]
             density += 2 * (len(inner) - 1)
-    yield Function(place, density, (body[-1].end_lineno or 0) - body[0].lineno + 1)
+    yield Function(place, density, (function.end_lineno or 0) - function.lineno + 1)
 
 
 def package_of(path: Path) -> str:
@@ -125,7 +152,7 @@ def print_places(numbers: Numbers) -> None:
     densest = sorted(numbers.functions, key=lambda function: function.density, reverse=True)
     for function in densest[:LISTED]:
         print(f"{function.density:4} {function.lines:4} lines  {function.place}")
-    print("\n".join(numbers.pronouns))
+    print("\n".join(numbers.pronouns + numbers.dense_forms))
 
 
 def main(words: list[str]) -> int:

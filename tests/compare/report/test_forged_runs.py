@@ -24,7 +24,8 @@ from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
 from diffllm.statistics.power_analysis import paired_power
 
-pytestmark = pytest.mark.filterwarnings("error")
+# A collected object of an earlier test in this process may warn of a file that it did not close.
+pytestmark = pytest.mark.filterwarnings("error", "default::pytest.PytestUnraisableExceptionWarning")
 NOT_RECORDS = [
     "[]", "null", "{}", '{"step": 1}', '{"step": "x", "tokens": {}}', "\ufffd\0", "[" * 50_000,
     "9" * 5000, '{"step": 1, "tokens": 64, "train/loss": "x"}',
