@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
-from diffllm.model.attention.ops import Backend, Documents
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import Backend
 from diffllm.model.config import ModelConfig
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.transformer import Block, initialise

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from diffllm.model.attention.base import Attention, Aux
-from diffllm.model.attention.ops import Documents, attention_scores
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import attention_scores
 from diffllm.model.attention.slices import Slices
 
 BlockStats = dict[str, Tensor]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from diffllm.core.errors import ConfigError
 from diffllm.core.targets import PADDING
 from diffllm.model.attention.base import Attention, Aux, KVCache
-from diffllm.model.attention.ops import Documents, Mask, Sliced, sdpa_for_any_length
+from diffllm.model.attention.masks import Documents, Mask, Sliced
+from diffllm.model.attention.ops import sdpa_for_any_length
 from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 
 from diffllm.core.keys import key
 from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
-from diffllm.model.attention.ops import (
-    Backend,
-    Documents,
-    Mask,
-    WholeMask,
-    attend,
-    attention_scores,
-    attention_weights,
-)
+from diffllm.model.attention.masks import Documents, Mask, WholeMask
+from diffllm.model.attention.ops import Backend, attend, attention_scores, attention_weights
 from diffllm.model.attention.slices import degrees
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.init import Initializer

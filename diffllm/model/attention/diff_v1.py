@@ -17,10 +17,9 @@ from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache, Maps
 from diffllm.model.attention.kernels import Kernel
+from diffllm.model.attention.masks import Mask, Sliced
 from diffllm.model.attention.ops import (
     Backend,
-    Mask,
-    Sliced,
     at_least_float32,
     attention_scores,
     attention_weights,

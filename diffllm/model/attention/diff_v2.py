@@ -10,7 +10,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
-from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores, attention_weights
+from diffllm.model.attention.masks import Mask
+from diffllm.model.attention.ops import at_least_float32, attention_scores, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 

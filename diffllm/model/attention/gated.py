@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux
-from diffllm.model.attention.ops import Mask
+from diffllm.model.attention.masks import Mask
 from diffllm.model.config import ModelConfig
 
 

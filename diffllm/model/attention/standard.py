@@ -13,7 +13,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
-from diffllm.model.attention.ops import Backend, Mask, Sliced, WholeMask, attend, attention_weights
+from diffllm.model.attention.masks import Mask, Sliced, WholeMask
+from diffllm.model.attention.ops import Backend, attend, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 
