@@ -82,14 +82,16 @@ class Block(nn.Module):
         else:
             fed, routed = self.ffn(self.ffn_norm(between)), None
         if aux is not None:
-            aux |= {"residual": x, "attn_write": attended, "ffn_write": fed}
+            aux["residual"] = x
+            aux["attn_write"] = attended
+            aux["ffn_write"] = fed
         x = between + fed
         stats = block_stats(x, aux, slices)
         if aux is not None:
             with torch.no_grad():
                 stats |= self.attention.statistics(aux)
-        if aux is not None and probe is not None:
-            stats |= probe_stats(self.attention, normed, aux, probe, slices)
+            if probe is not None:
+                stats |= probe_stats(self.attention, normed, aux, probe, slices)
         return x, stats, routed
 
 
@@ -155,9 +157,15 @@ class Transformer(nn.Module):
             rope, mask = self.continued(caches[0], tokens)
         else:
             rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
-        length = tokens.shape[1] * (slices.size if slices else 1)
-        attention_probe = None if probe is None else probe_at(probe, length, documents)
-        padding = targets == PADDING if targets is not None and self.cfg.moe.n_experts else None
+        attention_probe = None
+        if probe is not None:
+            length = tokens.shape[1]
+            if slices:
+                length = length * slices.size
+            attention_probe = probe_at(probe, length, documents)
+        padding = None
+        if targets is not None and self.cfg.moe.n_experts:
+            padding = targets == PADDING
         stats: list[BlockStats] = []
         routed: list[Routed] = []
         context = sdpa_for_any_length(x.device) if caches else nullcontext()
@@ -173,23 +181,27 @@ class Transformer(nn.Module):
         # Select positions before the output layer, so that no other logits are computed.
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
-            x = x[rows if last.dim() == 1 else rows[:, None], last]
+            if last.dim() != 1:
+                rows = rows[:, None]
+            x = x[rows, last]
         x = self.norm(x)
+        weight = self.output_weight
         if targets is None:
-            return F.linear(x, self.output_weight)
-        hidden, weight = x.flatten(0, 1), self.output_weight
-        chunk = loss_chunk(self.cfg.loss_chunk, x.device, *weight.shape).value
+            return F.linear(x, weight)
+        hidden = x.flatten(0, 1)
+        flat_targets = targets.flatten()
+        vocab_size, dim = weight.shape
+        chunk = loss_chunk(self.cfg.loss_chunk, x.device, vocab_size, dim).value
         if by_token:
-            return token_losses(hidden, weight, targets.flatten(), chunk).view_as(targets)
+            losses = token_losses(hidden, weight, flat_targets, chunk)
+            return losses.view_as(targets)
         objective, loss = chunked_cross_entropy(
-            hidden, weight, targets.flatten(), self.cfg.z_loss, chunk, self.chunk_loss
+            hidden, weight, flat_targets, self.cfg.z_loss, chunk, self.chunk_loss
         )
-        if not routed:
-            return TrainOutput(objective, loss, stack_stats(stats), None)
-        counts, balance, z = map(torch.stack, zip(*routed, strict=True))
-        total = Routed(counts, balance.sum(), z.sum())
-        objective = objective + self.cfg.moe.balance_loss * total.balance
-        objective = objective + self.cfg.moe.router_z_loss * total.z
+        total = total_routed(routed)
+        if total is not None:
+            objective = objective + self.cfg.moe.balance_loss * total.balance
+            objective = objective + self.cfg.moe.router_z_loss * total.z
         return TrainOutput(objective, loss, stack_stats(stats), total)
 
     @property
@@ -202,7 +214,11 @@ class Transformer(nn.Module):
 
     def router_state(self) -> dict[str, Tensor]:
         """Return all buffers of the MoE routers by name, for checkpoints."""
-        return {name: b for name, b in self.named_buffers() if ".router." in name}
+        state = {}
+        for name, buffer in self.named_buffers():
+            if ".router." in name:
+                state[name] = buffer
+        return state
 
     def router_bias_range(self) -> Tensor:
         biases = torch.stack([mixture.router.bias for mixture in self.mixtures])
@@ -222,24 +238,34 @@ class Transformer(nn.Module):
     ) -> tuple[Rope, Mask]:
         """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences."""
         batch, length = tokens.shape
-        start = slices.rank * length if slices else 0
-        # Apart from `documents`, masks depend only on the shape of the tokens, so the tokens of
-        # other ranks are not needed.
-        sequences = tokens.new_empty(batch, length * slices.size) if slices else tokens
+        start = 0
+        sequences = tokens
+        if slices:
+            start = slices.rank * length
+            # Apart from `documents`, masks depend only on the shape of the tokens, so the tokens of
+            # other ranks are not needed.
+            sequences = tokens.new_empty(batch, length * slices.size)
         self.check_length(sequences.shape[1])
         mask = self.layers[0].attention.training_mask(documents, sequences, dtype)
-        positions = documents and documents.positions[:, start : start + length]
-        rope = self.rope(start, length) if positions is None else self.rope.at(positions)
-        return rope, Sliced(mask, slices) if slices else mask
+        if documents is None:
+            rope = self.rope(start, length)
+        else:
+            positions = documents.positions[:, start : start + length]
+            rope = self.rope.at(positions)
+        if slices:
+            return rope, Sliced(mask, slices)
+        return rope, mask
 
     def continued(self, cache: KVCache, tokens: Tensor) -> tuple[Rope, Mask]:
-        self.check_length(cache.length + tokens.shape[1])
+        length = tokens.shape[1]
+        self.check_length(cache.length + length)
         if cache.lengths is None:
-            return self.rope(cache.length, tokens.shape[1]), None
+            return self.rope(cache.length, length), None
         # Rows of different lengths: a row must not see the unused slots after its last token.
         slots = torch.arange(cache.length + 1, device=tokens.device)
-        mask = slots <= cache.lengths.view(-1, 1, 1, 1)
-        return self.rope.at(cache.lengths.unsqueeze(1)), mask
+        mask = slots <= cache.lengths.view(-1, 1, 1, 1)  # (B, 1, 1, slots)
+        positions = cache.lengths.unsqueeze(1)
+        return self.rope.at(positions), mask
 
     def check_length(self, positions: int) -> None:
         if positions > self.cfg.seq_len:
@@ -262,9 +288,11 @@ class Transformer(nn.Module):
         """
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
-        return [
-            layer.attention.new_cache(batch, length, dtype, weight.device) for layer in self.layers
-        ]
+        caches = []
+        for layer in self.layers:
+            cache = layer.attention.new_cache(batch, length, dtype, weight.device)
+            caches.append(cache)
+        return caches
 
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
@@ -303,6 +331,16 @@ class Transformer(nn.Module):
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
 
 
+def total_routed(layers: list[Routed]) -> Routed | None:
+    """Stack the token counts and sum the losses of all MoE layers; None without MoE layers."""
+    if not layers:
+        return None
+    counts = torch.stack([layer.counts for layer in layers])
+    balance = torch.stack([layer.balance for layer in layers])
+    z = torch.stack([layer.z for layer in layers])
+    return Routed(counts, balance.sum(), z.sum())
+
+
 def initialise(
     part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = unsharded
 ) -> None:
@@ -312,10 +350,13 @@ def initialise(
         prefix: dotted name of the submodule in the decoder, ending with a dot; "" for a decoder.
         shard: see `Initializer`.
     """
-    names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for name, param in part.named_parameters():
+        names[param] = prefix + name
     init = Initializer(cfg.init_seed, names, shard)
+    out_std = cfg.init_std / math.sqrt(2 * cfg.n_layers)
     # The order matters: the loop replaces the values of matrices that have another rule.
-    init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
+    init.matrices_(cfg.init_std, out_std)
     for module in part.modules():
         if isinstance(module, nn.RMSNorm):
             init.constant_(module.weight, 1.0)
