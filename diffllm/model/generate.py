@@ -42,11 +42,7 @@ def generate(
         stop_token: token that ends a continuation; the continuation contains this token.
         dtype: dtype of the KV caches; by default the dtype of the parameters.
     """
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 0:
-        raise ValueError(
-            f"temperature={temperature}, top_p={top_p}, max_new_tokens={max_new_tokens}: "
-            "temperature must be finite and at least 0, top_p in (0, 1], max_new_tokens at least 0"
-        )
+    check_sampling(temperature, top_p, max_new_tokens)
     texts = [list(prompt) for prompt in prompts]
     for text in texts:
         if not 1 <= len(text) <= model.cfg.seq_len:
@@ -59,9 +55,7 @@ def generate(
         limits.append(limit)
         # Equal prompts need different seeds, or their continuations would be equal.
         repeats = texts[:row].count(text)
-        generator = torch.Generator()
-        generator.manual_seed(seed + repeats)
-        generators.append(generator)
+        generators.append(torch.Generator().manual_seed(seed + repeats))
         if len(text) < limit:
             rows.append(row)
     if not rows:
@@ -92,6 +86,16 @@ def generate(
         last_tokens = [texts[row][-1:] for row in rows]
         logits = model(torch.tensor(last_tokens, device=device), caches=caches)
         logits = logits[:, -1]
+
+
+def check_sampling(temperature: float, top_p: float, max_new_tokens: int) -> None:
+    is_valid_temperature = 0 <= temperature < math.inf
+    is_valid_top_p = 0 < top_p <= 1
+    if not is_valid_temperature or not is_valid_top_p or max_new_tokens < 0:
+        raise ValueError(
+            f"temperature={temperature}, top_p={top_p}, max_new_tokens={max_new_tokens}: "
+            "temperature must be finite and at least 0, top_p in (0, 1], max_new_tokens at least 0"
+        )
 
 
 def read_prompts(

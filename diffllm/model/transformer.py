@@ -22,13 +22,7 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, unsharded
-from diffllm.model.loss import (
-    Loss,
-    chunk_loss,
-    chunked_cross_entropy,
-    loss_chunk,
-    token_losses,
-)
+from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import BlockStats, Probe, block_stats, probe_at, probe_stats, stack_stats
 
@@ -188,20 +182,39 @@ class Transformer(nn.Module):
         weight = self.output_weight
         if targets is None:
             return F.linear(x, weight)
-        hidden = x.flatten(0, 1)
-        flat_targets = targets.flatten()
         vocab_size, dim = weight.shape
         chunk = loss_chunk(self.cfg.loss_chunk, x.device, vocab_size, dim).value
         if by_token:
-            losses = token_losses(hidden, weight, flat_targets, chunk)
+            losses = token_losses(x.flatten(0, 1), weight, targets.flatten(), chunk)
             return losses.view_as(targets)
+        return self.train_output(x, targets, chunk, stats, routed)
+
+    def train_output(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        chunk: int,
+        stats: list[BlockStats],
+        routed: list[Routed],
+    ) -> TrainOutput:
+        """Compute the losses of the normalised output x (B, T, D) of the layers.
+
+        `chunk` is the number of tokens per chunk of logits. `stats` has one element per layer, and
+        `routed` one per MoE layer.
+        """
+        hidden = x.flatten(0, 1)
+        weight = self.output_weight
         objective, loss = chunked_cross_entropy(
-            hidden, weight, flat_targets, self.cfg.z_loss, chunk, self.chunk_loss
+            hidden, weight, targets.flatten(), self.cfg.z_loss, chunk, self.chunk_loss
         )
-        total = total_routed(routed)
-        if total is not None:
-            objective = objective + self.cfg.moe.balance_loss * total.balance
-            objective = objective + self.cfg.moe.router_z_loss * total.z
+        if not routed:
+            return TrainOutput(objective, loss, stack_stats(stats), None)
+        counts = torch.stack([layer.counts for layer in routed])
+        balance = torch.stack([layer.balance for layer in routed])
+        z = torch.stack([layer.z for layer in routed])
+        total = Routed(counts, balance.sum(), z.sum())
+        objective = objective + self.cfg.moe.balance_loss * total.balance
+        objective = objective + self.cfg.moe.router_z_loss * total.z
         return TrainOutput(objective, loss, stack_stats(stats), total)
 
     @property
@@ -214,11 +227,7 @@ class Transformer(nn.Module):
 
     def router_state(self) -> dict[str, Tensor]:
         """Return all buffers of the MoE routers by name, for checkpoints."""
-        state = {}
-        for name, buffer in self.named_buffers():
-            if ".router." in name:
-                state[name] = buffer
-        return state
+        return {name: buffer for name, buffer in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
         biases = torch.stack([mixture.router.bias for mixture in self.mixtures])
@@ -329,16 +338,6 @@ class Transformer(nn.Module):
 
     def kv_cache_bytes_per_token(self) -> int:
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
-
-
-def total_routed(layers: list[Routed]) -> Routed | None:
-    """Stack the token counts and sum the losses of all MoE layers; None without MoE layers."""
-    if not layers:
-        return None
-    counts = torch.stack([layer.counts for layer in layers])
-    balance = torch.stack([layer.balance for layer in layers])
-    z = torch.stack([layer.z for layer in layers])
-    return Routed(counts, balance.sum(), z.sum())
 
 
 def initialise(

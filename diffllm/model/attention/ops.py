@@ -149,13 +149,7 @@ def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
-def cudnn_takes(
-    dtype: torch.dtype,
-    heads: int,
-    groups: int,
-    d: int,
-    dv: int,
-) -> bool:
+def cudnn_takes(dtype: torch.dtype, heads: int, groups: int, d: int, dv: int) -> bool:
     """Return whether torch's SDPA runs cuDNN's causal kernel for values wider than the keys.
 
     Other kernels need equal widths. The choice does not depend on the length of the sequences, so
@@ -337,13 +331,7 @@ def varlen_on_cpu(
     return out[..., :dv].to(dtype)
 
 
-def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    scale: float,
-) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Compute attention with FlexAttention; for the arguments, see `attend`.
 
     FlexAttention is compiled, because the uncompiled function stores all T * S attention weights.

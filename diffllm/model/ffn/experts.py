@@ -48,8 +48,9 @@ class Experts(nn.Module):
             counts: number of rows per expert, (E,) int64.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
-        fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
-        if fewest is not None and len(x) >= fewest * len(counts):
+        joining = rows_to_join(x.device, x.dtype, self.w1, self.w3)
+        fewest_rows = joining.value
+        if fewest_rows is not None and len(x) >= fewest_rows * len(counts):
             gate_up = [expert_linear(x, self.w1, self.w3, ends, False)]
         else:
             gate = expert_linear(x, self.w1, None, ends, False)
@@ -64,12 +65,19 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 
     `weights` is (M,). `gate_up` is gate and up, (M, F) each, or their concatenation (M, 2 F).
     """
-    gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
-    return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
+    if len(gate_up) == 1:
+        gate_up = gate_up[0].chunk(2, 1)
+    gate, up = gate_up
+    hidden = F.silu(gate) * up
+    factors = weights.to(gate.dtype).unsqueeze(1)  # (M, 1)
+    return hidden * factors
 
 
 def grouped_product(
-    device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
+    device: torch.device,
+    dtype: torch.dtype,
+    n_experts: int,
+    widths: tuple[int, int],
 ) -> AutoSetting:
     """Choose one matrix product for all experts (`GROUPED`), or one per expert (`LOOPED`).
 
@@ -118,7 +126,8 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
         return AutoSetting(None, "joined in bf16 on CUDA only")
-    if grouped_product(device, dtype, n_experts, (width, dim)).value != GROUPED:
+    widths = (width, dim)
+    if grouped_product(device, dtype, n_experts, widths).value != GROUPED:
         return AutoSetting(None, "not grouped")
     if strides_are_adjacent(w1, w3):
         return AutoSetting(0, "adjacent weights")
@@ -170,7 +179,8 @@ def expert_linear(
     if transposed:
         weight = weight.transpose(1, 2)
     n_experts, out, width = weight.shape
-    if takes_groups(x, n_experts, (out, width)):
+    widths = (out, width)
+    if takes_groups(x, n_experts, widths):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     # This loop waits for the device, because the values of `ends` determine shapes.
     rows_by_expert = split_by_expert(x, ends)

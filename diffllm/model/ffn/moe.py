@@ -121,12 +121,14 @@ class MoE(nn.Module):
         `routing.shares` is 0 for padding. `padding` (B, T) is True for padding. If `slices` is
         given, the tokens are this rank's slice of each sequence.
         """
-        counts = tokens_per_expert(routing.experts, self.cfg.n_experts, padding.flatten())
+        is_padding = padding.flatten()  # (N,)
+        counts = tokens_per_expert(routing.experts, self.cfg.n_experts, is_padding)
         balance = z = routing.logits.new_zeros(())
-        if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
-            balance = sequence_balance(routing.shares, routing.experts, padding, slices)
-        elif self.cfg.balance_loss:
-            balance = global_balance(routing.shares, self.router.load)
+        if self.cfg.balance_loss:
+            if self.cfg.balance_over is Balance.sequence:
+                balance = sequence_balance(routing.shares, routing.experts, padding, slices)
+            else:
+                balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:
             squares = routing.logits.logsumexp(-1).square()
             z = squares.masked_fill(padding.flatten(), 0).sum()
