@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from diffllm import load_config
 from diffllm.model import without_storage
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.plan.simulate import simulate
 from diffllm.training.build import build
 

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 from diffllm.config import load_config
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.training.build import for_json
 from harness.decoding import random_model
 from harness.machine import join_alone, synchronize, the_device

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
 from diffllm.data.shards import bits_per_byte
-from diffllm.model.attention.ops import Documents, moved
+from diffllm.model.attention.masks import Documents, moved
 from diffllm.model.attention.slices import Slices
 
 LOSSES_DIRECTORY = "heldout"

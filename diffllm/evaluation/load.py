@@ -27,7 +27,8 @@ from diffllm.evaluation import TOKENS
 from diffllm.evaluation.evaluation import EvaluationOptions, Settings, Subject
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
-from diffllm.model.attention.ops import Backend, Documents
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import Backend
 
 
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:

@@ -27,7 +27,7 @@ from diffllm.evaluation.evaluation import (
 )
 from diffllm.evaluation.load import own_corpus, own_data
 from diffllm.model import Transformer
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.model.rope import RotaryEmbedding
 from diffllm.statistics.bootstrap import of_documents
 

@@ -42,38 +42,40 @@ def generate(
         stop_token: token that ends a continuation; the continuation contains this token.
         dtype: dtype of the KV caches; by default the dtype of the parameters.
     """
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 0:
-        raise ValueError(
-            f"temperature={temperature}, top_p={top_p}, max_new_tokens={max_new_tokens}: "
-            "temperature must be finite and at least 0, top_p in (0, 1], max_new_tokens at least 0"
-        )
+    check_sampling(temperature, top_p, max_new_tokens)
     texts = [list(prompt) for prompt in prompts]
     for text in texts:
         if not 1 <= len(text) <= model.cfg.seq_len:
             raise ValueError(f"prompt of {len(text)} tokens: must have 1 to {model.cfg.seq_len}")
-    limits = [min(len(text) + max_new_tokens, model.cfg.seq_len) for text in texts]
+    limits = []
     generators = []
+    rows = []
     for row, text in enumerate(texts):
+        limit = min(len(text) + max_new_tokens, model.cfg.seq_len)
+        limits.append(limit)
         # Equal prompts need different seeds, or their continuations would be equal.
         repeats = texts[:row].count(text)
         generators.append(torch.Generator().manual_seed(seed + repeats))
-    rows = [row for row, text in enumerate(texts) if len(text) < limits[row]]
+        if len(text) < limit:
+            rows.append(row)
     if not rows:
         return texts
     model.eval()
     device = model.tok_embeddings.weight.device
     caches = model.new_caches(len(rows), max(limits), dtype)
-    logits = read_prompts(model, [texts[row] for row in rows], caches, device)
+    unfinished_prompts = [texts[row] for row in rows]
+    logits = read_prompts(model, unfinished_prompts, caches, device)
+    # `rows` are the unfinished texts, in the order of the rows of `logits` and of the caches.
     # With several ranks, the caller passes stop_token=None. Then only the lengths end the loop, and
     # all ranks make equally many forward passes, even if rounding makes them draw other tokens.
     while True:
         logits = logits[:, :vocab_size].float()
-        for row, row_logits in zip(rows, logits.split(1), strict=True):
-            token = draw_tokens(row_logits, temperature, top_p, generators[row])
-            texts[row].append(int(token))
         unfinished = []
         for i, row in enumerate(rows):
-            if len(texts[row]) < limits[row] and texts[row][-1] != stop_token:
+            row_logits = logits[i : i + 1]
+            token = int(draw_tokens(row_logits, temperature, top_p, generators[row]))
+            texts[row].append(token)
+            if len(texts[row]) < limits[row] and token != stop_token:
                 unfinished.append(i)
         if not unfinished:
             return texts
@@ -81,12 +83,26 @@ def generate(
             rows = [rows[i] for i in unfinished]
             for cache in caches:
                 cache.keep(unfinished)
-        last = torch.tensor([texts[row][-1:] for row in rows], device=device)
-        logits = model(last, caches=caches)[:, -1]
+        last_tokens = [texts[row][-1:] for row in rows]
+        logits = model(torch.tensor(last_tokens, device=device), caches=caches)
+        logits = logits[:, -1]
+
+
+def check_sampling(temperature: float, top_p: float, max_new_tokens: int) -> None:
+    is_valid_temperature = 0 <= temperature < math.inf
+    is_valid_top_p = 0 < top_p <= 1
+    if not is_valid_temperature or not is_valid_top_p or max_new_tokens < 0:
+        raise ValueError(
+            f"temperature={temperature}, top_p={top_p}, max_new_tokens={max_new_tokens}: "
+            "temperature must be finite and at least 0, top_p in (0, 1], max_new_tokens at least 0"
+        )
 
 
 def read_prompts(
-    model: Transformer, prompts: list[list[int]], caches: list[KVCache], device: torch.device
+    model: Transformer,
+    prompts: list[list[int]],
+    caches: list[KVCache],
+    device: torch.device,
 ) -> Tensor:
     """Run the prompts through the model and fill the empty caches; return logits (B, V).
 
@@ -96,9 +112,13 @@ def read_prompts(
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     # Padding follows the prompt, so the causal mask hides it from the prompt's tokens.
-    padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+    padded = []
+    for prompt in prompts:
+        padding = [0] * (longest - len(prompt))
+        padded.append(prompt + padding)
+    tokens = torch.tensor(padded, device=device)
     last = torch.tensor(lengths, device=device) - 1
-    logits = model(torch.tensor(padded, device=device), caches=caches, last=last)
+    logits = model(tokens, caches=caches, last=last)
     for cache in caches:
         cache.truncate(lengths)
     return logits
@@ -115,11 +135,14 @@ def draw_tokens(
     """
     if temperature < 1e-6:
         return logits.nan_to_num().argmax(-1)
-    probs = torch.softmax((logits / temperature).nan_to_num(), dim=-1).cpu()
+    scaled = (logits / temperature).nan_to_num()
+    probs = torch.softmax(scaled, dim=-1).cpu()
     if top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p
-        beyond[:, 0] = False  # top_p may round to 0 in float32
-        ordered[beyond] = 0
+        mass_before = ordered.cumsum(-1) - ordered
+        is_beyond = mass_before >= top_p
+        is_beyond[:, 0] = False  # top_p may round to 0 in float32
+        ordered[is_beyond] = 0
         probs = torch.zeros_like(probs).scatter(1, index, ordered)
-    return torch.multinomial(probs, 1, generator=generator).squeeze(1).to(logits.device)
+    tokens = torch.multinomial(probs, 1, generator=generator)  # (B, 1)
+    return tokens.squeeze(1).to(logits.device)

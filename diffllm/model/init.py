@@ -24,6 +24,9 @@ TILE = 256
 LocalBlock = tuple[Tensor, tuple[int, ...], torch.Size]
 """The local values of a parameter, their first index in each dimension, and the full shape."""
 Shard = Callable[[Tensor], LocalBlock]
+TilePart = tuple[tuple[int, int], range, range]
+"""Index of a matrix in the local values and in the full parameter; local rows and columns of this
+matrix that are in one tile, as indices in the full matrix."""
 
 
 def unsharded(param: Tensor) -> LocalBlock:
@@ -58,42 +61,42 @@ class Initializer:
         self.filled.add(param)
         local, first, shape = self.shard(param)
         tile_rows = TILE
-        if len(shape) == 1:  # A vector is a matrix of one row, in tiles of one row.
+        if len(shape) == 1:
+            # A vector is a matrix of one row, in tiles of one row.
             tile_rows = 1
             local = local.unsqueeze(0)
             first = (0, *first)
             shape = torch.Size((1, *shape))
         matrices = matrices_held(local.shape[:-2], first[:-2], shape[:-2])
-        target = local.detach().view(len(matrices), *local.shape[-2:])
-        rows, columns = target.shape[-2:]
+        rows, columns = local.shape[-2:]
         first_row, first_column = first[-2:]
+        target = local.detach().view(len(matrices), rows, columns)
+        is_inference = torch.is_inference_mode_enabled()
 
-        def fill(part: tuple[tuple[int, int], range, range]) -> None:
-            (at, matrix), row_range, column_range = part
-            row = row_range.start // TILE
-            column = column_range.start // TILE
+        def fill(part: TilePart) -> None:
+            (index, matrix), row_range, column_range = part
+            row, y_in_tile = divmod(row_range.start, TILE)
+            column, x_in_tile = divmod(column_range.start, TILE)
             text = f"{self.seed}:{self.names[param]}:{matrix}:{row}:{column}"
-            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-            generator = torch.Generator(device="cpu")
-            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            generator = seeded_generator(text)
             # Draw whole tiles: values that are drawn again depend on the number of values.
             tile = torch.empty((tile_rows, TILE), dtype=torch.float32, device="cpu")
             fill_normal(tile.view(-1), std, truncate, generator)
-            height, width = len(row_range), len(column_range)
-            values = tile[row_range.start % TILE :, column_range.start % TILE :]
+            height = len(row_range)
+            width = len(column_range)
+            values = tile[y_in_tile : y_in_tile + height, x_in_tile : x_in_tile + width]
             y = row_range.start - first_row
             x = column_range.start - first_column
-            target[at, y : y + height, x : x + width].copy_(values[:height, :width])
+            # Inference mode is per thread.
+            with torch.inference_mode(is_inference):
+                target[index, y : y + height, x : x + width].copy_(values)
 
-        inference = torch.is_inference_mode_enabled()
-
-        def fill_in_thread(part: tuple[tuple[int, int], range, range]) -> None:
-            with torch.inference_mode(inference):  # inference mode is per thread
-                fill(part)
-
-        parts = product(enumerate(matrices), split(first_row, rows), split(first_column, columns))
+        row_ranges = split(first_row, rows)
+        column_ranges = split(first_column, columns)
+        parts = product(enumerate(matrices), row_ranges, column_ranges)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill_in_thread, parts))
+            # `list` raises the exceptions of the threads.
+            list(pool.map(fill, parts))
 
     def matrices_(self, std: float, out_std: float) -> None:
         """Fill all matrices with normal values of mean 0, truncated at 3 standard deviations.
@@ -114,6 +117,15 @@ class Initializer:
                 )
 
 
+def seeded_generator(text: str) -> torch.Generator:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    # Without the lowest bit, the seed fits in a signed 64-bit integer.
+    seed = int.from_bytes(digest, "little") >> 1
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(seed)
+    return generator
+
+
 def matrices_held(local: torch.Size, first: tuple[int, ...], full: torch.Size) -> list[int]:
     """Return the indices of the matrices in a local part of a parameter, ascending.
 
@@ -125,22 +137,27 @@ def matrices_held(local: torch.Size, first: tuple[int, ...], full: torch.Size) -
         first: index in the full tensor of the local part's first matrix, one number per dimension.
         full: shape of the full tensor.
     """
-    held = torch.zeros(1, dtype=torch.int64, device="cpu")
+    matrices = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(full, first, local, strict=True):
         indices = torch.arange(start, start + n, device="cpu")
-        held = (held.unsqueeze(1) * size + indices).flatten()
-    return held.tolist()
+        first_of_dimension = matrices.unsqueeze(1) * size
+        matrices = (first_of_dimension + indices).flatten()
+    return matrices.tolist()
 
 
 def split(start: int, count: int) -> list[range]:
     """Split the indices from `start` to `start + count` at the borders between tiles."""
     stop = start + count
-    borders = [start, *range((start // TILE + 1) * TILE, stop, TILE), stop]
-    return [range(*pair) for pair in pairwise(borders)]
+    first_border = (start // TILE + 1) * TILE
+    borders = [start, *range(first_border, stop, TILE), stop]
+    return [range(begin, end) for begin, end in pairwise(borders)]
 
 
 def fill_normal(
-    values: Tensor, std: float, truncate: float | None, generator: torch.Generator
+    values: Tensor,
+    std: float,
+    truncate: float | None,
+    generator: torch.Generator,
 ) -> None:
     """Fill `values` in place with random numbers from N(0, std^2).
 
@@ -156,6 +173,8 @@ def fill_normal(
     bound = np.float32(truncate * std)
     missing = np.flatnonzero(np.abs(array) > bound)
     while len(missing):
-        others = torch.empty_like(values).normal_(0.0, std, generator=generator).numpy()
-        array[missing] = others[missing]
-        missing = missing[np.abs(array[missing]) > bound]
+        others = torch.empty_like(values)
+        others.normal_(0.0, std, generator=generator)
+        array[missing] = others.numpy()[missing]
+        is_too_large = np.abs(array[missing]) > bound
+        missing = missing[is_too_large]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
-from diffllm.model.attention.ops import Backend, Documents
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import Backend
 from diffllm.model.config import ModelConfig
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.transformer import Block, initialise
@@ -34,19 +35,25 @@ def write_factors(
     and `baseline`. After each `wo` of the decoder of `cfg` is multiplied by its factor, the
     attention outputs of each layer have the same RMS in both decoders. The RMS is measured on the
     input `tokens` (B, T) int64. The function builds both decoders in float32, one layer at a time.
-    If `documents` is given, queries see only keys of the same
-    document. Raises ConfigError if a factor is not positive and finite.
+    If `documents` is given, queries see only keys of the same document. Raises ConfigError if a
+    factor is not positive and finite.
     """
     device = tokens.device
     # SDPA, because flash-attn does not support float32.
-    cfg = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
-    baseline_cfg = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
+    attention = replace(cfg.attention, backend=Backend.sdpa)
+    baseline = replace(baseline, backend=Backend.sdpa)
+    cfg = replace(cfg, attention=attention)
+    baseline_cfg = replace(cfg, attention=baseline)
 
     table = partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope)
     rope = build_part(table, "rope.", cfg, device)
     embedding = partial(nn.Embedding, cfg.vocab_size, cfg.dim)
     x = reference = build_part(embedding, "tok_embeddings.", cfg, device)(tokens)
-    positions = rope(0, tokens.shape[1]) if documents is None else rope.at(documents.positions)
+    if documents is None:
+        length = tokens.shape[1]
+        positions = rope(0, length)
+    else:
+        positions = rope.at(documents.positions)
     factors = []
     for i in range(cfg.n_layers):
         prefix = f"layers.{i}."

@@ -46,7 +46,11 @@ class Loss(NamedTuple):
 
 
 def chunk_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_weight: float,
+    needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss terms nll and z of a chunk of n tokens, and a gradient.
 
@@ -63,7 +67,8 @@ def chunk_loss(
         `needs_grad` is False, an empty tensor takes the place of the gradient.
     """
     logits = hidden @ weight.T
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
+    dtype = at_least_float32(logits.dtype)
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
     valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
     picked = log_probs.gather(1, index)
@@ -76,7 +81,8 @@ def chunk_loss(
     scale = valid * (1 + 2 * z_weight * lse)
     # In place, because the log probabilities are the largest tensor of a chunk.
     grad = log_probs.exp_().mul_(scale.unsqueeze(1))
-    return nll, z, minus_one_hot(grad, index, valid).to(hidden.dtype)
+    grad = minus_one_hot(grad, index, valid)
+    return nll, z, grad.to(hidden.dtype)
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
@@ -87,7 +93,8 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     # Compiled code fuses a comparison, but a scatter would write and reread all probabilities.
     if torch.compiler.is_compiling():
         vocabulary = torch.arange(probs.shape[1], device=probs.device)
-        return torch.where(vocabulary == index, probs - valid.unsqueeze(1), probs)
+        is_target = vocabulary == index  # (n, V)
+        return torch.where(is_target, probs - valid.unsqueeze(1), probs)
     return probs.scatter_add_(1, index, -valid.unsqueeze(1))
 
 
@@ -96,14 +103,15 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
     Shapes: total (V, D), grad_logits (n, V), hidden (n, D). The result may overwrite `total`.
     """
-    low = hidden.dtype != at_least_float32(hidden.dtype)
-    if hidden.is_cuda and low:  # cuBLAS sums in float32 and adds `total` in one call
+    is_half = hidden.dtype != at_least_float32(hidden.dtype)
+    if hidden.is_cuda and is_half:
+        # cuBLAS sums in float32 and adds `total` in one call.
         if total is None:
             return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
         return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
     if total is None:
         return grad_logits.T @ hidden
-    if low:
+    if is_half:
         return total.to(torch.float32).add_(grad_logits.T @ hidden)
     return total.addmm_(grad_logits.T, hidden)
 
@@ -126,15 +134,19 @@ class _ChunkedLoss(torch.autograd.Function):
         # Without a gradient, `hidden` is a placeholder for `grad_hidden` in the loop.
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden
         grad_weight = None
-        parts = hidden.split(chunk), targets.split(chunk), grad_hidden.split(chunk)
-        for h, t, grad_h in zip(*parts, strict=True):
-            chunk_nll, chunk_z, grad_logits = compute(h, weight, t, z_weight, needs_grad)
+        chunks = zip(
+            hidden.split(chunk), targets.split(chunk), grad_hidden.split(chunk), strict=True
+        )
+        for chunk_hidden, chunk_targets, grad_chunk in chunks:
+            chunk_nll, chunk_z, grad_logits = compute(
+                chunk_hidden, weight, chunk_targets, z_weight, needs_grad
+            )
             nll = nll + chunk_nll
             z = z + chunk_z
             # Gradients in the forward pass: a backward pass would compute all logits again.
             if needs_grad:
-                torch.mm(grad_logits, weight, out=grad_h)
-                grad_weight = add_weight_gradient(grad_weight, grad_logits, h)
+                torch.mm(grad_logits, weight, out=grad_chunk)
+                grad_weight = add_weight_gradient(grad_weight, grad_logits, chunk_hidden)
         if needs_grad:
             assert grad_weight is not None
             ctx.save_for_backward(grad_hidden, grad_weight)
@@ -185,9 +197,14 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2
     Tokens with a negative target have loss 0. For the arguments, see `chunked_cross_entropy`.
     """
     losses = []
-    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        logits = h @ weight.T
-        log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
-        picked = log_probs.gather(1, t.clamp_min(0).unsqueeze(1)).squeeze(1)
-        losses.append(torch.where(t >= 0, -picked, 0.0))
+    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    for chunk_hidden, chunk_targets in chunks:
+        logits = chunk_hidden @ weight.T
+        dtype = at_least_float32(logits.dtype)
+        log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
+        # An ignored target may be any negative number, but an index must be at least 0.
+        index = chunk_targets.clamp_min(0).unsqueeze(1)
+        picked = log_probs.gather(1, index).squeeze(1)
+        is_valid = chunk_targets >= 0
+        losses.append(torch.where(is_valid, -picked, 0.0))
     return torch.cat(losses)

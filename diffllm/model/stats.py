@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from diffllm.model.attention.base import Attention, Aux
-from diffllm.model.attention.ops import Documents, attention_scores
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import attention_scores
 from diffllm.model.attention.slices import Slices
 
 BlockStats = dict[str, Tensor]
@@ -39,35 +40,46 @@ def block_stats(x: Tensor, aux: Aux | None, slices: Slices | None = None) -> Blo
     if aux is None:
         return {}
     with torch.no_grad():
-        stats = {"hidden_top1": x.abs().amax().float(), "hidden_kurtosis": kurtosis(x)}
+        stats: BlockStats = {}
+        stats["hidden_top1"] = x.abs().amax().float()
+        stats["hidden_kurtosis"] = kurtosis(x)
         rms = over_channels(aux["context"])
-        stats |= {"context_rms": rms.mean(), **extremes("context_rms", rms)}
+        stats["context_rms"] = rms.mean()
+        stats |= extremes("context_rms", rms)
         if "v" in aux:
             ratio = rms / values_rms(aux["v"], slices)
-            stats |= {"context_over_value_rms": ratio.mean()}
+            stats["context_over_value_rms"] = ratio.mean()
             stats |= extremes("context_over_value_rms", ratio)
         if "lambda" in aux:
             lam = aux["lambda"].float()
-            stats |= {"lambda_mean": lam.mean(), **extremes("lambda", lam)}
+            stats["lambda_mean"] = lam.mean()
+            stats |= extremes("lambda", lam)
         if "gate" in aux:
             stats["gate_mean"] = aux["gate"].float().mean()
         if "router" in aux:
-            stats["router_entropy"] = torch.special.entr(aux["router"]).sum(-1).mean()
+            entropies = torch.special.entr(aux["router"]).sum(-1)
+            stats["router_entropy"] = entropies.mean()
         for name in ("residual", "attn_write", "ffn_write"):
             if name in aux:
-                stats[f"{name}_rms"] = aux[name].float().square().mean().sqrt()
+                # float32, because a mean of squares in bf16 has only 8 significant bits.
+                mean_square = aux[name].float().square().mean()
+                stats[f"{name}_rms"] = mean_square.sqrt()
     return stats
 
 
 def over_channels(x: Tensor) -> Tensor:
-    return x.float().square().mean(-1).sqrt()
+    mean_squares = x.float().square().mean(-1)
+    return mean_squares.sqrt()
 
 
 def values_rms(v: Tensor, slices: Slices | None = None) -> Tensor:
     """Compute one RMS per sequence of the attention values v (B, T, K, width): (B, 1, 1)."""
-    squares = v.float().square().mean((1, 2, 3))
-    squares = slices.mean(squares) if slices else squares
-    return squares.sqrt().clamp_min(1e-30)[:, None, None]
+    mean_squares = v.float().square().mean((1, 2, 3))
+    if slices:
+        # Collective: the values of a sequence are divided between the ranks.
+        mean_squares = slices.mean(mean_squares)
+    rms = mean_squares.sqrt().clamp_min(1e-30)
+    return rms[:, None, None]
 
 
 def extremes(name: str, values: Tensor) -> BlockStats:
@@ -80,7 +92,8 @@ def kurtosis(x: Tensor) -> Tensor:
     squares = centred.square()
     variance = squares.mean(-1)
     fourth_moment = squares.square().mean(-1)
-    return (fourth_moment / variance.square().clamp_min(1e-30)).mean()
+    ratios = fourth_moment / variance.square().clamp_min(1e-30)
+    return ratios.mean()
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
@@ -109,16 +122,23 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
     the same document.
     """
     keys = torch.arange(length, device=positions.device)
-    visible = (keys <= positions[:, None])[None, None]
+    is_not_later = keys <= positions[:, None]  # (N, T)
+    visible = is_not_later[None, None]
     if documents is not None:
-        in_document = documents.ids[:, positions, None] == documents.ids[:, None, :]
-        visible = visible & in_document[:, None]
+        ids_of_queries = documents.ids[:, positions, None]
+        ids_of_keys = documents.ids[:, None, :]
+        is_same_document = ids_of_queries == ids_of_keys  # (B, N, T)
+        visible = visible & is_same_document[:, None]
     return Probe(positions, visible)
 
 
 @torch.no_grad()
 def probe_stats(
-    attention: Attention, x: Tensor, aux: Aux, probe: Probe, slices: Slices | None = None
+    attention: Attention,
+    x: Tensor,
+    aux: Aux,
+    probe: Probe,
+    slices: Slices | None = None,
 ) -> BlockStats:
     """Measure the attention maps of one layer at the query positions of `probe`.
 
@@ -145,10 +165,13 @@ def probe_stats(
         x = x[:, probe.positions]
         q = aux["q"][:, probe.positions]
         k = aux["k"]
-    scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
-    *parts, effective = attention.maps(x, q, k, probe.visible).values()
-    # Without parts, the only map is a softmax map.
-    entropies = [entropy(weights).mean() for weights in parts or [effective]]
+    scores = attention_scores(q, k)
+    scores = scores.masked_fill(~probe.visible, float("-inf"))
+    maps = list(attention.maps(x, q, k, probe.visible).values())
+    effective = maps[-1]
+    # A single map is a softmax map; otherwise, the last map is a difference of softmax maps.
+    softmax_maps = maps if len(maps) == 1 else maps[:-1]
+    entropies = [entropy(weights).mean() for weights in softmax_maps]
     # argmax returns the first of equal values, here the first visible key.
     first_keys = probe.visible.int().argmax(-1, keepdim=True)
     first_keys = first_keys.expand(*effective.shape[:3], 1)
@@ -210,10 +233,14 @@ def component_of(name: str) -> str:
     Normalization weights inside attention count as "head norms". Parameters of lambda and of gates
     count as "lambda/gate". `name` is the dotted name of the parameter.
     """
-    group, parts = group_of(name), name.split(".")
+    group = group_of(name)
+    parts = name.split(".")
     if "attention" not in parts:
-        renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}
-        return renamed.get(group, group)
+        if group == "norm":
+            return "norms"
+        if group in ("embedding", "output"):
+            return "embeddings/output"
+        return group
     if group == "norm":
         return "head norms"
     module_name = parts[parts.index("attention") + 1]

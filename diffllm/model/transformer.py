@@ -14,20 +14,15 @@ from torch import Tensor, nn
 from diffllm.core.errors import ConfigError
 from diffllm.core.targets import PADDING
 from diffllm.model.attention.base import Attention, Aux, KVCache
-from diffllm.model.attention.ops import Documents, Mask, Sliced, sdpa_for_any_length
+from diffllm.model.attention.masks import Documents, Mask, Sliced
+from diffllm.model.attention.ops import sdpa_for_any_length
 from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, unsharded
-from diffllm.model.loss import (
-    Loss,
-    chunk_loss,
-    chunked_cross_entropy,
-    loss_chunk,
-    token_losses,
-)
+from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import BlockStats, Probe, block_stats, probe_at, probe_stats, stack_stats
 
@@ -81,14 +76,16 @@ class Block(nn.Module):
         else:
             fed, routed = self.ffn(self.ffn_norm(between)), None
         if aux is not None:
-            aux |= {"residual": x, "attn_write": attended, "ffn_write": fed}
+            aux["residual"] = x
+            aux["attn_write"] = attended
+            aux["ffn_write"] = fed
         x = between + fed
         stats = block_stats(x, aux, slices)
         if aux is not None:
             with torch.no_grad():
                 stats |= self.attention.statistics(aux)
-        if aux is not None and probe is not None:
-            stats |= probe_stats(self.attention, normed, aux, probe, slices)
+            if probe is not None:
+                stats |= probe_stats(self.attention, normed, aux, probe, slices)
         return x, stats, routed
 
 
@@ -154,9 +151,15 @@ class Transformer(nn.Module):
             rope, mask = self.continued(caches[0], tokens)
         else:
             rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
-        length = tokens.shape[1] * (slices.size if slices else 1)
-        attention_probe = None if probe is None else probe_at(probe, length, documents)
-        padding = targets == PADDING if targets is not None and self.cfg.moe.n_experts else None
+        attention_probe = None
+        if probe is not None:
+            length = tokens.shape[1]
+            if slices:
+                length = length * slices.size
+            attention_probe = probe_at(probe, length, documents)
+        padding = None
+        if targets is not None and self.cfg.moe.n_experts:
+            padding = targets == PADDING
         stats: list[BlockStats] = []
         routed: list[Routed] = []
         context = sdpa_for_any_length(x.device) if caches else nullcontext()
@@ -172,20 +175,43 @@ class Transformer(nn.Module):
         # Select positions before the output layer, so that no other logits are computed.
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
-            x = x[rows if last.dim() == 1 else rows[:, None], last]
+            if last.dim() != 1:
+                rows = rows[:, None]
+            x = x[rows, last]
         x = self.norm(x)
+        weight = self.output_weight
         if targets is None:
-            return F.linear(x, self.output_weight)
-        hidden, weight = x.flatten(0, 1), self.output_weight
-        chunk = loss_chunk(self.cfg.loss_chunk, x.device, *weight.shape).value
+            return F.linear(x, weight)
+        vocab_size, dim = weight.shape
+        chunk = loss_chunk(self.cfg.loss_chunk, x.device, vocab_size, dim).value
         if by_token:
-            return token_losses(hidden, weight, targets.flatten(), chunk).view_as(targets)
+            losses = token_losses(x.flatten(0, 1), weight, targets.flatten(), chunk)
+            return losses.view_as(targets)
+        return self.train_output(x, targets, chunk, stats, routed)
+
+    def train_output(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        chunk: int,
+        stats: list[BlockStats],
+        routed: list[Routed],
+    ) -> TrainOutput:
+        """Compute the losses of the normalised output x (B, T, D) of the layers.
+
+        `chunk` is the number of tokens per chunk of logits. `stats` has one element per layer, and
+        `routed` one per MoE layer.
+        """
+        hidden = x.flatten(0, 1)
+        weight = self.output_weight
         objective, loss = chunked_cross_entropy(
             hidden, weight, targets.flatten(), self.cfg.z_loss, chunk, self.chunk_loss
         )
         if not routed:
             return TrainOutput(objective, loss, stack_stats(stats), None)
-        counts, balance, z = map(torch.stack, zip(*routed, strict=True))
+        counts = torch.stack([layer.counts for layer in routed])
+        balance = torch.stack([layer.balance for layer in routed])
+        z = torch.stack([layer.z for layer in routed])
         total = Routed(counts, balance.sum(), z.sum())
         objective = objective + self.cfg.moe.balance_loss * total.balance
         objective = objective + self.cfg.moe.router_z_loss * total.z
@@ -201,7 +227,7 @@ class Transformer(nn.Module):
 
     def router_state(self) -> dict[str, Tensor]:
         """Return all buffers of the MoE routers by name, for checkpoints."""
-        return {name: b for name, b in self.named_buffers() if ".router." in name}
+        return {name: buffer for name, buffer in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
         biases = torch.stack([mixture.router.bias for mixture in self.mixtures])
@@ -221,24 +247,34 @@ class Transformer(nn.Module):
     ) -> tuple[Rope, Mask]:
         """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences."""
         batch, length = tokens.shape
-        start = slices.rank * length if slices else 0
-        # Apart from `documents`, masks depend only on the shape of the tokens, so the tokens of
-        # other ranks are not needed.
-        sequences = tokens.new_empty(batch, length * slices.size) if slices else tokens
+        start = 0
+        sequences = tokens
+        if slices:
+            start = slices.rank * length
+            # Apart from `documents`, masks depend only on the shape of the tokens, so the tokens of
+            # other ranks are not needed.
+            sequences = tokens.new_empty(batch, length * slices.size)
         self.check_length(sequences.shape[1])
         mask = self.layers[0].attention.training_mask(documents, sequences, dtype)
-        positions = documents and documents.positions[:, start : start + length]
-        rope = self.rope(start, length) if positions is None else self.rope.at(positions)
-        return rope, Sliced(mask, slices) if slices else mask
+        if documents is None:
+            rope = self.rope(start, length)
+        else:
+            positions = documents.positions[:, start : start + length]
+            rope = self.rope.at(positions)
+        if slices:
+            return rope, Sliced(mask, slices)
+        return rope, mask
 
     def continued(self, cache: KVCache, tokens: Tensor) -> tuple[Rope, Mask]:
-        self.check_length(cache.length + tokens.shape[1])
+        length = tokens.shape[1]
+        self.check_length(cache.length + length)
         if cache.lengths is None:
-            return self.rope(cache.length, tokens.shape[1]), None
+            return self.rope(cache.length, length), None
         # Rows of different lengths: a row must not see the unused slots after its last token.
         slots = torch.arange(cache.length + 1, device=tokens.device)
-        mask = slots <= cache.lengths.view(-1, 1, 1, 1)
-        return self.rope.at(cache.lengths.unsqueeze(1)), mask
+        mask = slots <= cache.lengths.view(-1, 1, 1, 1)  # (B, 1, 1, slots)
+        positions = cache.lengths.unsqueeze(1)
+        return self.rope.at(positions), mask
 
     def check_length(self, positions: int) -> None:
         if positions > self.cfg.seq_len:
@@ -261,9 +297,11 @@ class Transformer(nn.Module):
         """
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
-        return [
-            layer.attention.new_cache(batch, length, dtype, weight.device) for layer in self.layers
-        ]
+        caches = []
+        for layer in self.layers:
+            cache = layer.attention.new_cache(batch, length, dtype, weight.device)
+            caches.append(cache)
+        return caches
 
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
@@ -311,10 +349,13 @@ def initialise(
         prefix: dotted name of the submodule in the decoder, ending with a dot; "" for a decoder.
         shard: see `Initializer`.
     """
-    names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for name, param in part.named_parameters():
+        names[param] = prefix + name
     init = Initializer(cfg.init_seed, names, shard)
+    out_std = cfg.init_std / math.sqrt(2 * cfg.n_layers)
     # The order matters: the loop replaces the values of matrices that have another rule.
-    init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
+    init.matrices_(cfg.init_std, out_std)
     for module in part.modules():
         if isinstance(module, nn.RMSNorm):
             init.constant_(module.weight, 1.0)

@@ -16,7 +16,7 @@ from diffllm.distributed.fsdp import OneRank, Sharded, Weights, parallelize
 from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.metrics.spikes import WINDOW128_SIGMAS, window128
 from diffllm.model import Transformer, without_storage
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 from diffllm.optim import Guard, build_optimizer, optimizer_tensors

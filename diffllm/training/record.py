@@ -23,7 +23,7 @@ from diffllm.metrics.events import BatchPlace, Event, events_of_step, short_hash
 from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.metrics.steps import STEP
-from diffllm.model.attention.ops import moved
+from diffllm.model.attention.masks import moved
 from diffllm.model.stats import group_of
 from diffllm.training.build import Training
 from diffllm.training.clock import Clock

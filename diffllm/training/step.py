@@ -20,7 +20,7 @@ from diffllm.metrics.diagnostics import (
     probe_positions,
     reduce_stats,
 )
-from diffllm.model.attention.ops import moved
+from diffllm.model.attention.masks import moved
 from diffllm.model.attention.slices import Slices
 from diffllm.model.transformer import TrainOutput
 from diffllm.optim import learning_rate, update

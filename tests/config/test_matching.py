@@ -12,7 +12,7 @@ from diffllm import build_model, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.matching import MODULI, match, widened
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 
 cached_variant = cache(variant_config)
 

@@ -35,7 +35,7 @@ from diffllm.data.sequences import (
 from diffllm.data.shards import Manifest
 from diffllm.data.streams import TokenStream
 from diffllm.data.token_data import TokenData
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 
 EOS = 0
 

@@ -13,7 +13,7 @@ from diffllm.core.errors import CheckpointError
 from diffllm.evaluation import outliers
 from diffllm.evaluation.load import HeldoutSequence
 from diffllm.evaluation.outliers import PERCENTILES, TOP, Spread, measure_outliers
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 
 T, EOS = 24, 3
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2", "diff_v2_unshared_kv", "standard_sink"]

@@ -17,7 +17,7 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import training_samples
 from diffllm.metrics.events import read_events
 from diffllm.model import without_storage
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.training import record
 
 BATCH, STEPS, PEAK = 8, 7, 1e12

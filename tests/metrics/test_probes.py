@@ -17,7 +17,7 @@ from diffllm.metrics.diagnostics import (
     probe_positions,
 )
 from diffllm.metrics.table import METRICS
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.model.rope import apply_rope
 from diffllm.model.stats import probe_at, probe_stats
 from diffllm.training.step import Due, due

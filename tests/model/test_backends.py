@@ -28,7 +28,8 @@ from variants import SHAPES
 
 from diffllm.model.attention import ops
 from diffllm.model.attention.kernels import causal_blocks, document_blocks
-from diffllm.model.attention.ops import Backend, Documents, Packed, attend
+from diffllm.model.attention.masks import Documents, Packed
+from diffllm.model.attention.ops import Backend, attend
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

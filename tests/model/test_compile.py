@@ -12,7 +12,8 @@ from variants import LOSSES, MIXTURE, VARIANTS, small_config
 from diffllm import build_model
 from diffllm.model.attention import ops
 from diffllm.model.attention.kernels import Kernel, document_blocks, training_mask
-from diffllm.model.attention.ops import Backend, Documents
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import Backend
 
 CASES = [(variant, ()) for variant in VARIANTS]
 SPLIT = ("diff_v1", ("model.attention.values=split",))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from runs.allocations import allocations, kept_bytes
 
-from diffllm.model.attention.ops import Backend, Documents, Packed, attend
+from diffllm.model.attention.masks import Documents, Packed
+from diffllm.model.attention.ops import Backend, attend
 
 END = 0
 HEADS = {"equal": (2, 2, 2, 8), "grouped": (6, 3, 3, 8), "V1": (8, 4, 2, 16)}

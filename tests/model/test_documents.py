@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import families, slow_but
 from variants import MIXTURE, VARIANTS, small_model
 
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 
 END = 0
 SPLIT = ("model.attention.values=split",)

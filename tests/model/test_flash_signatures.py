@@ -17,7 +17,8 @@ from torch.nn.attention import _fa4, varlen
 
 from diffllm.core.torch_versions import VARLEN_TAKES_FLASH_4
 from diffllm.model.attention import ops
-from diffllm.model.attention.ops import FLASH_4, Backend, Documents, Packed, attend
+from diffllm.model.attention.masks import Documents, Packed
+from diffllm.model.attention.ops import FLASH_4, Backend, attend
 
 DENSE_2 = """q k v | dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic
 return_attn_probs"""

@@ -9,7 +9,7 @@ from diffllm import load_config
 from diffllm.config.compose import variant_config
 from diffllm.core.errors import ConfigError
 from diffllm.model import build_model
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.model.init_match import write_factors
 
 WORDS = ["model=tiny", "model.dim=32", "model.head_dim=8", "model.ffn_dim=48", "seq_len=24"]

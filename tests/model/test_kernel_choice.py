@@ -15,7 +15,8 @@ from diffllm import build_model
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention import kernels, ops
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
-from diffllm.model.attention.ops import Backend, Documents, Packed
+from diffllm.model.attention.masks import Documents, Packed
+from diffllm.model.attention.ops import Backend
 
 CPU = torch.device("cpu")
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)

@@ -12,7 +12,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel, prepare_backend
-from diffllm.model.attention.ops import Backend, Documents, attend
+from diffllm.model.attention.masks import Documents
+from diffllm.model.attention.ops import Backend, attend
 from diffllm.model.auto_setting import AutoSetting
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffllm import load_config
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.masks import Documents
 from diffllm.training import loop, step
 
 GPU = torch.device("cuda")

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 
 from diffllm.core.keys import key
 from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
-from diffllm.model.attention.ops import (
-    Backend,
-    Documents,
-    Mask,
-    WholeMask,
-    attend,
-    attention_scores,
-    attention_weights,
-)
+from diffllm.model.attention.masks import Documents, Mask, WholeMask
+from diffllm.model.attention.ops import Backend, attend, attention_scores, attention_weights
 from diffllm.model.attention.slices import degrees
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.init import Initializer
@@ -81,7 +74,11 @@ class AttentionConfig:
         return False
 
     def choices(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        documents: bool,
     ) -> dict[str, AutoSetting]:
         """Return the chosen value of each setting that depends on `device`, and the reason for it.
 
@@ -92,7 +89,11 @@ class AttentionConfig:
         return {"attention": self.kernel(model, device, dtype, documents)}
 
     def kernel(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        documents: bool,
     ) -> AutoSetting:
         """Return the `Kernel` for training and the reason for it; for arguments, see `choices`."""
         width = self.kernel_width(model, device)
@@ -116,7 +117,9 @@ class AttentionConfig:
         is true, queries see only keys of the same document.
         """
         width = self.kernel_width(model, device)
-        prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
+        # With an explicit mask, the kernel itself need not support documents.
+        kernel_masks_documents = documents and not self.explicit_mask
+        prepare_backend(self.backend, device, width, dtype, kernel_masks_documents)
 
 
 class KVCache:
@@ -156,25 +159,27 @@ class KVCache:
                 f"{k.shape[1]} positions appended to rows of different lengths: append 1 at a time"
             )
         self.length = end
-        for cached, new in ((self.k, k), (self.v, v)):
-            if self.lengths is None:
-                cached[:, :, start:end] = new.transpose(1, 2)
-            else:
-                # Each row gets its new token at its own end.
-                rows = torch.arange(len(self.lengths), device=cached.device)
-                cached[rows, :, self.lengths] = new[:, 0].to(cached.dtype)
-        if self.lengths is not None:
+        if self.lengths is None:
+            self.k[:, :, start:end] = k.transpose(1, 2)
+            self.v[:, :, start:end] = v.transpose(1, 2)
+        else:
+            # Each row gets its new token at its own end.
+            rows = torch.arange(len(self.lengths), device=self.k.device)
+            self.k[rows, :, self.lengths] = k[:, 0].to(self.k.dtype)
+            self.v[rows, :, self.lengths] = v[:, 0].to(self.v.dtype)
             self.lengths = self.lengths + 1
-        return (
-            self.k[:, :, : self.length].transpose(1, 2),
-            self.v[:, :, : self.length].transpose(1, 2),
-        )
+        cached_k = self.k[:, :, :end]
+        cached_v = self.v[:, :, :end]
+        return cached_k.transpose(1, 2), cached_v.transpose(1, 2)
 
     def truncate(self, lengths: list[int]) -> None:
         self.length = max(lengths)
         # Equally long rows need no mask, and allow several tokens per call.
         are_equal = len(set(lengths)) == 1
-        self.lengths = None if are_equal else torch.tensor(lengths, device=self.k.device)
+        if are_equal:
+            self.lengths = None
+        else:
+            self.lengths = torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
         """Return a new cache with `count` copies of the cached sequence; the cache must have B = 1.
@@ -184,15 +189,20 @@ class KVCache:
         padding = (0, 0, 0, room)
         used_k = self.k[:, :, : self.length]
         used_v = self.v[:, :, : self.length]
+        # `expand` makes views, so `pad` makes the only copies.
+        expanded_k = used_k.expand(count, -1, -1, -1)
+        expanded_v = used_v.expand(count, -1, -1, -1)
         copies = copy.copy(self)
-        copies.k = F.pad(used_k.expand(count, -1, -1, -1), padding)
-        copies.v = F.pad(used_v.expand(count, -1, -1, -1), padding)
+        copies.k = F.pad(expanded_k, padding)
+        copies.v = F.pad(expanded_v, padding)
         return copies
 
     def keep(self, rows: list[int]) -> None:
-        self.k, self.v = self.k[rows], self.v[rows]
+        self.k = self.k[rows]
+        self.v = self.v[rows]
         if self.lengths is not None:
-            self.truncate(self.lengths[rows].tolist())
+            lengths = self.lengths[rows].tolist()
+            self.truncate(lengths)
 
 
 class Attention(nn.Module):
@@ -208,22 +218,28 @@ class Attention(nn.Module):
     sliceable: bool = True
 
     def __init__(
-        self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
+        self,
+        model: ModelConfig,
+        n_query_heads: int | None = None,
+        context_dim: int | None = None,
     ):
         """Create the projections for `n_query_heads` heads; None means model.n_heads.
 
         `context_dim` is the input width of `wo`; None means n_query_heads * head_dim.
         """
         super().__init__()
-        self.n_heads, self.n_kv_heads = model.n_heads, model.n_kv_heads
-        self.head_dim = self.value_dim = model.head_dim
+        self.n_heads = model.n_heads
+        self.n_kv_heads = model.n_kv_heads
+        self.head_dim = model.head_dim
+        self.value_dim = model.head_dim
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
         self.context_scale = model.attention.context_scale
         self.kernel = partial(model.attention.kernel, model)
-        context_dim = context_dim or self.n_query_heads * self.head_dim
+        q_dim = self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
-        self.wq = nn.Linear(model.dim, self.n_query_heads * self.head_dim, bias=False)
+        context_dim = context_dim or q_dim
+        self.wq = nn.Linear(model.dim, q_dim, bias=False)
         self.wk = nn.Linear(model.dim, kv_dim, bias=False)
         self.wv = nn.Linear(model.dim, kv_dim, bias=False)
         self.wo = nn.Linear(context_dim, model.dim, bias=False)
@@ -261,7 +277,10 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         context = self.context(x, q, k, v, mask, aux)
         if aux is not None:
-            aux["q"], aux["k"], aux["v"] = q, k, v
+            aux["q"] = q
+            aux["k"] = k
+            aux["v"] = v
+            # A variant with a norm per head has set its context before this norm.
             aux.setdefault("context", context)
         if self.context_scale != 1:
             context = context * self.context_scale
@@ -278,11 +297,18 @@ class Attention(nn.Module):
         k = self.wk(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
         v = self.wv(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return apply_rope(q, rope), apply_rope(k, rope), v
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        aux: Aux | None,
     ) -> Tensor:
         """Compute the outputs of all heads, (B, T, heads, width), before the projection `wo`.
 
@@ -311,14 +337,18 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, self.backend)
 
     def training_mask(
-        self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
+        self,
+        documents: Documents | None,
+        tokens: Tensor,
+        dtype: torch.dtype,
     ) -> WholeMask:
         """Build the attention mask that all layers use for a batch of tokens (B, T).
 
         `dtype` is the dtype of queries and keys. If `documents` is given, queries see only keys of
         the same document.
         """
-        kernel = self.kernel(tokens.device, dtype, documents is not None).value
+        has_documents = documents is not None
+        kernel = self.kernel(tokens.device, dtype, has_documents).value
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
@@ -334,17 +364,25 @@ class Attention(nn.Module):
         """
         matrices = sum(param.numel() for param in self.parameters() if param.ndim == 2)
         width = self.head_dim + self.value_dim
-        keys = (seq_len + 1) / 2 if visible_keys is None else visible_keys
+        if visible_keys is None:
+            visible_keys = (seq_len + 1) / 2
         # 2 FLOPs per multiplication and addition, once forward and twice backward.
-        return 6 * (matrices + self.n_query_heads * width * keys)
+        return 6 * (matrices + self.n_query_heads * width * visible_keys)
 
     def context_degrees(self) -> list[int]:
         """Return the numbers of ranks that can share a sequence (parallel.context)."""
+        # A variant may have fewer value heads than `n_kv_heads`, as V1 does; its cache shows them.
         cache = self.new_cache(1, 1, torch.float32, "meta")
-        return degrees(self.n_query_heads, cache.k.shape[1], cache.v.shape[1])
+        n_keys = cache.k.shape[1]
+        n_values = cache.v.shape[1]
+        return degrees(self.n_query_heads, n_keys, n_values)
 
     def new_cache(
-        self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> KVCache:
         shape = (batch, self.n_kv_heads, length, self.head_dim)
         return KVCache(shape, shape, dtype, device)

@@ -23,7 +23,11 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @torch.library.custom_op("diffllm::document_attention", mutates_args=())
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within each document: (N, H, d) in the dtype of q.
 
@@ -35,13 +39,19 @@ def document_attention(
         scale: factor on the products of queries and keys.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    sum_dtype = torch.promote_types(q.dtype, torch.float32)
-    logsumexp = q.new_empty((q.shape[1], len(q)), dtype=sum_dtype)
-    for (*parts, out_part), rows in documents((q, k, v, out), boundaries):
-        result, sums = FORWARD(*parts, 0.0, True, scale=scale)
-        out_part.copy_(result)
+    logsumexp = empty_logsumexp(q)
+    for views, rows in documents((q, k, v, out), boundaries):
+        *inputs, out_view = views
+        context, sums = FORWARD(*inputs, 0.0, True, scale=scale)
+        out_view.copy_(context)
         logsumexp[:, rows] = sums[0]
     return out, logsumexp
+
+
+def empty_logsumexp(q: Tensor) -> Tensor:
+    n_tokens, heads, _ = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((heads, n_tokens), dtype=dtype)
 
 
 @torch.library.custom_op("diffllm::document_attention_backward", mutates_args=())
@@ -56,13 +66,18 @@ def document_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `out` and `logsumexp` are the results of the forward."""
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    for parts, rows in documents((grad, q, k, v, out, *grads), boundaries):
-        inputs, grad_parts = parts[:5], parts[5:]
-        results = BACKWARD(*inputs, logsumexp[None, :, rows], 0.0, True, scale=scale)
-        for grad_part, values in zip(grad_parts, results, strict=True):
-            grad_part.copy_(values)
-    return grads[0], grads[1], grads[2]
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+    grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
+    tensors = (grad, q, k, v, out, grad_q, grad_k, grad_v)
+    for views, rows in documents(tensors, boundaries):
+        inputs = views[:5]
+        grad_views = views[5:]
+        sums = logsumexp[None, :, rows]
+        grads = BACKWARD(*inputs, sums, 0.0, True, scale=scale)
+        for grad_view, values in zip(grad_views, grads, strict=True):
+            grad_view.copy_(values)
+    return grad_q, grad_k, grad_v
 
 
 def documents(
@@ -71,31 +86,38 @@ def documents(
     """For each document, yield views (1, H, tokens, d) of the `tensors` (N, H, d), and its rows."""
     for start, end in pairwise(boundaries.tolist()):
         rows = slice(start, end)
-        yield [x[rows].transpose(0, 1).unsqueeze(0) for x in tensors], rows
+        views = []
+        for tensor in tensors:
+            view = tensor[rows].transpose(0, 1)  # (H, tokens, d)
+            views.append(view.unsqueeze(0))
+        yield views, rows
 
 
 @document_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    sum_dtype = torch.promote_types(q.dtype, torch.float32)
-    sums = q.new_empty((q.shape[1], len(q)), dtype=sum_dtype)
-    return v.new_empty(v.shape), sums
+    out = v.new_empty(v.shape)
+    return out, empty_logsumexp(q)
 
 
 @document_attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_q = q.new_empty(q.shape)
+    grad_k = k.new_empty(k.shape)
+    grad_v = v.new_empty(v.shape)
+    return grad_q, grad_k, grad_v
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, boundaries, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, boundaries)
+    out, logsumexp = output
+    ctx.save_for_backward(q, k, v, out, logsumexp, boundaries)
 
 
 def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, boundaries = ctx.saved_tensors
     # The kernel needs contiguous channels.
-    grads = document_attention_backward(grad.contiguous(), *saved, boundaries, ctx.scale)
+    grad = grad.contiguous()
+    grads = document_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
     return (*grads, None, None)
 
 
-document_attention.register_autograd(backward, setup_context=keep)
+document_attention.register_autograd(backward, setup_context=save_tensors)

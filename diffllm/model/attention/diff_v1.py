@@ -17,10 +17,9 @@ from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache, Maps
 from diffllm.model.attention.kernels import Kernel
+from diffllm.model.attention.masks import Mask, Sliced
 from diffllm.model.attention.ops import (
     Backend,
-    Mask,
-    Sliced,
     at_least_float32,
     attention_scores,
     attention_weights,
@@ -123,25 +122,34 @@ class DiffV1Config(AttentionConfig):
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
         layout = values_layout(self.values, model.head_dim, device).value
-        return (2 if layout is Values.wide else 1) * model.head_dim
+        if layout is Values.wide:
+            return 2 * model.head_dim
+        return model.head_dim
 
     @property
     def explicit_mask(self) -> bool:
         return self.clamp
 
     def choices(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        documents: bool,
     ) -> dict[str, AutoSetting]:
         if self.clamp:
             return {"attention": AutoSetting(Kernel.explicit, "no fused kernel clamps maps")}
         layout = values_layout(self.values, model.head_dim, device)
-        values = AutoSetting(layout.value.name, layout.reason)
-        return super().choices(model, device, dtype, documents) | {"values": values}
+        settings = super().choices(model, device, dtype, documents)
+        settings["values"] = AutoSetting(layout.value.name, layout.reason)
+        return settings
 
     def settled(self, model: ModelConfig, device: torch.device) -> "DiffV1Config":
+        # `validate` refuses values=split with clamp, and explicit maps have no layout to choose.
         if self.clamp:
             return self
-        return replace(self, values=values_layout(self.values, model.head_dim, device).value)
+        layout = values_layout(self.values, model.head_dim, device)
+        return replace(self, values=layout.value)
 
 
 class DiffV1Attention(Attention):
@@ -160,10 +168,12 @@ class DiffV1Attention(Attention):
         super().__init__(model)
         self.value_dim = 2 * self.head_dim
         for name in self.fp32_parameters:
-            self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim)))
+            vector = nn.Parameter(torch.empty(self.head_dim))
+            self.register_parameter(name, vector)
         if cfg.head_norm:
             self.head_norm = nn.RMSNorm(self.value_dim, cfg.head_norm_eps)
-        self.cfg, self.layer_idx = cfg, layer_idx
+        self.cfg = cfg
+        self.layer_idx = layer_idx
         self.sliceable = not cfg.clamp
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, because different floats would compile one graph per layer.
@@ -177,11 +187,18 @@ class DiffV1Attention(Attention):
         """
         q, k, v = super().project(x, rope)
         # All heads of map 1 precede those of map 2, so that one kernel call computes both maps.
-        v = v.unflatten(2, (-1, 2)).flatten(3)
+        value_pairs = v.unflatten(2, (-1, 2))  # (B, T, K/2, 2, d)
+        v = value_pairs.flatten(3)
         return even_heads_first(q), even_heads_first(k), v
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        aux: Aux | None,
     ) -> Tensor:
         lam = self.lambda_value()
         if self.cfg.clamp:
@@ -190,16 +207,22 @@ class DiffV1Attention(Attention):
             difference = self.maps(x, q, k, mask)["difference"]
             context = weighted(difference, v).to(x.dtype)
         else:
-            attn1, attn2 = self.attend(q, k, v, mask).chunk(2, dim=2)
-            context = (attn1 - lam * attn2).to(x.dtype)
+            heads = self.attend(q, k, v, mask)  # (B, T, H, 2d)
+            attn1, attn2 = heads.chunk(2, dim=2)
+            context = attn1 - lam * attn2
+            context = context.to(x.dtype)
         if aux is not None:
-            aux["context"], aux["lambda"] = context, lam
+            aux["context"] = context
+            aux["lambda"] = lam
         normed = self.head_norm(context) if self.cfg.head_norm else context
-        return (normed * (1 - self.lambda_init)).to(x.dtype)
+        scaled = normed * (1 - self.lambda_init)
+        return scaled.to(x.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if isinstance(mask, Sliced):  # Exchange queries and keys once for both halves.
-            return mask.slices.around(partial(self.attend, mask=mask.mask), q, k, v)
+        if isinstance(mask, Sliced):
+            # Exchange queries and keys once for both halves.
+            kernel = partial(self.attend, mask=mask.mask)
+            return mask.slices.around(kernel, q, k, v)
         layout = values_layout(self.cfg.values, self.head_dim, q.device).value
         # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
@@ -210,18 +233,24 @@ class DiffV1Attention(Attention):
         return torch.cat((low, high), dim=-1)
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        map1, map2 = attention_weights(q, k, mask).chunk(2, dim=1)
+        weights = attention_weights(q, k, mask)  # (B, H, T, S)
+        map1, map2 = weights.chunk(2, dim=1)
         difference = map1 - self.lambda_value() * map2
         if self.cfg.clamp:
             difference = clamped(difference)
         return {"map 1": map1, "map 2": map2, "difference": difference}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        logits1, logits2 = attention_scores(q, k).chunk(2, dim=1)
+        logits = attention_scores(q, k)
+        logits1, logits2 = logits.chunk(2, dim=1)
         return {"map 1": logits1, "map 2": logits2}
 
     def new_cache(
-        self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> KVCache:
         keys = (batch, self.n_kv_heads, length, self.head_dim)
         values = (batch, self.n_kv_heads // 2, length, self.value_dim)
@@ -244,9 +273,11 @@ class DiffV1Attention(Attention):
     def reset_parameters(self, init: Initializer) -> None:
         for name in self.fp32_parameters:
             init.normal_(getattr(self, name), 0.1)
-        by_layer = 0.8 - 0.6 * math.exp(-0.3 * self.layer_idx)  # section 2.1, layers from 0
-        constant = self.cfg.lambda_init
-        self.lambda_init.fill_(by_layer if constant is None else constant)
+        lambda_init = self.cfg.lambda_init
+        if lambda_init is None:
+            # Section 2.1 of the paper, with layers counted from 0.
+            lambda_init = 0.8 - 0.6 * math.exp(-0.3 * self.layer_idx)
+        self.lambda_init.fill_(lambda_init)
 
 
 def clamped(weights: Tensor) -> Tensor:
@@ -260,4 +291,6 @@ def clamped(weights: Tensor) -> Tensor:
 
 
 def even_heads_first(heads: Tensor) -> Tensor:
-    return heads.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3)
+    pairs = heads.unflatten(2, (-1, 2))  # (B, T, pairs, 2, d)
+    even_and_odd = pairs.transpose(2, 3)
+    return even_and_odd.flatten(2, 3)

@@ -10,7 +10,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
-from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores, attention_weights
+from diffllm.model.attention.masks import Mask
+from diffllm.model.attention.ops import at_least_float32, attention_scores, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 
@@ -116,29 +117,44 @@ class DiffV2Attention(Attention):
             self.head_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        aux: Aux | None,
     ) -> Tensor:
-        attn1, attn2 = self.pair(self.attend(q, k, v, mask), dim=2)
+        heads = self.attend(q, k, v, mask)  # (B, T, 2H, d)
+        attn1, attn2 = self.pair(heads, dim=2)
         lam = self.lambda_values(x)
         # lam is a float32 tensor of three dimensions, so the difference is computed in float32.
-        context = (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
+        context = attn1 - lam.unsqueeze(-1) * attn2
+        context = context.to(x.dtype)
         if aux is not None:
-            aux["context"], aux["lambda"] = context, lam
-        return self.head_norm(context) if self.cfg.head_norm else context
+            aux["context"] = context
+            aux["lambda"] = lam
+        if self.cfg.head_norm:
+            return self.head_norm(context)
+        return context
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        map1, map2 = self.pair(attention_weights(q, k, mask), dim=1)
-        lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)
-        return {"map 1": map1, "map 2": map2, "difference": map1 - lam * map2}
+        weights = attention_weights(q, k, mask)  # (B, 2H, T, S)
+        map1, map2 = self.pair(weights, dim=1)
+        lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        difference = map1 - lam * map2
+        return {"map 1": map1, "map 2": map2, "difference": difference}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        logits1, logits2 = self.pair(attention_scores(q, k), dim=1)
+        logits = attention_scores(q, k)
+        logits1, logits2 = self.pair(logits, dim=1)
         return {"map 1": logits1, "map 2": logits2}
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Split 2H heads along `dim` into the first heads and the second heads of all H pairs."""
         if self.cfg.pairing is Pairing.adjacent:
-            first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
+            pairs = heads.unflatten(dim, (-1, 2))
+            first, second = pairs.unbind(dim + 1)
         else:
             first, second = heads.chunk(2, dim=dim)
         return first, second
@@ -156,7 +172,9 @@ class DiffV2Attention(Attention):
             return torch.full((1, 1, 1), value, dtype=dtype, device=x.device)
         logits = self.lambda_logit.view(1, 1, -1) if form is Lambda.scalar else self.w_lambda(x)
         logits = logits.to(at_least_float32(logits.dtype))
-        return logits if form is Lambda.raw else torch.sigmoid(logits)
+        if form is Lambda.raw:
+            return logits
+        return torch.sigmoid(logits)
 
     def reset_parameters(self, init: Initializer) -> None:
         if self.cfg.lambda_form is Lambda.scalar:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux
-from diffllm.model.attention.ops import Mask
+from diffllm.model.attention.masks import Mask
 from diffllm.model.config import ModelConfig
 
 
@@ -66,10 +66,17 @@ class GatedAttention(Attention):
         super().__init__(model)
         self.gate_width = self.head_dim if cfg.gate is Gate.elementwise else 1
         self.gate_scale = 2.0 if cfg.init is GateInit.one else 1.0
-        self.w_gate = nn.Linear(model.dim, self.n_heads * self.gate_width, bias=False)
+        gates_per_token = self.n_heads * self.gate_width
+        self.w_gate = nn.Linear(model.dim, gates_per_token, bias=False)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        aux: Aux | None,
     ) -> Tensor:
         gate = torch.sigmoid(self.w_gate(x))
         gate = gate.unflatten(-1, (self.n_heads, self.gate_width))

@@ -12,15 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
+from diffllm.model.attention.masks import Documents, Packed, WholeMask
 from diffllm.model.attention.ops import (
     FLASH_4,
     HALF,
     NARROW,
     WIDEST,
     Backend,
-    Documents,
-    Packed,
-    WholeMask,
     flash,
     flash_takes,
     in_float32,

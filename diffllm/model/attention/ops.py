@@ -1,14 +1,14 @@
-"""Document boundaries, attention masks, and all calls of attention kernels.
+"""All calls of attention kernels.
 
-Shapes: B batch, n documents, T query tokens, S key tokens, H query heads, K key heads, Kv value
-heads (Kv = K if not mentioned), d width of a query or key head, dv width of a value head.
+Shapes: B batch, T query tokens, S key tokens, H query heads, K key heads, Kv value heads (Kv = K if
+not mentioned), d width of a query or key head, dv width of a value head.
 """
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from diffllm.core.torch_versions import CPU, VARLEN_GQA
 from diffllm.model.attention.cpu_documents import document_attention
-from diffllm.model.attention.slices import Slices
+from diffllm.model.attention.masks import Mask, Packed, Sliced
 
 NARROW = 32
 """Largest head width at which float32 is faster than bf16 in the fused kernel, on CPUs with fast
@@ -35,58 +35,6 @@ FLASH_4 = "diffllm.model.flash_attention_4"
 """Module of flash-attn-4 for torch's dispatcher, and its registered name."""
 
 
-class Documents(NamedTuple):
-    """Position and document of each token in a batch (B, T), and the start of each document."""
-
-    positions: Tensor
-    """Position of each token in its document, from 0: (B, T) int64."""
-    ids: Tensor
-    """Index of each token's document in its sequence, from 0: (B, T) int64."""
-    boundaries: Tensor
-    """Start of each document among the B * T tokens of the batch, then B * T: (n + 1,) int32."""
-
-    @classmethod
-    def of(cls, tokens: Tensor, end: int) -> "Documents":
-        """Find the documents in tokens (B, T) int64; each token equal to `end` ends a document.
-
-        Each sequence starts a new document. The tokens must be on the CPU, because their values
-        determine the shape of `boundaries`.
-        """
-        batch, length = tokens.shape
-        starts = torch.ones_like(tokens, dtype=torch.bool)
-        starts[:, 1:] = tokens[:, :-1] == end
-        ids = starts.cumsum(1) - 1
-        index = torch.arange(length, device=tokens.device).expand(batch, length)
-        positions = index - torch.where(starts, index, 0).cummax(1).values
-        first = starts.flatten().nonzero().squeeze(1)
-        boundaries = torch.cat((first, first.new_tensor([batch * length]))).int()
-        return cls(positions, ids, boundaries)
-
-    def to(self, device: torch.device) -> "Documents":
-        return Documents(*(moved(part, device) for part in self))
-
-    def visible_keys(self) -> Tensor:
-        """Return the number of query-key pairs in the batch that `mask` allows: an int64 scalar."""
-        lengths = self.boundaries.diff().long()
-        return (lengths * (lengths + 1) // 2).sum()
-
-    def mask(self) -> Tensor:
-        """Return the attention mask, (B, 1, T, T) boolean.
-
-        An entry is True if the key is in the document of the query and not after the query.
-        """
-        length = self.ids.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
-        is_same_document = self.ids[:, :, None] == self.ids[:, None, :]
-        return (is_same_document & causal).unsqueeze(1)
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    # A copy to a GPU is asynchronous only from pinned memory.
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-    return tensor.to(device, non_blocking=True)
-
-
 class Backend(Enum):
     """The attention kernel for training.
 
@@ -100,30 +48,6 @@ class Backend(Enum):
     flash = "flash"
     flex = "flex"
     reference = "reference"
-
-
-class Packed(NamedTuple):
-    """Boundaries of the documents in a batch, and an upper bound on the document length."""
-
-    boundaries: Tensor
-    """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
-    longest: int
-    """Upper bound on the length of a document, in tokens."""
-
-
-WholeMask = Tensor | Packed | BlockMask | None
-"""The keys that a query sees. None: causal. A boolean tensor, broadcastable to (B, H, T, S): True
-for visible keys. `Packed` and `BlockMask`: causal within documents."""
-
-
-class Sliced(NamedTuple):
-    """The mask of whole sequences of which this rank has a slice."""
-
-    mask: WholeMask
-    slices: Slices
-
-
-Mask = WholeMask | Sliced
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -153,19 +77,21 @@ def attend(
         # The ranks exchange heads around the kernel, so the kernel gets whole sequences.
         kernel = functools.partial(attend, mask=mask.mask, backend=backend, scale=scale)
         return mask.slices.around(kernel, q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     if backend is Backend.reference:
         assert not isinstance(mask, (Packed, BlockMask))
         weights = attention_weights(q, k, mask, scale)
-        return weighted(weights, repeated(v, k)).to(q.dtype)
+        context = weighted(weights, repeated(v, k))
+        return context.to(q.dtype)
     if q.shape[1] == 1 and (mask is None or (isinstance(mask, Tensor) and for_all_heads(mask))):
         return one_query(q, k, v, mask, scale)
     v = repeated(v, k)
     if isinstance(mask, BlockMask):
         return flex(q, k, v, mask, scale)
     if isinstance(mask, Packed):
-        packed = varlen_on_cpu if q.device.type == "cpu" else varlen
-        return packed(q, k, v, mask, scale, backend)
+        packed_attention = varlen_on_cpu if q.device.type == "cpu" else varlen
+        return packed_attention(q, k, v, mask, scale, backend)
     if backend is Backend.flash and mask is None:
         return flash(q, k, v, scale)
     return sdpa(q, k, v, mask, scale)
@@ -174,26 +100,36 @@ def attend(
 def repeated(v: Tensor, k: Tensor) -> Tensor:
     """Repeat the heads of v until v has as many heads as k, in the order h1, h2, h1, h2."""
     times = k.shape[2] // v.shape[2]
-    return v if times == 1 else v.repeat(1, 1, times, 1)
+    if times == 1:
+        return v
+    return v.repeat(1, 1, times, 1)
 
 
 def for_all_heads(mask: Tensor) -> bool:
     return mask.ndim < 3 or mask.shape[-3] == 1
 
 
-def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def same_width(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    multiple: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pad the last dimension of q, k and v with zeros to one width, which `multiple` divides.
 
     The zeros do not change the products of queries and keys. The attention output has the padded
     width; its channels after the first dv are zero.
     """
-    width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple  # rounded up
+    widest = max(q.shape[-1], v.shape[-1])
+    width = -(-widest // multiple) * multiple  # rounded up
     return padded(q, width), padded(k, width), padded(v, width)
 
 
 def padded(heads: Tensor, width: int) -> Tensor:
     missing = width - heads.shape[-1]
-    return heads if missing == 0 else F.pad(heads, (0, missing))
+    if missing == 0:
+        return heads
+    return F.pad(heads, (0, missing))
 
 
 def in_float32(dtype: torch.dtype, width: int) -> bool:
@@ -237,24 +173,37 @@ def cudnn_takes(dtype: torch.dtype, heads: int, groups: int, d: int, dv: int) ->
 cudnn_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
     """Compute attention with torch's SDPA; for the arguments, see `attend`."""
-    dtype, dv = q.dtype, v.shape[-1]
-    n_queries, n_keys = q.shape[1], k.shape[1]
+    dtype = q.dtype
+    n_queries, heads, d = q.shape[1:]
+    n_keys, groups = k.shape[1:3]
+    dv = v.shape[-1]
     if q.device.type == "cpu":
-        q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
+        # With unequal widths, SDPA takes the unfused path, which is three times slower.
+        q, k, v = same_width(q, k, v)
         if in_float32(dtype, v.shape[-1]):
-            q, k, v = q.float(), k.float(), v.float()
-    elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
-        d, heads, groups = q.shape[-1], q.shape[2], k.shape[2]
+            q = q.float()
+            k = k.float()
+            v = v.float()
+    elif mask is None and flash_takes(dtype, max(d, dv)):
         is_narrow = d < dv and n_queries == n_keys
         if not (is_narrow and cudnn_takes(dtype, heads, groups, d, dv)):
-            q, k, v = same_width(q, k, v)  # FlashAttention supports grouped heads
-    elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+            # FlashAttention needs equal widths, but supports grouped heads.
+            q, k, v = same_width(q, k, v)
+    elif heads != groups:
+        # The memory-efficient kernel needs one key head per query head.
+        k = k.repeat_interleave(heads // groups, 2)
+        v = v.repeat_interleave(heads // v.shape[2], 2)
     is_causal = False
-    if mask is None and n_queries == n_keys:  # `if` turns a symbol of torch.compile into a bool
+    # `if` turns a symbol of torch.compile into a bool.
+    if mask is None and n_queries == n_keys:
         is_causal = True
     elif mask is None and n_queries < n_keys:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler: 1 s
@@ -269,10 +218,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2)[..., :dv].to(dtype)
+    out = out.transpose(1, 2)  # (B, T, H, dv), or wider
+    return out[..., :dv].to(dtype)
 
 
-def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def one_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
     To avoid copies of keys, the query heads that share a key head are passed to SDPA as several
@@ -280,16 +236,16 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     each time with as many key heads as value heads.
     """
     batch, _, heads, d = q.shape
-    grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
+    n_keys, n_values = k.shape[2], v.shape[2]
+    grouped = q.view(batch, n_keys, heads // n_keys, d)
     values = v.transpose(1, 2)
-    query_parts = grouped.split(v.shape[2], 1)
-    key_parts = k.transpose(1, 2).split(v.shape[2], 1)
-    out = []
+    query_parts = grouped.split(n_values, 1)
+    key_parts = k.transpose(1, 2).split(n_values, 1)
+    contexts = []
     for queries, keys in zip(query_parts, key_parts, strict=True):
-        out.append(
-            F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        )
-    return torch.cat(out, dim=1).view(batch, 1, heads, v.shape[-1])
+        context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        contexts.append(context)
+    return torch.cat(contexts, dim=1).view(batch, 1, heads, v.shape[-1])
 
 
 def sdpa_is_flash_4() -> bool:
@@ -302,53 +258,77 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q, k, v = same_width(q, k, v, multiple=8)
     if sdpa_is_flash_4():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return sdpa(q, k, v, None, scale)[..., :dv]
-    from flash_attn import flash_attn_func
+            out = sdpa(q, k, v, None, scale)
+    else:
+        from flash_attn import flash_attn_func
 
-    return flash_attn_func(q, k, v, softmax_scale=scale, causal=True)[..., :dv]
+        out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+    return out[..., :dv]
 
 
 def varlen(
-    q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Packed,
+    scale: float,
+    backend: Backend,
 ) -> Tensor:
     """Compute causal attention within each document with a kernel for variable lengths.
 
     `documents` contains the document boundaries. For q, k, v, scale and backend, see `attend`.
     """
-    dv, shape = v.shape[-1], q.shape[:3]
+    shape = q.shape[:3]
+    dv = v.shape[-1]
     q, k, v = same_width(q, k, v, multiple=8)
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    ends, longest = documents
+    q = q.flatten(0, 1)  # (B T, H, width)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
+    # Queries and keys have the same documents.
+    bounds = (documents.boundaries, documents.boundaries)
+    longest = (documents.longest, documents.longest)
     if backend is Backend.flash and not sdpa_is_flash_4():
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(
-            q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True
-        )
+        out = flash_attn_varlen_func(q, k, v, *bounds, *longest, softmax_scale=scale, causal=True)
     else:
         from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1 s
 
         options = {"scale": scale, "window_size": (-1, 0), **VARLEN_GQA}
         # torch 2.15 prefers cuDNN, which compiles and keeps a plan per number of documents.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
-    return out.view(*shape, -1)[..., :dv]
+            out = varlen_attn(q, k, v, *bounds, *longest, **options)
+    out = out.view(*shape, -1)
+    return out[..., :dv]
 
 
 def varlen_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Packed,
+    scale: float,
+    backend: Backend,
 ) -> Tensor:
     """Compute causal attention within each document on a CPU; for the arguments, see `varlen`."""
-    dtype, dv, shape = q.dtype, v.shape[-1], q.shape[:3]
+    dtype = q.dtype
+    shape = q.shape[:3]
+    dv = v.shape[-1]
     q, k, v = same_width(q, k, v)
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    q = q.flatten(0, 1)  # (B T, H, width)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
     if in_float32(dtype, v.shape[-1]):
-        q, k, v = q.float(), k.float(), v.float()
+        q = q.float()
+        k = k.float()
+        v = v.float()
     # `document_attention` needs one key head and one value head per query head.
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    out = document_attention(q, k, v, documents.boundaries, scale)[0]
-    return out.view(*shape, -1)[..., :dv].to(dtype)
+    heads = q.shape[1]
+    k = k.repeat_interleave(heads // k.shape[1], 1)
+    v = v.repeat_interleave(heads // v.shape[1], 1)
+    out, _ = document_attention(q, k, v, documents.boundaries, scale)
+    out = out.view(*shape, -1)
+    return out[..., :dv].to(dtype)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
@@ -374,7 +354,10 @@ def compiled_flex() -> Callable[..., Tensor]:
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute the attention map softmax(scale * q k), (B, H, T, S), in float32 or wider.
 
@@ -382,9 +365,10 @@ def attention_weights(
     """
     n_queries, n_keys = q.shape[1], k.shape[1]
     if mask is None:
-        visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
-        mask = visible.tril(n_keys - n_queries)
-    scores = attention_scores(q, k, scale).masked_fill(~mask, float("-inf"))
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
+        mask = mask.tril(n_keys - n_queries)
+    scores = attention_scores(q, k, scale)
+    scores = scores.masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, dim=-1)
 
 
@@ -393,10 +377,12 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
 
     By default, `scale` is 1 / sqrt(d).
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     dtype = at_least_float32(q.dtype)
-    q = q.unflatten(2, (k.shape[2], -1))
-    products = torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype))
+    # One dimension of key heads and one of the query heads that share a key head: (B, T, K, g, d).
+    grouped = q.unflatten(2, (k.shape[2], -1))
+    products = torch.einsum("btkgd,bskd->bkgts", grouped.to(dtype), k.to(dtype))
     return products.flatten(1, 2) * scale
 
 

@@ -13,7 +13,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
-from diffllm.model.attention.ops import Backend, Mask, Sliced, WholeMask, attend, attention_weights
+from diffllm.model.attention.masks import Mask, Sliced, WholeMask
+from diffllm.model.attention.ops import Backend, attend, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 
@@ -56,7 +57,9 @@ class StandardConfig(AttentionConfig):
         return StandardAttention(model, self)
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        return model.head_dim + (SINK_CHANNELS if self.sink is Sink.learned else 0)
+        if self.sink is Sink.learned:
+            return model.head_dim + SINK_CHANNELS
+        return model.head_dim
 
     @property
     def explicit_mask(self) -> bool:
@@ -89,7 +92,13 @@ class StandardAttention(Attention):
         """Logit of the sink per head, (H,); None without a learned sink."""
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        aux: Aux | None,
     ) -> Tensor:
         if self.sink_kind is Sink.none:
             return self.attend(q, k, v, mask)
@@ -101,13 +110,20 @@ class StandardAttention(Attention):
         return self.with_sink(q, k, v, mask, self.sink)
 
     def with_sink(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask, sink: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: WholeMask,
+        sink: Tensor | None,
     ) -> Tensor:
         """Compute attention with a sink; `sink` contains the logits of a learned sink, (H,)."""
         assert mask is None or isinstance(mask, Tensor)
-        queries = q.shape[1]
+        n_queries = q.shape[1]
         q, k, v, mask, scale = with_sink(q, k, v, mask, sink)
-        return attend(q, k, v, mask, self.backend, scale)[:, -queries:]
+        context = attend(q, k, v, mask, self.backend, scale)
+        # Drop the additional first query, if any.
+        return context[:, -n_queries:]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         """Return {"map": attention map (B, H, T, S)}; with a sink, each row sums to less than 1."""
@@ -115,8 +131,9 @@ class StandardAttention(Attention):
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
         weights = attention_weights(q, k, mask, scale)
+        n_queries = x.shape[1]
         # Drop the additional first query, if any, and the sink key.
-        return {"map": weights[:, :, -x.shape[1] :, 1:]}
+        return {"map": weights[:, :, -n_queries:, 1:]}
 
     def reset_parameters(self, init: Initializer) -> None:
         if self.sink is not None:
@@ -124,7 +141,11 @@ class StandardAttention(Attention):
 
 
 def with_sink(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    logit: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
     """Return arguments for `attend` that add an attention sink to the attention of q, k and v.
 
@@ -145,15 +166,18 @@ def with_sink(
     # If T = S, an additional query keeps T = S, so that kernels still apply their causal mask.
     if mask is not None or q.shape[1] == k.shape[1]:
         q = prepend_zeros(q)
-    k, v = prepend_zeros(k), prepend_zeros(v)
+    k = prepend_zeros(k)
+    v = prepend_zeros(v)
     if mask is not None:
         mask = F.pad(mask, (1, 0, 1, 0), value=True)
     if logit is not None:
         # The kernel multiplies by 1 / sqrt(d), so multiply the logit by sqrt(d).
         scaled = (logit * math.sqrt(d)).to(q.dtype)
-        scaled = scaled.view(1, 1, -1, 1).expand(*q.shape[:3], 1)
-        rest = q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)
-        q = torch.cat((q, scaled, rest), dim=-1)
+        scaled = scaled.view(1, 1, -1, 1)
+        scaled = scaled.expand(*q.shape[:3], 1)
+        padding = q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)
+        q = torch.cat((q, scaled, padding), dim=-1)
+        # Only the sink key selects the logit, which is the first additional channel of a query.
         marks = k.new_zeros(*k.shape[:3], SINK_CHANNELS)
         marks[:, 0, :, 0] = 1
         k = torch.cat((k, marks), dim=-1)
@@ -161,4 +185,5 @@ def with_sink(
 
 
 def prepend_zeros(heads: Tensor) -> Tensor:
-    return torch.cat((torch.zeros_like(heads[:, :1]), heads), dim=1)
+    zeros = torch.zeros_like(heads[:, :1])
+    return torch.cat((zeros, heads), dim=1)

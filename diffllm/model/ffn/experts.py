@@ -48,8 +48,9 @@ class Experts(nn.Module):
             counts: number of rows per expert, (E,) int64.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
-        fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
-        if fewest is not None and len(x) >= fewest * len(counts):
+        joining = rows_to_join(x.device, x.dtype, self.w1, self.w3)
+        fewest_rows = joining.value
+        if fewest_rows is not None and len(x) >= fewest_rows * len(counts):
             gate_up = [expert_linear(x, self.w1, self.w3, ends, False)]
         else:
             gate = expert_linear(x, self.w1, None, ends, False)
@@ -64,12 +65,19 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 
     `weights` is (M,). `gate_up` is gate and up, (M, F) each, or their concatenation (M, 2 F).
     """
-    gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
-    return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
+    if len(gate_up) == 1:
+        gate_up = gate_up[0].chunk(2, 1)
+    gate, up = gate_up
+    hidden = F.silu(gate) * up
+    factors = weights.to(gate.dtype).unsqueeze(1)  # (M, 1)
+    return hidden * factors
 
 
 def grouped_product(
-    device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
+    device: torch.device,
+    dtype: torch.dtype,
+    n_experts: int,
+    widths: tuple[int, int],
 ) -> AutoSetting:
     """Choose one matrix product for all experts (`GROUPED`), or one per expert (`LOOPED`).
 
@@ -91,7 +99,9 @@ def grouped_product(
 
 
 def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
-    return len(x) > 0 and grouped_product(x.device, x.dtype, n_experts, widths).value == GROUPED
+    if len(x) == 0:
+        return False
+    return grouped_product(x.device, x.dtype, n_experts, widths).value == GROUPED
 
 
 def leaves_garbage(device: torch.device) -> bool:
@@ -99,7 +109,12 @@ def leaves_garbage(device: torch.device) -> bool:
 
     True on Blackwell and on ROCm.
     """
-    return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
+    if device.type == "cpu":
+        return False
+    if IS_ROCM:
+        return True
+    major, _ = torch.cuda.get_device_capability(device)
+    return major > 9
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
@@ -111,7 +126,8 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
         return AutoSetting(None, "joined in bf16 on CUDA only")
-    if grouped_product(device, dtype, n_experts, (width, dim)).value != GROUPED:
+    widths = (width, dim)
+    if grouped_product(device, dtype, n_experts, widths).value != GROUPED:
         return AutoSetting(None, "not grouped")
     if strides_are_adjacent(w1, w3):
         return AutoSetting(0, "adjacent weights")
@@ -127,9 +143,13 @@ def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
     """Concatenate `w1` and `w3`, both (E, F, D), to (E, 2 F, D); return a view if possible."""
     n_experts, width, dim = w1.shape
-    end_of_first = w1.data_ptr() + width * dim * w1.element_size()
-    share_storage = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
-    if share_storage and strides_are_adjacent(w1, w3) and w3.data_ptr() == end_of_first:
+    bytes_of_half = width * dim * w1.element_size()
+    end_of_w1 = w1.data_ptr() + bytes_of_half  # for the first expert
+    storage_of_w1 = w1.untyped_storage().data_ptr()
+    storage_of_w3 = w3.untyped_storage().data_ptr()
+    # A view beyond the storage of w1 would be invalid, even if w3 happens to follow in memory.
+    share_storage = storage_of_w1 == storage_of_w3
+    if share_storage and strides_are_adjacent(w1, w3) and w3.data_ptr() == end_of_w1:
         return w1.as_strided((n_experts, 2 * width, dim), w1.stride())
     return torch.cat((w1, w3), 1)
 
@@ -139,7 +159,11 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_linear", mutates_args=())
 def expert_linear(
-    x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
+    x: Tensor,
+    weight: Tensor,
+    beside: Tensor | None,
+    ends: Tensor,
+    transposed: bool,
 ) -> Tensor:
     """Return weight[e] @ x[i] for each row i of x (M, in): (M, out). Row i belongs to expert e.
 
@@ -155,11 +179,13 @@ def expert_linear(
     if transposed:
         weight = weight.transpose(1, 2)
     n_experts, out, width = weight.shape
-    if takes_groups(x, n_experts, (out, width)):
+    widths = (out, width)
+    if takes_groups(x, n_experts, widths):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     # This loop waits for the device, because the values of `ends` determine shapes.
+    rows_by_expert = split_by_expert(x, ends)
     products = []
-    for rows, expert_weight in zip(of_experts(x, ends), weight, strict=True):
+    for rows, expert_weight in zip(rows_by_expert, weight, strict=True):
         products.append(rows @ expert_weight.T)
     return torch.cat(products)
 
@@ -173,25 +199,34 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         x: input rows, (M, in), sorted by expert.
         ends: (E,) int32, the index after the last row of each expert.
     """
-    if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
-        out = F.grouped_mm(grad.t(), x, offs=ends)
+    widths = (grad.shape[1], x.shape[1])
+    if takes_groups(x, len(ends), widths):
+        weight_grad = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
             counts = ends.diff(prepend=ends.new_zeros(1))
             is_unused = counts == 0
-            out.masked_fill_(is_unused[:, None, None], 0)
-        return out
-    pairs = zip(of_experts(grad, ends), of_experts(x, ends), strict=True)
-    return torch.stack([rows_grad.T @ rows for rows_grad, rows in pairs])
+            weight_grad.masked_fill_(is_unused[:, None, None], 0)
+        return weight_grad
+    grads_by_expert = split_by_expert(grad, ends)
+    rows_by_expert = split_by_expert(x, ends)
+    products = []
+    for rows_grad, rows in zip(grads_by_expert, rows_by_expert, strict=True):
+        products.append(rows_grad.T @ rows)
+    return torch.stack(products)
 
 
-def of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+def split_by_expert(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     return rows.tensor_split(ends.tolist()[:-1])
 
 
 @expert_linear.register_fake
 def _(x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool) -> Tensor:
-    out = weight.shape[1] * (1 if beside is None else 2)
-    return x.new_empty(len(x), weight.shape[2] if transposed else out)
+    _, out, width = weight.shape
+    if transposed:
+        return x.new_empty(len(x), width)
+    if beside is not None:
+        out = 2 * out
+    return x.new_empty(len(x), out)
 
 
 @expert_weight_grad.register_fake
@@ -208,11 +243,18 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grad_x = expert_linear(grad, weight, beside, ends, True)
-    parts = (grad, None) if beside is None else grad.chunk(2, 1)
-    grads = (None if part is None else expert_weight_grad(part, x, ends) for part in parts)
-    return grad_x, *grads, None, None
+    if beside is None:
+        grad_weight = expert_weight_grad(grad, x, ends)
+        return grad_x, grad_weight, None, None, None
+    first_half, second_half = grad.chunk(2, 1)
+    grad_weight = expert_weight_grad(first_half, x, ends)
+    grad_beside = expert_weight_grad(second_half, x, ends)
+    return grad_x, grad_weight, grad_beside, None, None
 
 
-expert_linear.register_autograd(
-    linear_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:-1])
-)
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, beside, ends, _ = inputs
+    ctx.save_for_backward(x, weight, beside, ends)
+
+
+expert_linear.register_autograd(linear_backward, setup_context=save_inputs)

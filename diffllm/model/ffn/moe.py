@@ -34,11 +34,15 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        # One name, so that the memory of the gate is free during the last product.
+        hidden = F.silu(self.w1(x))
+        hidden = hidden * self.w3(x)
+        return self.w2(hidden)
 
     def flops_per_token(self) -> int:
         """Count training FLOPs per token: 6 per weight (2 forward, 4 backward)."""
-        return 6 * sum(p.numel() for p in self.parameters())
+        size = sum(param.numel() for param in self.parameters())
+        return 6 * size
 
 
 class Routed(NamedTuple):
@@ -67,7 +71,8 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.router = Router(dim, cfg)
         self.experts = Experts(cfg.n_experts, dim, cfg.expert_dim)
-        self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
+        shared_dim = cfg.n_shared * cfg.expert_dim
+        self.shared = SwiGLU(dim, shared_dim) if cfg.n_shared else None
 
     def forward(
         self,
@@ -95,9 +100,9 @@ class MoE(nn.Module):
         # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
+        inverse = torch.empty_like(order)
+        positions = torch.arange(len(order), device=order.device)
+        inverse = inverse.scatter_(0, order, positions)
         # These counts include padding, because the experts process its rows.
         counts = torch.zeros_like(self.router.bias, dtype=torch.int64)
         counts = counts.scatter_add(0, slots, torch.ones_like(slots))
@@ -116,12 +121,14 @@ class MoE(nn.Module):
         `routing.shares` is 0 for padding. `padding` (B, T) is True for padding. If `slices` is
         given, the tokens are this rank's slice of each sequence.
         """
-        counts = tokens_per_expert(routing.experts, self.cfg.n_experts, padding.flatten())
+        is_padding = padding.flatten()  # (N,)
+        counts = tokens_per_expert(routing.experts, self.cfg.n_experts, is_padding)
         balance = z = routing.logits.new_zeros(())
-        if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
-            balance = sequence_balance(routing.shares, routing.experts, padding, slices)
-        elif self.cfg.balance_loss:
-            balance = global_balance(routing.shares, self.router.load)
+        if self.cfg.balance_loss:
+            if self.cfg.balance_over is Balance.sequence:
+                balance = sequence_balance(routing.shares, routing.experts, padding, slices)
+            else:
+                balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:
             squares = routing.logits.logsumexp(-1).square()
             z = squares.masked_fill(padding.flatten(), 0).sum()
@@ -130,23 +137,30 @@ class MoE(nn.Module):
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
         """Return the algorithm chosen for each matrix product, with the reason for the choice."""
         _, width, dim = self.experts.w1.shape
+        widths = (width, dim)
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
-        several = f"one product from {joining.value} rows per expert"
-        gate_up = {None: "two products", 0: "one product"}.get(joining.value, several)
+        if joining.value is None:
+            gate_up = "two products"
+        elif joining.value == 0:
+            gate_up = "one product"
+        else:
+            gate_up = f"one product from {joining.value} rows per expert"
         return {
             "router_product": router_product(device, dtype),
-            "expert_products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),
+            "expert_products": grouped_product(device, dtype, self.cfg.n_experts, widths),
             "gate_and_up": AutoSetting(gate_up, joining.reason),
         }
 
     def idle_parameters(self) -> int:
-        expert_size = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
-        return (self.cfg.n_experts - self.cfg.top_k) * expert_size
+        n_experts = self.cfg.n_experts
+        size_of_experts = sum(param.numel() for param in self.experts.parameters())
+        n_idle = n_experts - self.cfg.top_k
+        return n_idle * (size_of_experts // n_experts)
 
     def flops_per_token(self) -> int:
         """Count training FLOPs per token: 6 per weight, without the experts that are not chosen."""
-        total = sum(p.numel() for p in self.parameters())
-        return 6 * (total - self.idle_parameters())
+        size = sum(param.numel() for param in self.parameters())
+        return 6 * (size - self.idle_parameters())
 
 
 class _Send(torch.autograd.Function):
@@ -162,7 +176,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
-        return summed(grads[0], inverse, ctx.n), None, None
+        grad_rows = summed(grads[0], inverse, ctx.n)
+        return grad_rows, None, None
 
 
 class _Return(torch.autograd.Function):
@@ -178,7 +193,8 @@ class _Return(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         top_k = len(order) // ctx.n
-        return grads[0].index_select(0, order // top_k), None, None, None
+        grad_rows = grads[0].index_select(0, order // top_k)
+        return grad_rows, None, None, None
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -187,4 +203,5 @@ def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
     `rows` are sorted by expert, and rows[inverse] by token; `inverse` is (n k,).
     """
     # One kernel that gathers and sums: indexing first would write all n k rows again.
-    return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")
+    rows_of_token = inverse.view(n, -1)  # (n, k)
+    return F.embedding_bag(rows_of_token, rows, mode="sum")
