@@ -371,7 +371,6 @@ def eager_attention_forward(
     weights = (positive / divisor).to(query.dtype)
     # Keys and values have one head per pair, and a group counts single heads.
     context = weights @ value.repeat_interleave(groups // 2, dim=1)
-    # The caller expects one output per head.
     empty = torch.zeros_like(context)
     context = torch.stack((context, empty), dim=2).flatten(1, 2)
     return context.transpose(1, 2).contiguous(), maps
@@ -397,7 +396,9 @@ def stored(
         return cache.update(k, v, layer_idx, kwargs=kwargs)
     places = {name: kwargs[name] for name in ("read_index", "write_index")}
     k, v = cache.update(k, v, layer_idx, **places)  # (S, heads, width) each
-    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    k = k.transpose(0, 1).unsqueeze(0)
+    v = v.transpose(0, 1).unsqueeze(0)
+    return k, v
 
 
 class Attention(nn.Module):
@@ -641,7 +642,9 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        hidden = F.silu(self.gate_proj(x))
+        hidden = hidden * self.up_proj(x)
+        return self.down_proj(hidden)
 
 
 class Router(nn.Module):
