@@ -109,7 +109,8 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
     for path in reversed(paths):
         problems = faults(path)
         if problems:
-            if path.exists():  # Training may have deleted the checkpoint during the check.
+            # Training may have deleted the checkpoint during the check.
+            if path.exists():
                 damaged.append(f"{path} ({listed(problems)})")
             continue
         for name in damaged:
@@ -166,6 +167,7 @@ def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
         try:
             return use(path)
         except (UserError, OSError):
+            # The error has another cause if training has not deleted the checkpoint.
             if path.exists():
                 raise
     raise CheckpointError(
@@ -206,7 +208,8 @@ def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
             continue
         hidden = hidden_path(path.parent, step_of(path))
         try:
-            path.rename(hidden)  # An interrupted deletion must not look like a damaged checkpoint.
+            # An interrupted deletion must not look like a damaged checkpoint.
+            path.rename(hidden)
             remove(hidden)
         except OSError as error:
             reason = error.strerror or error

@@ -49,7 +49,10 @@ Manifest = dict[str, FileRecord]
 
 
 def file_records(files: Iterable[Path]) -> Manifest:
-    return {file.name: FileRecord(file.stat().st_size, sha256_of(file)) for file in files}
+    records = {}
+    for file in files:
+        records[file.name] = FileRecord(file.stat().st_size, sha256_of(file))
+    return records
 
 
 def sha256_of(file: Path) -> str:
@@ -100,6 +103,7 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
         if content.get("format") != FORMAT:
             raise ValueError(f"does not have format {FORMAT}, which this version reads")
         step = content.get("step")
+        # A renamed directory would otherwise pass as a checkpoint of another step.
         match = DIRECTORY_NAME.fullmatch(path.name)
         # `type`, not `isinstance`: JSON's true is an int in Python.
         if type(step) is not int or step < 0:
@@ -108,7 +112,9 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"has step {step}, but the directory name has {int(match[1])}")
         yield content
     except (ValueError, OSError) as error:
-        problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"cannot be read ({error.strerror})"
         raise CheckpointError(f"{path} is not a checkpoint: {name} {problem}") from error
 
 
@@ -123,7 +129,8 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
     files = {}
     for name, entry in entries.items():
         # A forged manifest could name a file outside of the checkpoint.
-        if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST) or "\0" in name:
+        is_file_name = name == os.path.basename(name) and "\0" not in name
+        if not is_file_name or name in ("", ".", "..", MANIFEST):
             raise ValueError(f"lists {shown(name)}, which cannot be a file of a checkpoint")
         record = entry if isinstance(entry, dict) else {}
         size = record.get("size")
@@ -147,7 +154,8 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{path} is not a checkpoint: ")]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Hashing releases the GIL.
+    # Threads are enough, because hashing releases the GIL.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = pool.map(lambda name: fault(path / name, manifest[name], checksums), manifest)
         return [problem for problem in problems if problem]
 
@@ -159,9 +167,11 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
     """
     name = shown(file.name)
     try:
+        # Not `stat`: a link could lead to a file outside of the checkpoint.
         status = file.lstat()
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
+        # The size first, because it needs no read of the file.
         if status.st_size != record.size:
             return f"{name} has {status.st_size:,} bytes, not {record.size:,}"
         if checksum and sha256_of(file) != record.sha256:
@@ -222,31 +232,38 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     loop = state["loop"]
     if loop is None:
         return
+    step = loop.get("step")
     run_id = loop.get("wandb_id")
-    seconds = loop.get("seconds")
+    has_run_id = run_id is None or RUN_ID.fullmatch(str(run_id)) is not None
     mode = loop.get("mkl_mode")
-    # Older checkpoints lack these entries.
+    seconds = loop.get("seconds")
+    # Older checkpoints lack train_seconds, training_flops and visible_keys.
     train_seconds = loop.get("train_seconds", seconds)
     flops = loop.get("training_flops")
-    usable = {
-        "step": type(loop.get("step")) is int and loop["step"] == state["step"],
+    is_valid = {
+        "step": type(step) is int and step == state["step"],
         "data": passes(check_place, loop.get("data")),
         "order": isinstance(loop.get("order"), dict),
         "spikes": passes(check_spikes, loop.get("spikes")),
         "visible_keys": passes(VisibleKeys.of, loop.get("visible_keys", {})),
         "tokens": passes(tokens_of, loop),
-        "training_flops": flops is None or (type(flops) in (int, float) and 0 <= flops < math.inf),
-        "wandb_id": "wandb_id" in loop and (run_id is None or RUN_ID.fullmatch(str(run_id))),
+        "training_flops": flops is None or is_number_below(math.inf, flops),
+        "wandb_id": "wandb_id" in loop and has_run_id,
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
-        "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,
-        "train_seconds": type(train_seconds) in (int, float) and 0 <= train_seconds < 2**63,
+        "seconds": is_number_below(2**63, seconds),
+        "train_seconds": is_number_below(2**63, train_seconds),
     }
-    for name, is_usable in usable.items():
-        if not is_usable:
+    for name in is_valid:
+        if not is_valid[name]:
             raise CheckpointError(
                 f"{path} is not a checkpoint: loop.{name} in state.json is missing or invalid"
             )
+
+
+def is_number_below(bound: float, value: Any) -> bool:
+    """Return whether `value` is a number from 0 to below `bound`; a bool or NaN is not."""
+    return type(value) in (int, float) and bool(0 <= value < bound)
 
 
 def tokens_of(loop: Mapping[str, Any]) -> int:
@@ -256,7 +273,8 @@ def tokens_of(loop: Mapping[str, Any]) -> int:
     """
     if "tokens" in loop:
         factors = [loop["tokens"]]
-    else:  # Older versions counted every step with the newest batch.
+    else:
+        # Older versions counted every step with the newest batch.
         order = loop["order"]
         factors = [loop["step"], order.get("global_batch_size", 0), order.get("seq_len", 0)]
     if any(type(factor) is not int for factor in factors):

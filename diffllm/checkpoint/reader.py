@@ -88,6 +88,7 @@ class TensorReader(FileSystemReader):
         except Exception as error:
             self.refused = error
             raise
+        # As in the base class.
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -117,6 +118,7 @@ def read_index(path: Path) -> Metadata:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise index_error(f"contains {shown(name)}, which is not a tensor")
+    # A forged index could name a file outside of the checkpoint, or a transformation of its bytes.
     for place in metadata.storage_data.values():
         is_listed = isinstance(place, _StorageInfo) and place.relative_path in manifest
         if not is_listed or place.transform_descriptors:
@@ -136,6 +138,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader, **kwargs)
+    # CheckpointException is a BaseException, but not an Exception.
     except (Exception, CheckpointException) as error:
         reason = failure_reason(reader.refused or error)
         raise CheckpointError(f"cannot read the checkpoint {path}: {reason}") from error
@@ -152,4 +155,6 @@ def failure_reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{type(error).__name__}: {text}"

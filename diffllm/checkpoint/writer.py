@@ -155,6 +155,7 @@ class Checkpointer:
         Raises AgreedByAll on all ranks if the last save of the run failed. Raises CheckpointError
         if the ranks cannot communicate.
         """
+        # Reset first: a later call, such as in `close`, must not raise the same error again.
         pending = self.pending
         self.pending = None
         try:
@@ -184,7 +185,9 @@ class Checkpointer:
         """
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
+            # Each rank hashes only its own files, at the same time as the other ranks.
             part: Part = file_records(hidden.glob(f"__{self.rank}_*.distcp"))
+        # CheckpointException is a BaseException, but not an Exception.
         except (Exception, CheckpointException) as error:
             part = failure_reason(error)
         # A rank whose write failed must also reach these collectives.
@@ -223,10 +226,13 @@ class Checkpointer:
             to_stderr(f"warning: {saved} cannot be written: {error.strerror or error}")
         # The new checkpoint replaces a damaged one of a later step, see `set_aside`.
         self.skipped.discard(final)
-        prune([p for p in list_checkpoints(self.directory) if p not in self.skipped], self.cfg)
+        paths = [path for path in list_checkpoints(self.directory) if path not in self.skipped]
+        prune(paths, self.cfg)
         return None
 
     def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
+        # A broadcast that every rank must reach. The ranks could see different states of a shared
+        # file system, so only rank 0 decides.
         decision = [choose() if self.rank == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self.group)
         return decision[0]
@@ -237,15 +243,18 @@ class Checkpointer:
         Returns the reason why the checkpoint cannot be written, or None if it can be written.
         `extra` is the number of bytes that the checkpoint needs in addition to `tensors`.
         """
+        # `mkdir` below would create a removed run directory again.
         if identity(self.directory.parent) != self.run:
             return DIRECTORY_REMOVED
         try:
+            # A killed save may have left its directory.
             if os.path.lexists(hidden):
                 remove(hidden)
             hidden.mkdir(parents=True)
             disk = shutil.disk_usage(hidden)
             needed = needed_bytes(tensors) + extra
-            if disk.total and disk.free < needed:  # Some network file systems report sizes of 0.
+            # Some network file systems report sizes of 0.
+            if disk.total and disk.free < needed:
                 hidden.rmdir()
                 return f"a checkpoint needs {needed:,} bytes, but only {disk.free:,} are free"
         except OSError as error:
@@ -253,6 +262,7 @@ class Checkpointer:
         return None
 
     def _failed(self, step: int, reason: str, final: bool) -> None:
+        # After the last save, all ranks raise the error. Otherwise, one warning is enough.
         if not final and self.rank > 0:
             return
         newest = "there is no checkpoint yet"

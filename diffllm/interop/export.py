@@ -115,9 +115,15 @@ def write_configs(
 
     If the layout uses the class in modeling_diffllm.py, copy modeling_diffllm.py as well.
     """
-    eos, bos = tokenizer.eos_id, tokenizer.bos_id  # the EOS is the padding, too
-    ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
-    bos_token = {} if bos is None else {"bos_token": tokenizer.piece(bos)}
+    # The EOS is the padding, too.
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.eos_id,
+    }
+    bos_token = {}
+    if tokenizer.bos_id is not None:
+        bos_token["bos_token"] = tokenizer.piece(tokenizer.bos_id)
     config = {
         "architectures": [layout.architecture],
         **layout.config,
@@ -198,8 +204,10 @@ def write_card(
 
     The card contains the losses of the run only if the checkpoint is from the last step.
     """
-    facts, summary = read_record(run / "run.json") or {}, read_summary(run)
-    state, variant = read_state(checkpoint), cfg.resolved.choices["attention"]
+    facts = read_record(run / "run.json") or {}
+    summary = read_summary(run)
+    state = read_state(checkpoint)
+    variant = cfg.resolved.choices["attention"]
     rows = {
         "architecture": layout.architecture,
         "attention": variant,
@@ -213,11 +221,12 @@ def write_card(
                 rows[title] = f"{summary[key]:.4f}"
         rows["held-out tokens"] = summary.get("heldout_tokens")
     lines = [f"| {title} | {value} |" for title, value in rows.items() if value is not None]
+    n_parameters = sum(math.prod(shape) for shape in state["parameters"].values())
     has_modelling_file = layout.architecture == ARCHITECTURE
     card = CARD.format(
         name=name,
         variant=variant,
-        millions=sum(math.prod(shape) for shape in state["parameters"].values()) / 1e6,
+        millions=n_parameters / 1e6,
         line=facts.get("variant_line", ""),
         remote=", trust_remote_code=True" if has_modelling_file else "",
         rows="\n".join(lines),
@@ -233,9 +242,13 @@ def origin_rows(facts: dict[str, Any], state: dict[str, Any], cfg: TrainConfig) 
     a trained model contain the training step, the tokens of all stages, and the training data. The
     rows of an imported model contain the original model and the conversion.
     """
-    if imported := facts.get("imported"):
-        keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
-        return {title: imported.get(key) for title, key in keys.items()}
+    imported = facts.get("imported")
+    if imported:
+        return {
+            "weights from": imported.get("from"),
+            "at revision": imported.get("revision"),
+            "converted to": imported.get("converted"),
+        }
     resumed = named_in(cfg.resume)
     # The tokens of earlier stages; the state of the loop counts those of this stage.
     previous_tokens = (facts.get("previous") or {}).get("tokens") or 0
@@ -263,5 +276,6 @@ def source_text(source: TextConfig) -> str:
             text += f" at revision {source.revision}"
         return text
     if source.paths:
-        return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
+        names = [Path(path).name for path in source.paths[:5]]
+        return f"files {', '.join(names)}"
     return str(source.source)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.hf.conversion import converted
+from diffllm.checkpoint.hf.layout import Mapped
 from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import write_parameters
@@ -49,9 +51,11 @@ def import_model(
     path, facts = locate_model(source)
     origin = origin_of(path)
     if "revision" in facts:
-        origin.name = name_from(Path(facts["from"]))  # the directory is named by the commit
+        # The name of the downloaded directory is the commit.
+        origin.name = name_from(Path(facts["from"]))
     checkpoint = origin.checkpoint()
-    new, mapped_parameters = origin, None
+    new = origin
+    mapped_parameters = None
     facts |= {"attention": origin.attention, "architecture": origin.architecture}
     if attention is not None:
         model, mapped_parameters = converted(origin.model, attention, perturb, seed)
@@ -62,26 +66,27 @@ def import_model(
             f"perturb={perturb} is only supported with attention=diff_v2; "
             "add attention=diff_v2 or remove perturb"
         )
-    tokenizer, bos_token = origin.tokenizer, origin.bos_token
+    # Before `out` is written, because unsupported tokenizers raise errors here.
+    tokenizer = origin.tokenizer
+    bos_token = origin.bos_token
     facts["bos_token"] = bos_token
+    facts["step"] = step_of(checkpoint) if checkpoint else None
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
         if mapped_parameters is not None:
-            # A `Mapped` exists for each parameter; the buffers of routers are copied.
-            new_tensors = {name: tensor for name, tensor in tensors.items() if ".router." in name}
-            for mapped in mapped_parameters:
-                new_tensors[mapped.name] = mapped.of(tensors)
-            tensors = new_tensors
-        names = [name for name, _ in without_storage(new.model).named_parameters()]
-        write_parameters(hidden / "checkpoints", tensors, names)
+            tensors = mapped_tensors(mapped_parameters, tensors)
+        parameters = [name for name, _ in without_storage(new.model).named_parameters()]
+        write_parameters(hidden / "checkpoints", tensors, parameters)
         for file, content in tokenizer_files(tokenizer, bos_token=bos_token).items():
             (hidden / file).write_bytes(content)
         copy = Tokenizer.from_file(hidden / tokenizer.name)
         (hidden / "config.yaml").write_text(config_yaml(new, out, tokenizer), encoding="utf-8")
-        counted = sum(tensors[name].numel() for name in names)
-        facts["step"] = step_of(checkpoint) if checkpoint else None
-        facts = {"parameters": counted, "eos_token": copy.eos_token, "imported": facts}
-        (hidden / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        run = {
+            "parameters": sum(tensors[name].numel() for name in parameters),
+            "eos_token": copy.eos_token,
+            "imported": facts,
+        }
+        (hidden / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
     return new
 
 
@@ -99,7 +104,8 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"hf={source} must be a directory or owner/name[@revision] of the hub")
     from huggingface_hub import HfApi, snapshot_download
 
-    name, revision = match["name"], match["revision"]
+    name = match["name"]
+    revision = match["revision"]
     try:
         # Download the commit, so that run.json records exactly the downloaded files.
         sha = HfApi().model_info(name, revision=revision, timeout=60).sha
@@ -112,6 +118,18 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
     return Path(fetched), {"from": name, "revision": sha}
 
 
+def mapped_tensors(rules: Sequence[Mapped], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Compute the tensors of a converted model, by name, from those of the original model."""
+    converted_tensors = {}
+    # The rules define all parameters; the buffers of routers stay as they are.
+    for name, tensor in tensors.items():
+        if ".router." in name:
+            converted_tensors[name] = tensor
+    for rule in rules:
+        converted_tensors[rule.name] = rule.of(tensors)
+    return converted_tensors
+
+
 def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
     """Read the parameters and router buffers of a model in float32, by their names in diffllm.
 
@@ -119,13 +137,15 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
     checkpoint.
     """
     model = without_storage(origin.model).to_empty(device="cpu")
+    # Some model directories lack these buffers, which then keep their initial values.
     for mixture in model.mixtures:
         mixture.router.reset_buffers()
     tensors = {name: param.detach() for name, param in model.named_parameters()}
     tensors |= model.router_state()
     if checkpoint:
-        stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        load_tensors(checkpoint, stored, no_dist=True)
+        # Loaded in place, so `tensors` has the values.
+        checkpoint_tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        load_tensors(checkpoint, checkpoint_tensors, no_dist=True)
     else:
         assert origin.directory
         for name in origin.directory.names:
@@ -138,8 +158,14 @@ def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
 
     `tokenizer` is the original tokenizer file. The config contains the path of its copy in `out`.
     """
-    words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
-    cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])
+    overrides = ["experiment=none"]
+    for override in implied(origin, {}):
+        # The config names the copy of the tokenizer in `out` instead.
+        if not override.startswith("data.tokenizer="):
+            overrides.append(override)
+    overrides.append(f"seq_len={origin.model.seq_len}")
+    cfg = load_config(overrides)
     cfg.data.tokenizer = str((out / tokenizer.name).absolute())
-    cfg.run.name, cfg.resolved.choices["model"] = out.name, origin.name
+    cfg.run.name = out.name
+    cfg.resolved.choices["model"] = origin.name
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))

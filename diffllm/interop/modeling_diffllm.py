@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+# Before the imports below, some of which fail in older versions.
 if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 4]:
     raise ImportError(
         f"transformers {transformers.__version__} is too old for modeling_diffllm.py: "
@@ -44,9 +45,20 @@ WITH_MASKS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "standard": {"query_heads": 1.0, "sink": ("none", "learned", "one")},
-    "gated": {"gate": ("elementwise", "headwise"), "init": ("half", "one")},
-    "diff_v1": {"head_norm": True, "head_norm_eps": 1e-5, "lambda_init": None, "clamp": False},
+    "standard": {
+        "query_heads": 1.0,
+        "sink": ("none", "learned", "one"),
+    },
+    "gated": {
+        "gate": ("elementwise", "headwise"),
+        "init": ("half", "one"),
+    },
+    "diff_v1": {
+        "head_norm": True,
+        "head_norm_eps": 1e-5,
+        "lambda_init": None,
+        "clamp": False,
+    },
     "diff_v2": {
         "pairing": ("adjacent", "halves"),
         "lambda_form": ("sigmoid", "raw", "scalar", "fixed", "none"),
@@ -56,11 +68,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings by variant: the default, or a tuple of choices that begins with the default."""
 MOE_SETTINGS = {
-    "n_experts": 0, "top_k": 2, "expert_dim": 0, "n_shared": 0, "n_dense_layers": 0,
-    "score": ("sigmoid", "softmax"), "renormalise": True, "routed_scaling": 1.0,
-    "bias_update_rate": 1e-3, "balance_loss": 0.0, "balance_over": ("global_batch", "sequence"),
+    "n_experts": 0,
+    "top_k": 2,
+    "expert_dim": 0,
+    "n_shared": 0,
+    "n_dense_layers": 0,
+    "score": ("sigmoid", "softmax"),
+    "renormalise": True,
+    "routed_scaling": 1.0,
+    "bias_update_rate": 1e-3,
+    "balance_loss": 0.0,
+    "balance_over": ("global_batch", "sequence"),
     "router_z_loss": 0.0,
-}  # fmt: skip
+}
 """Settings of a mixture of experts, in the same form; only training uses the last four."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -76,23 +96,47 @@ ROPE_KEYS = (
 )  # fmt: skip
 
 
-def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings in `given`, with defaults from `known` for missing settings.
+def completed(settings: dict[str, Any], declared: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return `settings`, with defaults from `declared` for missing settings.
 
-    A value in `known` is the default of a setting, or a tuple of all allowed values with the
+    A value in `declared` is the default of a setting, or a tuple of all allowed values with the
     default first. Raises ValueError for an unknown setting or an invalid value. The message names
-    the setting as "<where>.<setting>".
+    the setting as "<prefix>.<setting>".
     """
-    for key, value in given.items():
-        if key not in known:
-            raise ValueError(f"{where}.{key}={value!r} is unknown; known: {', '.join(known)}")
-        if isinstance(known[key], tuple) and value not in known[key]:
-            raise ValueError(f"{where}.{key}={value!r} must be one of {', '.join(known[key])}")
-        kinds = {bool: (bool,), int: (int,), tuple: (str,)}.get(type(known[key]), (int, float))
-        if type(value) not in (*kinds, type(known[key])):
-            raise ValueError(f"{where}.{key}={value!r} must be of type {kinds[-1].__name__}")
-    defaults = {key: v[0] if isinstance(v, tuple) else v for key, v in known.items()}
-    return defaults | given
+    for key, value in settings.items():
+        name = f"{prefix}.{key}"
+        if key not in declared:
+            raise ValueError(f"{name}={value!r} is unknown; known: {', '.join(declared)}")
+        default = declared[key]
+        is_choice = isinstance(default, tuple)
+        if is_choice and value not in default:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(default)}")
+        types: tuple[type, ...] = (int, float)
+        if is_choice:
+            types = (str,)
+        elif isinstance(default, int):
+            types = (type(default),)
+        # `type`, not `isinstance`: a bool is an int in Python. A default of None is allowed, too.
+        if type(value) not in (*types, type(default)):
+            raise ValueError(f"{name}={value!r} must be of type {types[-1].__name__}")
+    defaults = {}
+    for key, default in declared.items():
+        defaults[key] = default[0] if isinstance(default, tuple) else default
+    return defaults | settings
+
+
+def completed_moe(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a mixture of experts with defaults; {} without experts."""
+    moe = completed(settings, MOE_SETTINGS, "moe")
+    if not moe["n_experts"]:
+        return {}
+    has_valid_top_k = 1 <= moe["top_k"] <= moe["n_experts"]
+    if not (has_valid_top_k and moe["expert_dim"] >= 1):
+        raise ValueError(
+            f"moe.top_k={moe['top_k']} must be between 1 and moe.n_experts="
+            f"{moe['n_experts']}, and moe.expert_dim={moe['expert_dim']} at least 1"
+        )
+    return moe
 
 
 def check_rope(rope: dict[str, Any]) -> None:
@@ -100,16 +144,18 @@ def check_rope(rope: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
-    if missing := [key for key in ("rope_theta", *ROPE_TYPES[kind]) if rope.get(key) is None]:
+    required = ("rope_theta", *ROPE_TYPES[kind])
+    missing = [key for key in required if rope.get(key) is None]
+    if missing:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
     for key, value in rope.items():
         if key not in ROPE_KEYS:
             raise ValueError(f"rope_parameters.{key}={value!r} is unknown")
         if key == "truncate" and type(value) is not bool:
             raise ValueError(f"rope_parameters.truncate={value!r} must be true or false")
-        if key not in ("rope_type", "type", "truncate") and not (
-            type(value) in (int, float) and value > 0
-        ):
+        is_number = key not in ("rope_type", "type", "truncate")
+        # `not value > 0` is also true for NaN.
+        if is_number and (type(value) not in (int, float) or not value > 0):
             raise ValueError(f"rope_parameters.{key}={value!r} must be a number above 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} must be 1.0")
@@ -152,35 +198,32 @@ class DiffLLMConfig(PreTrainedConfig):
     moe: dict[str, Any] = None  # type: ignore[assignment]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        given = dict(self.attention or {})
-        variant = given.pop("variant", "standard")
+        settings = dict(self.attention or {})
+        variant = settings.pop("variant", "standard")
         if variant not in SETTINGS:
             raise ValueError(f"attention.variant={variant!r} must be one of {', '.join(SETTINGS)}")
-        known = {"context_scale": 1.0, **SETTINGS[variant]}
-        self.attention = {"variant": variant, **completed(given, known, "attention")}
+        declared = {"context_scale": 1.0, **SETTINGS[variant]}
+        self.attention = {"variant": variant, **completed(settings, declared, "attention")}
         if self.moe:
-            moe = completed(self.moe, MOE_SETTINGS, "moe")
-            if moe["n_experts"] and not (
-                1 <= moe["top_k"] <= moe["n_experts"] and moe["expert_dim"] >= 1
-            ):
-                raise ValueError(
-                    f"moe.top_k={moe['top_k']} must be between 1 and moe.n_experts="
-                    f"{moe['n_experts']}, and moe.expert_dim={moe['expert_dim']} at least 1"
-                )
-            self.moe = moe if moe["n_experts"] else {}
-        heads, keys = self.num_attention_heads, self.num_key_value_heads
-        pairs = variant in ("diff_v1", "diff_v2")
-        if heads % (keys * (1 + pairs)):
-            half = " / 2" if pairs else ""
+            self.moe = completed_moe(self.moe)
+        heads = self.num_attention_heads
+        key_heads = self.num_key_value_heads
+        has_pairs = variant in ("diff_v1", "diff_v2")
+        if heads % (key_heads * (2 if has_pairs else 1)):
+            half = " / 2" if has_pairs else ""
             raise ValueError(
-                f"num_key_value_heads={keys} must divide num_attention_heads={heads}{half}"
+                f"num_key_value_heads={key_heads} must divide num_attention_heads={heads}{half}"
             )
-        for key in ("sliding_window", "attention_chunk_size", "layer_types"):  # read by caches
-            if kwargs.get(key) not in (None, ["full_attention"] * self.num_hidden_layers):
+        # Caches of transformers read these settings: with a window, they would drop tokens.
+        full_attention = ["full_attention"] * self.num_hidden_layers
+        for key in ("sliding_window", "attention_chunk_size", "layer_types"):
+            if kwargs.get(key) not in (None, full_attention):
                 raise ValueError(
                     f"{key}={kwargs[key]!r} is not supported: all layers attend to all tokens"
                 )
+        # transformers before version 5 calls these settings rope_scaling.
         rope = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+        # A setting that is null is missing: transformers would use None in place of its default.
         self.rope_parameters = {key: value for key, value in rope.items() if value is not None}
         if kwargs.get("rope_theta") is None:
             kwargs.pop("rope_theta", None)
@@ -212,8 +255,11 @@ class RotaryEmbedding(nn.Module):
     @torch.no_grad()
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (B, T, d/2), float32, for positions (B, T)."""
-        angles = position_ids[..., None].to(self.inv_freq.dtype) * self.inv_freq
-        return (self.scaling * angles.cos()).float(), (self.scaling * angles.sin()).float()
+        positions = position_ids[..., None].to(self.inv_freq.dtype)
+        angles = positions * self.inv_freq  # (B, T, d/2)
+        cos = (self.scaling * angles.cos()).float()
+        sin = (self.scaling * angles.sin()).float()
+        return cos, sin
 
 
 def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
@@ -222,39 +268,61 @@ def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> t
     Frequencies are in radians per position, in float64, or in float32 on MPS.
     """
     rope: dict[str, Any] = config.rope_parameters
+    # Once more: the settings of a config may have changed since the config was created.
     check_rope(rope)
-    kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
+    rope_type = rope.get("rope_type", "default")
+    # float64, because the rounding error of a float32 angle grows with the position.
     index = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
-    found, scaling = theta ** -(2 * index / head_dim), 1.0
-    if kind != "default":
-        slower = found / rope["factor"]
-        length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if kind == "linear":
-            kept = torch.zeros_like(index)
-        elif kind == "llama3":
+    original = rope["rope_theta"] ** -(2 * index / head_dim)
+    scaled = original
+    scaling = 1.0
+    if rope_type != "default":
+        # Weight 1 keeps a frequency, and weight 0 divides it by the factor.
+        length = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        if rope_type == "linear":
+            weights = torch.zeros_like(index)
+        elif rope_type == "llama3":
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            kept = (length * found / (2 * math.pi) - low) / (high - low)
+            turns = length * original / (2 * math.pi)
+            weights = (turns - low) / (high - low)
         else:
-            turns = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
-            first, last = (
-                head_dim * math.log(length / (n * 2 * math.pi)) / (2 * math.log(theta))
-                for n in turns
-            )
-            if rope.get("truncate", True):
-                first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, head_dim - 1)
-            kept = 1 - (index - first) / max(last - first, 1e-3)
-            scaling = rope.get("attention_factor") or 0.1 * math.log(rope["factor"]) + 1
-        kept = kept.clamp(0, 1)
-        found = kept * found + (1 - kept) * slower
-    return found.to(device, torch.float32 if device.type == "mps" else torch.float64), scaling
+            weights = yarn_weights(rope, index, head_dim, length)
+            scaling = rope.get("attention_factor", 0.1 * math.log(rope["factor"]) + 1)
+        weights = weights.clamp(0, 1)
+        slowed = original / rope["factor"]
+        scaled = weights * original + (1 - weights) * slowed
+    # MPS does not support float64.
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return scaled.to(device, dtype), scaling
+
+
+def yarn_weights(rope: dict[str, Any], index: Tensor, head_dim: int, length: int) -> Tensor:
+    """Compute one weight per frequency for YaRN (d/2,), which the caller clamps to [0, 1].
+
+    The weight falls linearly with `index`, the index of the channel pair. It is 1 at the pair that
+    makes `beta_fast` turns over `length` positions, and 0 at the pair that makes `beta_slow` turns.
+    """
+    ends = []
+    for turns in (rope.get("beta_fast", 32.0), rope.get("beta_slow", 1.0)):
+        longest = math.log(length / (turns * 2 * math.pi))
+        ends.append(head_dim * longest / (2 * math.log(rope["rope_theta"])))
+    first, last = ends
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first = max(first, 0)
+    # The bound is the number of channels, not of pairs, as in transformers.
+    last = min(last, head_dim - 1)
+    return 1 - (index - first) / max(last - first, 1e-3)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to queries or keys x (B, H, T, d); compute in float32, return the dtype of x."""
     low, high = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    cos = cos[:, None]
+    sin = sin[:, None]
+    rotated_low = low * cos - high * sin
+    rotated_high = high * cos + low * sin
+    return torch.cat((rotated_low, rotated_high), dim=-1).to(x.dtype)
 
 
 def eager_attention_forward(
@@ -278,29 +346,38 @@ def eager_attention_forward(
     keys. The output of head 1 is then the output of the pair, and the output of head 2 is zero.
     """
     groups = module.num_key_value_groups
+    # Without names for the repeated keys and values, so that their memory is freed at once.
     logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
     if attention_mask is not None and attention_mask.dtype == torch.bool:
+        # Not -inf: the softmax of a row without visible keys would be NaN.
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     elif attention_mask is not None:
         logits = logits + attention_mask
     if s_aux is not None:
-        column = s_aux.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        sinks = s_aux.to(logits.dtype).view(1, -1, 1, 1)
+        column = sinks.expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, column), dim=-1)
-    maps = logits.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    # Drop the column of the sink: it changes the denominators, but is not a key.
+    maps = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    maps = maps[..., : key.shape[2]]
     if not module.settings.get("clamp"):
         context = maps @ value.repeat_interleave(groups, dim=1)
         return context.transpose(1, 2).contiguous(), maps
-    first, second = maps.unflatten(1, (-1, 2)).unbind(2)
+    first, second = maps.unflatten(1, (-1, 2)).unbind(2)  # (B, H/2, T, S) each
     positive = (first - module.lambda_value() * second).clamp_min(0)
     total = positive.sum(-1, keepdim=True)
-    weights = (positive / torch.where(total > 0, total, 1)).to(query.dtype)
+    # A row that is 0 everywhere stays 0.
+    divisor = torch.where(total > 0, total, 1)
+    weights = (positive / divisor).to(query.dtype)
+    # Keys and values have one head per pair, and a group counts single heads.
     context = weights @ value.repeat_interleave(groups // 2, dim=1)
-    context = torch.stack((context, torch.zeros_like(context)), dim=2).flatten(1, 2)
+    empty = torch.zeros_like(context)
+    context = torch.stack((context, empty), dim=2).flatten(1, 2)
     return context.transpose(1, 2).contiguous(), maps
 
 
-def norm(width: int, eps: float, wanted: bool) -> nn.Module:
-    return nn.RMSNorm(width, eps) if wanted else nn.Identity()
+def norm(width: int, eps: float, is_used: bool) -> nn.Module:
+    return nn.RMSNorm(width, eps) if is_used else nn.Identity()
 
 
 def needs_maps(settings: dict[str, Any]) -> bool:
@@ -319,7 +396,9 @@ def stored(
         return cache.update(k, v, layer_idx, kwargs=kwargs)
     places = {name: kwargs[name] for name in ("read_index", "write_index")}
     k, v = cache.update(k, v, layer_idx, **places)  # (S, heads, width) each
-    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    k = k.transpose(0, 1).unsqueeze(0)
+    v = v.transpose(0, 1).unsqueeze(0)
+    return k, v
 
 
 class Attention(nn.Module):
@@ -331,7 +410,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config = config
+        self.layer_idx = layer_idx
         self.settings: dict[str, Any] = config.attention
         self.head_dim = config.head_dim // self.members
         self.num_heads = config.num_attention_heads
@@ -339,11 +419,14 @@ class Attention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.context_scale = self.settings["context_scale"]
         self.sink: nn.Parameter | None = None
-        width, of_keys = config.hidden_size, config.num_key_value_heads * config.head_dim
+        if contexts is None:
+            contexts = self.num_heads
+        width = config.hidden_size
+        key_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, of_keys, bias=False)
-        self.v_proj = nn.Linear(width, of_keys, bias=False)
-        self.o_proj = nn.Linear((contexts or self.num_heads) * self.head_dim, width, bias=False)
+        self.k_proj = nn.Linear(width, key_width, bias=False)
+        self.v_proj = nn.Linear(width, key_width, bias=False)
+        self.o_proj = nn.Linear(contexts * self.head_dim, width, bias=False)
         self.q_norm = norm(self.head_dim, config.rms_norm_eps, config.qk_norm)
         self.k_norm = norm(self.head_dim, config.rms_norm_eps, config.qk_norm)
 
@@ -360,10 +443,18 @@ class Attention(nn.Module):
         `hidden_states` (B, T, D) is the normalised input. The second result is None if the
         attention kernel does not return maps.
         """
-        projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
-        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
-        q, k = rotated(q, *position_embeddings), rotated(k, *position_embeddings)
+        # A loop, because vLLM would rewrite calls such as `self.q_proj(hidden_states)` to merge
+        # the three projections.
+        heads = []
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projected = projection(hidden_states)
+            heads.append(projected.unflatten(-1, (-1, self.head_dim)))
+        q, k, v = heads  # (B, T, heads, d) each
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        v = v.transpose(1, 2)
+        q = rotated(q, *position_embeddings)
+        k = rotated(k, *position_embeddings)
         q, k, v = self.for_kernel(q, k, v)
         if CACHE == "cache":
             past_key_values = kwargs.pop(CACHE, None)
@@ -372,20 +463,23 @@ class Attention(nn.Module):
         name = self.config._attn_implementation
         # vLLM searches this source for the next line, and for one call of `kernel`.
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        if needs_maps(self.settings) and not (name == VLLM and self.sink is not None):
+        has_kernel_with_sink = name == VLLM and self.sink is not None
+        if needs_maps(self.settings) and not has_kernel_with_sink:
             if name not in WITH_MASKS:
                 raise ValueError(
                     f"attn_implementation={name!r} cannot compute attention with a sink or a "
                     "clamped map: use 'sdpa' or 'eager'"
                 )
             kernel = eager_attention_forward
+            # In continuous batching, the replaced kernel would have updated the cache.
             if "cache" in kwargs:
                 k, v = stored(kwargs.pop("cache"), k, v, self.layer_idx, kwargs)
         context, maps = kernel(
             self, q, k, v, attention_mask,
             dropout=0.0, scaling=self.scaling, s_aux=self.sink, **kwargs,
         )  # fmt: skip
-        context = context.reshape(*hidden_states.shape[:2], self.num_heads, v.shape[-1])
+        batch_and_tokens = hidden_states.shape[:2]
+        context = context.reshape(*batch_and_tokens, self.num_heads, v.shape[-1])
         context = self.combined(hidden_states, context)
         if self.context_scale != 1:
             context = context * self.context_scale
@@ -415,7 +509,9 @@ class StandardAttention(Attention):
         super().__init__(config, layer_idx)
         kind = self.settings["sink"]
         if kind != "none":
-            self.sink = nn.Parameter(torch.zeros(self.num_heads), requires_grad=kind == "learned")
+            # exp(0) = 1: a sink of "one" is a logit that stays 0.
+            logits = torch.zeros(self.num_heads)
+            self.sink = nn.Parameter(logits, requires_grad=kind == "learned")
 
 
 class GatedAttention(Attention):
@@ -430,8 +526,11 @@ class GatedAttention(Attention):
         self.gate_proj = nn.Linear(config.hidden_size, self.num_heads * width, bias=False)
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1))
-        return gate * context * (2 if self.settings["init"] == "one" else 1)
+        gate = torch.sigmoid(self.gate_proj(x))
+        gate = gate.unflatten(-1, (self.num_heads, -1))  # (B, T, H, d), or (B, T, H, 1)
+        # sigmoid(0) = 1/2, so with a factor of 2 the gate is about 1 at the start of training.
+        factor = 2 if self.settings["init"] == "one" else 1
+        return gate * context * factor
 
 
 class DiffV1Attention(Attention):
@@ -449,26 +548,36 @@ class DiffV1Attention(Attention):
             self.register_parameter(name, nn.Parameter(torch.zeros(self.head_dim)))
         eps = self.settings["head_norm_eps"]
         self.head_norm = norm(2 * self.head_dim, eps, self.settings["head_norm"])
-        constant = self.settings["lambda_init"]
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx) if constant is None else constant
+        self.lambda_init = self.settings["lambda_init"]
+        if self.lambda_init is None:
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
 
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        one, other = q.unflatten(1, (-1, 2)).unbind(2)
-        one, other = F.pad(one, (0, self.head_dim)), F.pad(other, (self.head_dim, 0))
+        first, second = q.unflatten(1, (-1, 2)).unbind(2)  # (B, H/2, T, d) each
+        # The zeros leave only the key of the same head in the product with a pair of keys.
+        first = F.pad(first, (0, self.head_dim))
+        second = F.pad(second, (self.head_dim, 0))
+        q = torch.stack((first, second), dim=2).flatten(1, 2)  # (B, H, T, 2d)
         # Concatenate adjacent heads: (B, 2n, S, d) -> (B, n, S, 2d).
-        k, v = (x.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3) for x in (k, v))
-        return torch.stack((one, other), dim=2).flatten(1, 2), k, v
+        k = k.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
+        v = v.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
+        return q, k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        one, other = context.unflatten(2, (-1, 2)).unbind(3)
-        clamped = self.settings["clamp"]  # `eager_attention_forward` has already subtracted
-        context = one if clamped else (one - self.lambda_value() * other).to(x.dtype)
+        first, second = context.unflatten(2, (-1, 2)).unbind(3)  # (B, T, H/2, 2d) each
+        if self.settings["clamp"]:
+            # `eager_attention_forward` has already subtracted the second map.
+            context = first
+        else:
+            context = (first - self.lambda_value() * second).to(x.dtype)
         return (self.head_norm(context) * (1 - self.lambda_init)).to(x.dtype)
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
-        q1, k1, q2, k2 = (getattr(self, name).float() for name in LAMBDAS)
-        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+        q1, k1, q2, k2 = [getattr(self, name).float() for name in LAMBDAS]
+        first = torch.exp((q1 * k1).sum())
+        second = torch.exp((q2 * k2).sum())
+        return first - second + self.lambda_init
 
 
 class DiffV2Attention(Attention):
@@ -491,10 +600,12 @@ class DiffV2Attention(Attention):
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
         if self.settings["pairing"] == "adjacent":
-            one, other = context.unflatten(2, (-1, 2)).unbind(3)
+            first, second = context.unflatten(2, (-1, 2)).unbind(3)
         else:
-            one, other = context.chunk(2, dim=2)
-        return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
+            first, second = context.chunk(2, dim=2)
+        # A learned lambda is float32, so the difference is computed in float32.
+        difference = first - self.lambda_values(x) * second  # (B, T, H/2, d)
+        return self.head_norm(difference.to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
         """Return lambda: a float32 tensor if lambda is learned, otherwise a float.
@@ -507,7 +618,8 @@ class DiffV2Attention(Attention):
         if self.form == "fixed":
             return self.settings["lambda_value"]
         if self.form == "scalar":
-            return torch.sigmoid(self.lambda_logit.float()).view(1, 1, -1, 1)
+            values = torch.sigmoid(self.lambda_logit.float())
+            return values.view(1, 1, -1, 1)
         logits = self.lambda_proj(x).float().unsqueeze(-1)
         return logits if self.form == "raw" else torch.sigmoid(logits)
 
@@ -530,7 +642,9 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        hidden = F.silu(self.gate_proj(x))
+        hidden = hidden * self.up_proj(x)
+        return self.down_proj(hidden)
 
 
 class Router(nn.Module):
@@ -552,19 +666,23 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Select k experts for each of N tokens x (N, D); return indices (N, k), weights (N, k)."""
-        logits = F.linear(x.float(), self.weight.float())
+        logits = F.linear(x.float(), self.weight.float())  # (N, experts)
         scores = logits.softmax(-1) if self.moe["score"] == "softmax" else logits.sigmoid()
-        experts = (scores + self.bias.float()).topk(self.moe["top_k"], sorted=False).indices
+        biased_scores = scores + self.bias.float()
+        experts = biased_scores.topk(self.moe["top_k"], sorted=False).indices
         weights = scores.gather(1, experts)
         if self.moe["renormalise"]:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            # Scores can underflow to 0, so a small number prevents a division by 0.
+            total = weights.sum(-1, keepdim=True) + 1e-20
+            weights = weights / total
         return experts, weights * self.moe["routed_scaling"]
 
 
 class Experts(nn.Module):
     def __init__(self, hidden_size: int, moe: dict[str, Any]):
         super().__init__()
-        n, width = moe["n_experts"], moe["expert_dim"]
+        n = moe["n_experts"]
+        width = moe["expert_dim"]
         self.gate_proj = nn.Parameter(torch.empty(n, width, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(n, width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(n, hidden_size, width))
@@ -577,11 +695,13 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for expert in experts.unique().tolist():
             rows, slots = torch.where(experts == expert)
-            chosen = x[rows]
-            hidden = F.silu(F.linear(chosen, self.gate_proj[expert]))
-            hidden = hidden * F.linear(chosen, self.up_proj[expert])
-            fed = F.linear(hidden, self.down_proj[expert])
-            out.index_add_(0, rows, (fed * weights[rows, slots].unsqueeze(1)).to(x.dtype))
+            tokens = x[rows]
+            hidden = F.silu(F.linear(tokens, self.gate_proj[expert]))
+            hidden = hidden * F.linear(tokens, self.up_proj[expert])
+            output = F.linear(hidden, self.down_proj[expert])
+            # The weights are float32, so round only the product.
+            output = output * weights[rows, slots].unsqueeze(1)
+            out.index_add_(0, rows, output.to(x.dtype))
         return out
 
 
@@ -596,10 +716,11 @@ class MoE(nn.Module):
         self.shared = MLP(hidden_size, width) if width else None
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        out = self.experts(rows, *self.router(rows))
+        tokens = x.flatten(0, 1)  # (N, D)
+        experts, weights = self.router(tokens)
+        out = self.experts(tokens, experts, weights)
         if self.shared is not None:
-            out = out + self.shared(rows)
+            out = out + self.shared(tokens)
         return out.view_as(x)
 
 
@@ -610,16 +731,20 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         width = config.hidden_size
         self.self_attn = ATTENTION[config.attention["variant"]](config, layer_idx)
-        routes = config.moe and layer_idx >= config.moe["n_dense_layers"]
-        self.mlp = MoE(width, config.moe) if routes else MLP(width, config.intermediate_size)
+        if config.moe and layer_idx >= config.moe["n_dense_layers"]:
+            self.mlp: nn.Module = MoE(width, config.moe)
+        else:
+            self.mlp = MLP(width, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the output (B, T, D) of the block; `kwargs` go to `Attention.forward`."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        normalised = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(normalised, **kwargs)
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        normalised = self.post_attention_layernorm(hidden_states)
+        return hidden_states + self.mlp(normalised)
 
 
 class DiffLLMPreTrainedModel(PreTrainedModel):
@@ -640,18 +765,20 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
 
     @property
     def _can_compile_fullgraph(self) -> bool:  # type: ignore[override]
-        return not self.config.moe  # the loop over experts depends on the tokens
+        # The loop over experts depends on the tokens.
+        return not self.config.moe
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        std = self.config.initializer_range
         if isinstance(module, Attention):
+            # Without submodules: the base class initialises the projections and norms.
             for name, parameter in module.named_parameters(recurse=False):
-                initialization.normal_(parameter, 0.0, 0.1 if name in LAMBDAS else 0.0)
+                std = 0.1 if name in LAMBDAS else 0.0
+                initialization.normal_(parameter, 0.0, std)
         elif isinstance(module, Router | Experts):
             for weight in module.parameters():
-                initialization.normal_(weight, 0.0, std)
+                initialization.normal_(weight, 0.0, self.config.initializer_range)
             for name, buffer in module.named_buffers():
                 initialization.constant_(buffer, float(name == "load"))
         elif isinstance(module, RotaryEmbedding):
@@ -664,6 +791,7 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
     def __init__(self, config: DiffLLMConfig):
         super().__init__(config)
         self.mask_config = config
+        # Explicit maps need an explicit mask. SDPA has none if the mask is only causal.
         if needs_maps(config.attention) and config._attn_implementation != VLLM:
             self.mask_config = copy.copy(config)
             self.mask_config._attn_implementation = "eager"
@@ -697,8 +825,9 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
+            n_past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            n_tokens = hidden_states.shape[1]
+            position_ids = torch.arange(n_tokens, device=hidden_states.device) + n_past
             position_ids = position_ids.unsqueeze(0)
         cache: dict[str, Any] = {CACHE: past_key_values}
         mask = create_causal_mask(
@@ -750,11 +879,15 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         If it is a tensor, return only the logits of the tokens with these indices. With `labels`
         (B, T), also return the mean cross-entropy: the logits of token t predict label t + 1.
         """
-        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
-        outputs = self.model(*given, use_cache=use_cache, **kwargs)
-        hidden_states = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        outputs = self.model(*inputs, use_cache=use_cache, **kwargs)
+        positions: slice | Tensor
+        if isinstance(logits_to_keep, int):
+            # 0 selects all tokens, because -0 is 0.
+            positions = slice(-logits_to_keep, None)
+        else:
+            positions = logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, positions])
         cache: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         loss = None
         if labels is not None:

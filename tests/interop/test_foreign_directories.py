@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from diffllm.checkpoint.hf.config_json import KINDS, model_of
 from diffllm.checkpoint.hf.layout import Layout, layout_of
-from diffllm.checkpoint.hf.model_directory import KINDS, ModelDirectory, model_of
+from diffllm.checkpoint.hf.model_directory import ModelDirectory
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.model import without_storage

@@ -12,9 +12,9 @@ from tiers import slow_but
 from torch import nn
 
 import diffllm
+from diffllm.checkpoint.hf.config_json import Config as ForeignConfig
+from diffllm.checkpoint.hf.config_json import rope_of
 from diffllm.checkpoint.hf.layout import VARIANTS, json_settings, rope_parameters
-from diffllm.checkpoint.hf.model_directory import Config as ForeignConfig
-from diffllm.checkpoint.hf.model_directory import rope_of
 from diffllm.cli import main
 from diffllm.model.ffn.router import MoEConfig
 from diffllm.model.rope import RopeConfig, RopeScaling, YarnRamp

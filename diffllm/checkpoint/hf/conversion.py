@@ -62,9 +62,9 @@ def to_diff_v2(
             f"the model has {attention}, which cannot be converted to attention=diff_v2; only "
             "attention=standard with sink=none can be converted"
         )
-    scale = attention.context_scale
     heads = query_heads(model)
-    converted_model = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
+    diff_v2 = DiffV2Config(context_scale=attention.context_scale)
+    converted_model = replace(model, n_heads=heads, attention=diff_v2)
     rules = []
     for name, parameter in without_storage(converted_model).named_parameters():
         if name.endswith(".attention.wq.weight"):
@@ -74,8 +74,10 @@ def to_diff_v2(
             make = partial(twice_each, heads=heads, noise=perturb, seed=layer_seed)
             rules.append(Mapped(name, (name,), make))
         elif name.endswith(".attention.wo.weight"):
+            # Equal heads with lambda = 1/2 have half of the output of one head.
             rules.append(Mapped(name, (name,), lambda wo: 2 * wo))
         elif name.endswith(".attention.w_lambda.weight"):
+            # Zeros give the logit 0 and lambda = 1/2 for every token.
             rules.append(Mapped(name, (), partial(torch.zeros, parameter.shape)))
         else:
             rules.append(Mapped(name, (name,), same))
@@ -89,6 +91,7 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
             f"the model has {attention}, which cannot be converted to attention=standard; only "
             "attention=diff_v2 with head_norm=false can be converted"
         )
+    # Both heads of a pair become independent query heads.
     softmax = StandardConfig(query_heads=2.0, context_scale=attention.context_scale)
     converted_model = replace(model, attention=softmax)
     lambda_parameters = {
@@ -117,11 +120,15 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
     of a head next to each other. `noise` is the standard deviation of the noise, relative to the
     RMS of `wq`.
     """
-    pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
+    head_weights = wq.unflatten(0, (heads, -1))  # (H, d, D)
+    pairs = torch.stack((head_weights, head_weights), dim=1)  # (H, 2, d, D)
     if noise:
-        drawn = torch.randn(wq.shape, generator=torch.Generator().manual_seed(seed))
-        added = noise * wq.square().mean().sqrt() * drawn
-        pairs[:, 1] += added.unflatten(0, (heads, -1))
+        generator = torch.Generator().manual_seed(seed)
+        normal = torch.randn(wq.shape, generator=generator)
+        rms = wq.square().mean().sqrt()
+        scaled_noise = noise * rms * normal
+        # `torch.stack` has copied the weights, so this changes only the second heads.
+        pairs[:, 1] += scaled_noise.unflatten(0, (heads, -1))
     return pairs.flatten(0, 2)
 
 
@@ -137,8 +144,10 @@ def split_output(
     Raises ConfigError if w_lambda is not zero, because lambda then depends on the input.
     """
     form = attention.lambda_form
-    if form is Lambda.fixed or form is Lambda.none:
-        lam = torch.full((heads,), attention.lambda_value if form is Lambda.fixed else 1.0)
+    if form is Lambda.none:
+        lam = torch.full((heads,), 1.0)
+    elif form is Lambda.fixed:
+        lam = torch.full((heads,), attention.lambda_value)
     else:
         assert lambda_parameter is not None
         if form is not Lambda.scalar and lambda_parameter.any():
@@ -147,6 +156,7 @@ def split_output(
                 f"lambda_form={form.value}, lambda depends on the input (w_lambda is not zero); "
                 "use a model with lambda_form=scalar, fixed or none"
             )
+        # With w_lambda = 0, the logits are 0 for every input.
         logits = lambda_parameter if form is Lambda.scalar else torch.zeros(heads)
         lam = logits if form is Lambda.raw else torch.sigmoid(logits)
     first = wo.unflatten(1, (heads, -1))  # (D, H, d)

@@ -42,7 +42,8 @@ class Mapped:
     make: Callable[..., Tensor]
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return self.make(*(tensors[name] for name in self.sources))
+        sources = [tensors[name] for name in self.sources]
+        return self.make(*sources)
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,20 @@ NAMES = {
 }
 """Prefixes of parameter names here, and in the Llama family."""
 PARTS = {
-    ".attention_norm.": ".input_layernorm.", ".ffn_norm.": ".post_attention_layernorm.",
-    ".attention.": ".self_attn.", ".ffn.": ".mlp.",
-    ".wq.": ".q_proj.", ".wk.": ".k_proj.", ".wv.": ".v_proj.", ".wo.": ".o_proj.",
-    ".w_lambda.": ".lambda_proj.", ".w_gate.": ".gate_proj.",
-    ".w1": ".gate_proj", ".w2": ".down_proj", ".w3": ".up_proj",
-}  # fmt: skip
+    ".attention_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".attention.": ".self_attn.",
+    ".ffn.": ".mlp.",
+    ".wq.": ".q_proj.",
+    ".wk.": ".k_proj.",
+    ".wv.": ".v_proj.",
+    ".wo.": ".o_proj.",
+    ".w_lambda.": ".lambda_proj.",
+    ".w_gate.": ".gate_proj.",
+    ".w1": ".gate_proj",
+    ".w2": ".down_proj",
+    ".w3": ".up_proj",
+}
 
 
 def llama_name(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -133,12 +142,13 @@ def older_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the config.json entries rope_theta and rope_scaling, which transformers 4 reads."""
     scaling = rope_parameters(model.rope, model.head_dim)
     theta = scaling.pop("rope_theta")
-    plain = scaling["rope_type"] == "default"
-    return {"rope_theta": theta, "rope_scaling": None if plain else scaling}
+    is_unscaled = scaling["rope_type"] == "default"
+    return {"rope_theta": theta, "rope_scaling": None if is_unscaled else scaling}
 
 
 def rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
     """Return the config.json entry rope_parameters, which transformers 5 reads."""
+    # transformers does not have the ramp of OLMo-core.
     rope = with_rounded_ramp(rope, head_dim)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
@@ -160,9 +170,11 @@ def rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
 
 ARCHITECTURE = "DiffLLMForCausalLM"
 VARIANTS: dict[str, type[AttentionConfig]] = {
-    "standard": StandardConfig, "gated": GatedConfig,
-    "diff_v1": DiffV1Config, "diff_v2": DiffV2Config,
-}  # fmt: skip
+    "standard": StandardConfig,
+    "gated": GatedConfig,
+    "diff_v1": DiffV1Config,
+    "diff_v2": DiffV2Config,
+}
 
 
 def kernel_settings(config_class: type) -> set[str]:
@@ -173,10 +185,13 @@ def kernel_settings(config_class: type) -> set[str]:
 
 def own_layout(model: ModelConfig) -> Layout | None:
     """Return the `Layout` of the DiffLLM class; None if the class does not support `model`."""
-    variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
+    variants = {config_class: name for name, config_class in VARIANTS.items()}
+    variant = variants.get(type(model.attention))
     if variant is None:
         return None
     decoder = without_storage(model)
+    n_query_heads = decoder.layers[0].attention.n_query_heads
+    # The buffers of routers, too: one changes the selected experts, and training reads the other.
     names = [*dict(decoder.named_parameters()), *decoder.router_state()]
     exported, imported = renamed(names)
     # In DIFF V1, the class counts key and value heads in pairs of twice the width, but query heads
@@ -185,7 +200,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
     attention = model.attention
     if isinstance(attention, StandardConfig) and attention.sink is Sink.one:
         # The class has only learned logits: exp(0) is the constant 1 of this sink.
-        zeros = partial(torch.zeros, decoder.layers[0].attention.n_query_heads)
+        zeros = partial(torch.zeros, n_query_heads)
         for layer in range(model.n_layers):
             exported.append(Mapped(f"model.layers.{layer}.self_attn.sink", (), zeros))
     config = {
@@ -193,7 +208,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
         **shape_config(model),
         "num_key_value_heads": model.n_kv_heads // members,
         "head_dim": model.head_dim * members,
-        "num_attention_heads": decoder.layers[0].attention.n_query_heads,
+        "num_attention_heads": n_query_heads,
         "qk_norm": model.qk_norm,
         "attention": {"variant": variant, **json_settings(model.attention)},
         "moe": json_settings(model.moe) if model.moe.n_experts else None,
@@ -234,12 +249,16 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     """
     moe = model.moe
     # The class has one value for each of these settings.
-    fits = (
-        moe.n_experts and moe.score is Score.softmax and not moe.n_shared
-        and moe.routed_scaling == 1 and moe.bias_update_rate == 0
-        and model.qk_norm and is_plain_softmax(model)
-    )  # fmt: skip
-    if not fits:
+    is_supported = (
+        moe.n_experts
+        and moe.score is Score.softmax
+        and not moe.n_shared
+        and moe.routed_scaling == 1
+        and moe.bias_update_rate == 0
+        and model.qk_norm
+        and is_plain_softmax(model)
+    )
+    if not is_supported:
         return None
     names = []
     names_of_experts = []
@@ -254,6 +273,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
         stem, _, matrix = llama_name(name).rpartition(".")
         hf_names = [f"{stem}.{e}.{matrix}.weight" for e in range(moe.n_experts)]
         for e, hf_name in enumerate(hf_names):
+            # `e=e` binds the value now; the lambda runs after the loop.
             exported.append(Mapped(hf_name, (name,), lambda stack, e=e: stack[e].contiguous()))
         imported.append(Mapped(name, tuple(hf_names), lambda *matrices: torch.stack(matrices)))
     config = {
@@ -280,12 +300,17 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     the weight of the head norm in diffllm.
     """
     attention = model.attention
-    fits = (
-        type(attention) is DiffV1Config and attention.head_norm and not attention.clamp
-        and attention.lambda_init is None and attention.head_norm_eps == model.norm_eps
-        and attention.context_scale == 1 and not model.moe.n_experts and not model.qk_norm
-    )  # fmt: skip
-    if not fits:
+    is_supported = (
+        type(attention) is DiffV1Config
+        and attention.head_norm
+        and not attention.clamp
+        and attention.lambda_init is None
+        and attention.head_norm_eps == model.norm_eps
+        and attention.context_scale == 1
+        and not model.moe.n_experts
+        and not model.qk_norm
+    )
+    if not is_supported:
         return None
     exported: list[Mapped] = []
     imported: list[Mapped] = []
@@ -301,6 +326,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
             norm = name.replace(".wo.", ".head_norm.")
             exported.append(Mapped(hf_name, (name, norm), times_head_norm))
             imported.append(Mapped(name, (hf_name,), same))
+            # The imported `wo` contains the weight of the head norm, so that weight is 1.
             imported.append(Mapped(norm, (), partial(torch.ones, 2 * model.head_dim)))
         elif ".head_norm." not in name:
             exported.append(Mapped(hf_name, (name,), same))

@@ -61,7 +61,8 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
     fp32_only = fp32_parameters(empty)
     tensors = {}
     for name, param in params.items():
-        tensors[name] = param.detach().to(param.dtype if param in fp32_only else dtype)
+        saved_dtype = param.dtype if param in fp32_only else dtype
+        tensors[name] = param.detach().to(saved_dtype)
     return {**tensors, **empty.router_state()}
 
 
@@ -101,22 +102,29 @@ def write_safetensors(
         exported = [Mapped(name, (name,), same) for name in tensors]
     rules = {rule.name: rule for rule in exported}
     # Meta tensors: the shapes decide which tensors share a file before any value is read.
-    empty = {name: rule.of(tensors) for name, rule in rules.items()}
+    meta_outputs = {name: rule.of(tensors) for name, rule in rules.items()}
 
-    def values(names: Sequence[str]) -> dict[str, Tensor]:
+    def outputs(names: Sequence[str]) -> dict[str, Tensor]:
         sources = {}
         for name in names:
             for source in rules[name].sources:
                 sources[source] = tensors[source]
         source_values = loaded(checkpoint, sources)
-        return {name: rules[name].of(source_values).to(empty[name].dtype) for name in names}
+        values = {}
+        for name in names:
+            # Rules compute in float32; only their results are rounded.
+            values[name] = rules[name].of(source_values).to(meta_outputs[name].dtype)
+        return values
 
-    pattern = stem.replace("{", "{{").replace("}", "}}") + "{suffix}.safetensors"
+    # huggingface_hub formats the pattern, so braces of the stem are escaped.
+    escaped_stem = stem.replace("{", "{{").replace("}", "}}")
     split = split_torch_state_dict_into_shards(
-        empty, filename_pattern=pattern, max_shard_size=max_shard_size
+        meta_outputs,
+        filename_pattern=escaped_stem + "{suffix}.safetensors",
+        max_shard_size=max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
-        save_file(values(names), directory / file, {"format": "pt"})
+        save_file(outputs(names), directory / file, {"format": "pt"})
         # save_file makes files that only the owner can read.
         shutil.copymode(checkpoint / "state.json", directory / file)
     if split.is_sharded:

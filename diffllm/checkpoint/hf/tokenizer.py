@@ -83,6 +83,7 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     )
     steps: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
     if content.normalizer_spec.add_dummy_prefix:
+        # sentencepiece puts a space before a text, and removes it when it decodes.
         fast.normalizer = normalizers.Prepend(" ")
         steps.append(decoders.Strip(" ", 1, 0))
     fast.decoder = decoders.Sequence(steps)
@@ -91,10 +92,12 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     for i, piece in enumerate(pieces):
         if processor.is_control(i) or processor.is_unknown(i):
             special.append(tokenizers.AddedToken(piece, normalized=False))
-        if content.pieces[i].type == USER_DEFINED:  # sentencepiece never splits these symbols.
+        # sentencepiece never splits these symbols.
+        if content.pieces[i].type == USER_DEFINED:
             symbols.append(tokenizers.AddedToken(piece, normalized=False))
     fast.add_special_tokens(special)
     fast.add_tokens(symbols)
+    # As in the class `Tokenizer`, the text of a special token in a document is ordinary text.
     fast.encode_special_tokens = True
     return fast
 
@@ -130,9 +133,11 @@ def imported_prefix(path: Path) -> list[str]:
     if json_file.is_file():
         # transformers 5 ignores add_bos_token if there is a tokenizer.json.
         tokenizer = load_fast(json_file)
+        # Tokens of padding on the left would look like a prefix.
         tokenizer.no_padding()
         encoding = tokenizer.encode(BEHAVIOUR_PROBE)
-        sequences = encoding.sequence_ids  # 0 for the tokens of the text, None for added tokens
+        # 0 for the tokens of the text, None for added tokens.
+        sequences = encoding.sequence_ids
         return encoding.tokens[: sequences.index(0)] if 0 in sequences else []
     config = read_config(path)
     if config.get("add_bos_token") is not True:
