@@ -298,9 +298,10 @@ def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> No
     image.set(cmap=colours.cmap, norm=colours.norm)
     # The outline has a step at each cell of the diagonal, then two sides, then closes.
     stairs = np.repeat(np.arange(n + 1), 2) - 0.5
-    left, top, bottom = -0.5, -0.5, n - 0.5
-    xs = [*stairs[1:], left, left]
-    ys = [*stairs[:-1], bottom, top]
+    first_edge = -0.5
+    last_edge = n - 0.5
+    xs = [*stairs[1:], first_edge, first_edge]
+    ys = [*stairs[:-1], last_edge, first_edge]
     axes.plot(xs, ys, color=GREY, linewidth=0.5, clip_on=False)
     axes.spines[:].set_visible(False)
 
