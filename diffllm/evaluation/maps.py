@@ -157,9 +157,9 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
         labels: one label per token, without line breaks.
     """
     columns: dict[str, np.ndarray] = {}
-    for name, values in (layer.maps | layer.by_query).items():
-        drawn_values = values[0, heads].double()
-        columns[name] = drawn_values.cpu().numpy()
+    for name, batch in (layer.maps | layer.by_query).items():
+        of_first_sequence = batch[0, heads]
+        columns[name] = of_first_sequence.double().cpu().numpy()
     # The side of a map gives each token a line of text, within limits that shrink with more heads.
     side_for_labels = len(labels) * SMALL / INCH * LINE_SPACING
     longest_side = 5.0 * len(heads) ** -0.35
@@ -210,7 +210,7 @@ def figure_with_axes(
 ) -> "tuple[Figure, np.ndarray]":
     """Create a figure with a title and a grid of empty axes: one per head and column.
 
-    Reading order is by head, then by column. All lengths are in inches.
+    In each row of the grid, the columns of a head are neighbours. All lengths are in inches.
 
     Args:
         side: side of a map.

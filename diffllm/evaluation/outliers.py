@@ -60,12 +60,14 @@ class Spread:
         flat = values.detach().float().flatten()
         magnitudes = flat.abs()
         self.count += len(flat)
-        candidates = torch.cat((self.largest.to(flat.device), magnitudes))
+        largest_before = self.largest.to(flat.device)
+        candidates = torch.cat((largest_before, magnitudes))
         n_largest = min(TOP[-1], len(candidates))
         self.largest = candidates.topk(n_largest).values.cpu()
         # The bits of floats from 0, read as integers, have the same order as the floats.
         bins = magnitudes.view(torch.int32) >> LEFT_OUT
-        self.bins += torch.bincount(bins, minlength=BINS).cpu()
+        counts = torch.bincount(bins, minlength=BINS)
+        self.bins += counts.cpu()
         # The kurtosis subtracts sums of powers from each other, which float32 cannot resolve.
         wide = flat.double()
         squares = wide.square()
@@ -82,14 +84,17 @@ class Spread:
         if place == 0:
             # The bin contains 0 and the smallest subnormal numbers.
             return 0.0
-        ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
-        low, high = ends.view(torch.float32).tolist()
+        # The bits of a bin's first float are the number of the bin and zeros.
+        bins = torch.tensor([place, place + 1], dtype=torch.int32)
+        ends = (bins << LEFT_OUT).view(torch.float32)
+        low, high = ends.tolist()
         return (low + high) / 2
 
     @property
     def kurtosis(self) -> float | None:
         """Kurtosis E[(x - mean)^4] / E[(x - mean)^2]^2 of all values x; None if all are equal."""
-        mean, second, third, fourth = (self.sums / self.count).tolist()
+        moments = self.sums / self.count
+        mean, second, third, fourth = moments.tolist()
         variance = second - mean**2
         # The difference of equal numbers has a rounding error, so it is compared with a bound.
         if variance <= 1e-12 * second:
@@ -106,7 +111,9 @@ class Spread:
         for k in TOP:
             has_k_values = k <= self.count
             top[f"top_{k}"] = self.largest[k - 1].item() if has_k_values else None
-        percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
+        percentiles = {}
+        for name, percent in PERCENTILES.items():
+            percentiles[name] = self.percentile(percent)
         mean_square = self.sums[1].item() / self.count
         rms = math.sqrt(mean_square)
         return {**top, **percentiles, "rms": rms, "kurtosis": self.kurtosis}
@@ -160,8 +167,10 @@ class LayerOutliers:
         ratio = rms / values_rms(v)
         self.context.add(rms)
         self.ratio.add(ratio)
-        self.least_ratio = min(self.least_ratio, ratio.min().item())
-        self.largest_ratio = max(self.largest_ratio, ratio.max().item())
+        lowest = ratio.min().item()
+        highest = ratio.max().item()
+        self.least_ratio = min(self.least_ratio, lowest)
+        self.largest_ratio = max(self.largest_ratio, highest)
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
         """Add the attention logits and weights of N queries to the statistics.
@@ -181,7 +190,8 @@ class LayerOutliers:
             weight = weights.gather(-1, first_key).squeeze(-1)  # (B, h, N)
             total = weights.abs().sum(-1)
             # If the total is 0, all weights are 0: a division by 1 gives the share 0, not NaN.
-            share = weight.abs() / torch.where(total > 0, total, 1)
+            divisor = torch.where(total > 0, total, 1)
+            share = weight.abs() / divisor
             # A query with one visible key has no choice.
             has_choice = is_visible.sum(-1) > 1
             self.weight[name].add(weight[has_choice])
@@ -194,9 +204,11 @@ class LayerOutliers:
             "kurtosis_over_channels": self.over_channels.value,
             "top_1_channel": int(self.channels.argmax()),
         }
+        logits = {name: spread.numbers() for name, spread in self.logits.items()}
         sinks = {}
         for name, weight in self.weight.items():
-            sinks[name] = {"weight": weight.value, "share": self.share[name].value}
+            share = self.share[name]
+            sinks[name] = {"weight": weight.value, "share": share.value}
         ratios = {
             "mean": self.ratio.value,
             "min": self.least_ratio,
@@ -204,7 +216,7 @@ class LayerOutliers:
         }
         return {
             "hidden": hidden,
-            "logits": {name: spread.numbers() for name, spread in self.logits.items()},
+            "logits": logits,
             "sinks": sinks,
             "context_rms": self.context.value,
             "context_over_value_rms": ratios,
@@ -255,8 +267,10 @@ def measure_outliers(
                 probe = probe_at(piece, length, documents)
                 q = aux["q"][:, piece]
                 k = aux["k"]
-                maps = attention.maps(normed[:, piece], q, k, probe.visible)
-                layer.add_maps(attention.logits(q, k), maps, probe)
+                inputs = normed[:, piece]
+                maps = attention.maps(inputs, q, k, probe.visible)
+                logits = attention.logits(q, k)
+                layer.add_maps(logits, maps, probe)
             x, *_ = block(x, rope, mask)
             if not x.isfinite().all():
                 raise CheckpointError(
@@ -285,7 +299,8 @@ class Outliers(Evaluation):
         most = settings["sequences"]
         sequences = first_sequences(subject.run, subject.cfg, most, subject.device)
         with track(self.name, len(sequences)) as advance:
-            layers = measure_outliers(subject.model, sequences, advance, str(subject.checkpoint))
+            checkpoint = str(subject.checkpoint)
+            layers = measure_outliers(subject.model, sequences, advance, checkpoint)
         count = len(sequences)
         n_tokens = count * subject.cfg.seq_len
         lines = []
@@ -300,7 +315,8 @@ class Outliers(Evaluation):
             layer = {"layer": line["layer"]}
             hidden.append((layer, line["hidden"]))
             for map_name, numbers in line["logits"].items():
-                logits.append(({**layer, "map": map_name}, numbers))
+                place = {**layer, "map": map_name}
+                logits.append((place, numbers))
         scores = []
         for kind, places in (("hidden", hidden), ("logits", logits)):
             for name in NUMBERS:

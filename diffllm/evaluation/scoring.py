@@ -162,8 +162,8 @@ def score_batches(
         places = batch[rank::world_size]
         # A sharded model (FSDP) needs the same number of forward passes on all ranks. A rank
         # without a row of this batch scores the first row, and `zip` ignores these scores.
-        rows_of_rank = [rows[place] for place in places or batch[:1]]
-        scores = score_rows(model, rows_of_rank)
+        scored_places = places if places else batch[:1]
+        scores = score_rows(model, [rows[place] for place in scored_places])
         scores_by_row |= zip(places, scores, strict=False)
         advance(len(batch))
     if together:
