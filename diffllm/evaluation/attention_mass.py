@@ -17,15 +17,7 @@ from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.data.progress import track
 from diffllm.data.tasks.task import Example, Task
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.evaluation.answers import (
-    PASS_TOKENS,
-    Answers,
-    Question,
-    by_length,
-    common,
-    padded,
-    questions,
-)
+from diffllm.evaluation.answers import Answers, questions
 from diffllm.evaluation.evaluation import (
     Evaluation,
     EvaluationOptions,
@@ -35,6 +27,7 @@ from diffllm.evaluation.evaluation import (
     Subject,
 )
 from diffllm.evaluation.maps import ROUNDING, last_maps
+from diffllm.evaluation.scoring import PASS_TOKENS, Question, by_length, common, padded
 from diffllm.model.attention.base import Maps
 from diffllm.statistics.bootstrap import of_columns
 
@@ -68,16 +61,22 @@ class AttentionMass(Evaluation):
     unit = "attention of the last token, mean over heads and layers"
 
     def __init__(self, task: Task):
-        self.task, self.name = task, PREFIX + task.name
+        self.task = task
+        self.name = PREFIX + task.name
 
     def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
+        # The options name this evaluation, but `Answers` looks for the name of the task.
         levels = {self.task.name: options.levels.get(self.name, ())}
-        examples = Answers(self.task).settings(subject, replace(options, levels=levels))
+        task_options = replace(options, levels=levels)
+        examples = Answers(self.task).settings(subject, task_options)
         return {"measure": MASS_VERSION, **examples}
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         encoded = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
-        examples = [entry for entry in encoded if entry[1].evidence is not None]
+        examples = []
+        for level, example, question in encoded:
+            if example.evidence is not None:
+                examples.append((level, example, question))
         if not examples:
             raise ConfigError(
                 f"{self.name}: the examples of the task {self.task.name} have no evidence, the "
@@ -88,61 +87,98 @@ class AttentionMass(Evaluation):
         for _, example, question in examples:
             contexts.append(question.context)
             kinds.append(kinds_of(example, question, subject.tokenizer))
+        places_of_examples = range(len(examples))
+        batches = by_length(places_of_examples, lambda i: len(contexts[i]), PASS_TOKENS)
         measured: dict[int, Line] = {}
         with track(self.name, len(examples)) as advance:
-            batches = by_length(range(len(examples)), lambda i: len(contexts[i]), PASS_TOKENS)
             for places in batches:
                 batch_contexts = [contexts[i] for i in places]
                 batch_kinds = [kinds[i] for i in places]
                 batch_lines = measure_batch(subject, batch_contexts, batch_kinds)
                 measured |= zip(places, batch_lines, strict=True)
                 advance(len(places))
+        # Batches are sorted by length; the lines have the order of the examples.
         lines = []
         for i, (level, example, _) in enumerate(examples):
-            sizes = {"tokens": len(kinds[i]), "target_tokens": kinds[i].count(TARGET)}
-            lines.append({**example.facts, "level": level, **sizes, **measured[i]})
+            line = {
+                **example.facts,
+                "level": level,
+                "tokens": len(kinds[i]),
+                "target_tokens": kinds[i].count(TARGET),
+            }
+            lines.append(line | measured[i])
         return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        names = []
-        for level in settings["levels"]:
-            names.append(", ".join(f"{key} {value}" for key, value in level.items()))
-        groupings: dict[str, np.ndarray] = {}
-        for field in self.task.by:
-            groupings[field] = np.array([str(line[field]) for line in lines])
-        groupings["level"] = np.array([names[line["level"]] for line in lines])
+        groupings = self.groupings(settings["levels"], lines)
         sample = Sample(clusters_of(lines, self.task.cluster), groupings)
-        sizes = [[line["tokens"], line["target_tokens"]] for line in lines]
-        tokens, targets = np.array(sizes).T
-        # The sink is one token, the first of the context.
-        counts = np.stack((targets, tokens - targets - 1, np.ones_like(tokens)), -1)
-        uniform = counts / tokens[:, None]
-        guesses = dict(zip(KINDS, uniform.mean(0).tolist(), strict=True))
-        by_map: dict[str, np.ndarray] = {}
+        uniform = uniform_shares(lines)
+        mean_uniform = uniform.mean(0).tolist()
+        guesses = dict(zip(KINDS, mean_uniform, strict=True))
+        shares_by_map: dict[str, np.ndarray] = {}
         for name in lines[0]["maps"]:
-            by_map[name] = np.array([line["maps"][name] for line in lines])
-        effective = by_map.pop(EFFECTIVE)
-        target, seen = effective[..., TARGET], effective[..., [TARGET, FILLER]].sum(-1)
-        best, heads = best_heads([line["heads"] for line in lines])
-        guess = uniform[:, TARGET].sum() / uniform[:, [TARGET, FILLER]].sum()
+            shares = [line["maps"][name] for line in lines]
+            shares_by_map[name] = np.array(shares)  # (n, L, 3)
+        effective = shares_by_map.pop(EFFECTIVE)
         scores = []
         for i, kind in enumerate(KINDS):
-            scores.append(sample.score(kind, effective[..., i], chance=guesses[kind]))
-        scores.append(sample.score("target / (target + filler)", target, seen, float(guess)))
-        best_chance = guesses["target"]
-        scores.append(sample.score("target, best heads", best, chance=best_chance, heads=heads))
+            kind_shares = effective[..., i]
+            scores.append(sample.score(kind, kind_shares, chance=guesses[kind]))
+        targets = effective[..., TARGET]
+        without_sink = effective[..., [TARGET, FILLER]].sum(-1)
+        name = "target / (target + filler)"
+        uniform_without_sink = uniform[:, [TARGET, FILLER]].sum()
+        guess = float(uniform[:, TARGET].sum() / uniform_without_sink)
+        scores.append(sample.score(name, targets, without_sink, guess))
+        # The scored examples also select the heads, which biases this score upwards.
+        shares_by_head = [line["heads"] for line in lines]
+        best, heads = best_heads(shares_by_head)
+        guess_of_target = guesses["target"]
+        score = sample.score("target, best heads", best, chance=guess_of_target, heads=heads)
+        scores.append(score)
         no_key = np.array([line[NO_KEY] for line in lines])
         if (no_key > ROUNDING).any():
             scores.append(sample.score(f"sink, {NO_KEY}", no_key))
-        for name, shares in by_map.items():
+        for name, map_shares in shares_by_map.items():
             for i, kind in enumerate(KINDS):
-                label, kind_shares = f"{name} {kind}", shares[..., i]
+                label = f"{name} {kind}"
+                kind_shares = map_shares[..., i]
                 if name == SIGNED:
                     # Sums of signed weights may be negative or above 1, and have no chance level.
                     scores.append(sample.score(label, kind_shares, limits=None))
                 else:
                     scores.append(sample.score(label, kind_shares, chance=guesses[kind]))
         return scores
+
+    def groupings(
+        self, levels: Sequence[Mapping[str, Any]], lines: Sequence[Line]
+    ) -> dict[str, np.ndarray]:
+        """Return the value of each example for each fact of the task, and the name of its level.
+
+        Each array has shape (n,). The key of the levels is "level".
+        """
+        level_names = []
+        for level in levels:
+            settings = [f"{key} {value}" for key, value in level.items()]
+            level_names.append(", ".join(settings))
+        groupings: dict[str, np.ndarray] = {}
+        for field in self.task.by:
+            values = [str(line[field]) for line in lines]
+            groupings[field] = np.array(values)
+        levels_of_lines = [level_names[line["level"]] for line in lines]
+        groupings["level"] = np.array(levels_of_lines)
+        return groupings
+
+
+def uniform_shares(lines: Sequence[Line]) -> np.ndarray:
+    """Return the shares of target, filler and sink in a uniform map, for each example: (n, 3)."""
+    tokens = np.array([line["tokens"] for line in lines])
+    targets = np.array([line["target_tokens"] for line in lines])
+    # The sink is one token, the first of the context.
+    sinks = np.ones_like(tokens)
+    fillers = tokens - targets - 1
+    counts = np.stack((targets, fillers, sinks), -1)
+    return counts / tokens[:, None]
 
 
 def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
@@ -166,14 +202,23 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
     TARGET, and all other tokens are FILLER. Raises ConfigError if no token overlaps the evidence.
     """
     start, end = example.evidence or (0, 0)
-    kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
+    fillers = [FILLER] * (len(question.context) - 1)
+    kinds = [SINK, *fillers]
     if 0 <= start < end <= len(example.prompt):
-        texts = (example.prompt, example.prompt[:start], example.prompt[end:])
-        ids, before, after = tokenizer.encode_batch(texts, threads=1)
+        text_before = example.prompt[:start]
+        text_after = example.prompt[end:]
+        texts = (example.prompt, text_before, text_after)
+        ids, ids_before, ids_after = tokenizer.encode_batch(texts, threads=1)
         # Tokens that are the same without the evidence do not overlap the evidence.
-        first = 1 + common([ids, before])  # after the EOS or the BOS
-        last = 1 + len(ids) - common([ids[::-1], after[::-1]])
-        kinds[first:last] = [TARGET] * len(kinds[first:last])
+        n_before = common([ids, ids_before])
+        reversed_ids = ids[::-1]
+        n_after = common([reversed_ids, ids_after[::-1]])
+        # The EOS or the BOS precedes the tokens of the prompt.
+        first = 1 + n_before
+        end_of_target = 1 + len(ids) - n_after
+        # The context may end before the prompt: then there are fewer targets.
+        n_targets = len(kinds[first:end_of_target])
+        kinds[first:end_of_target] = [TARGET] * n_targets
     if TARGET not in kinds:
         raise ConfigError(
             f"tasks: an example has evidence=({start}, {end}), but needs 0 <= start < end <= "
@@ -202,24 +247,34 @@ def measure_batch(
         kinds: the kind of each token of each context, as returned by `kinds_of`.
     """
     ids = padded(contexts, 0, subject.device)
-    lengths = torch.tensor([len(context) for context in contexts], device=subject.device)
-    by_kind = F.one_hot(padded(kinds, FILLER, subject.device), len(KINDS)).double()
-    lines: list[Line] = [{NO_KEY: [], "heads": [], "maps": {}} for _ in contexts]
+    context_lengths = [len(context) for context in contexts]
+    lengths = torch.tensor(context_lengths, device=subject.device)
+    # The kind of padding has no effect, because padding has no weight.
+    kind_ids = padded(kinds, FILLER, subject.device)
+    by_kind = F.one_hot(kind_ids, len(KINDS)).double()  # (B, T, 3)
+    lines: list[Line] = []
+    for _ in contexts:
+        lines.append({NO_KEY: [], "heads": [], "maps": {}})
     for layer, maps in enumerate(last_maps(subject.model, ids, lengths)):
-        if not all(bool(weights.isfinite().all()) for weights in maps.values()):
+        is_finite = all(bool(weights.isfinite().all()) for weights in maps.values())
+        if not is_finite:
             raise CheckpointError(
                 f"{subject.checkpoint}: the attention of layer {layer} is not finite; "
                 "evaluate an earlier checkpoint"
             )
         no_key, shares = shares_of(maps, by_kind)
-        heads = rounded(shares[EFFECTIVE][..., TARGET])
-        means = {name: rounded(values.mean(1)) for name, values in shares.items()}
+        target_by_head = shares[EFFECTIVE][..., TARGET]  # (B, h)
+        heads = rounded(target_by_head)
+        means = {}
+        for name, values in shares.items():
+            means[name] = rounded(values.mean(1))  # (B, 3)
         missing = rounded(no_key.mean(1))
         for i, line in enumerate(lines):
             line[NO_KEY].append(missing[i])
             line["heads"].append(heads[i])
-            for name, values in means.items():
-                line["maps"].setdefault(name, []).append(values[i])
+            for name, mean_shares in means.items():
+                by_layer = line["maps"].setdefault(name, [])
+                by_layer.append(mean_shares[i])
     return lines
 
 
@@ -243,15 +298,19 @@ def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     shares: dict[str, Tensor] = {}
     for name, map_weights in maps.items():
         weights = map_weights.double()
-        no_key = (1 - weights.sum(-1)).clamp_min(0)
+        # Rounding can make the sum of a softmax slightly larger than 1.
+        no_key = (1 - weights.sum(-1)).clamp_min(0)  # (B, h)
         if softmaxes and name == effective:
             # The weights of a difference map need not sum to 1, so no weight is missing.
             no_key = torch.zeros_like(no_key)
             shares[SIGNED] = weights @ by_kind
-        sums = weights.abs() @ by_kind
+        sums = weights.abs() @ by_kind  # (B, h, 3)
         sums[..., SINK] += no_key
         total = sums.sum(-1, keepdim=True)
-        shares[EFFECTIVE if name == effective else name] = sums / torch.where(total > 0, total, 1)
+        # If the total is 0, all sums are 0: a division by 1 gives shares of 0, not NaN.
+        divisor = torch.where(total > 0, total, 1)
+        key = EFFECTIVE if name == effective else name
+        shares[key] = sums / divisor
     # The effective map is the last one, so `no_key` belongs to it.
     return no_key, shares
 
@@ -268,9 +327,14 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
     Args:
         shares: one share for each example, layer and head, nested in this order.
     """
-    layers = [np.array(layer) for layer in zip(*shares, strict=True)]
-    heads = [int(layer.mean(0).argmax()) for layer in layers]
-    best = [layer[:, head] for layer, head in zip(layers, heads, strict=True)]
+    heads = []
+    best = []
+    for layer in zip(*shares, strict=True):
+        by_head = np.array(layer)  # (n, h)
+        means = by_head.mean(0)
+        head = int(means.argmax())
+        heads.append(head)
+        best.append(by_head[:, head])
     return np.stack(best, -1), heads
 
 
@@ -306,11 +370,15 @@ class Sample:
             limits: smallest and largest possible score, stored as "range"; None if unlimited.
             details: additional fields for the results file.
         """
-        totals = np.ones_like(values) if totals is None else totals
+        if totals is None:
+            totals = np.ones_like(values)
         # Column 0 is the mean over layers; the other columns are the layers.
         top = np.column_stack((values.mean(1), values))
         bottom = np.column_stack((totals.mean(1), totals))
-        intervals = of_columns(group_sums(top, self.clusters), group_sums(bottom, self.clusters))
+        # Dependent examples must be resampled together, so the bootstrap draws clusters.
+        top_by_cluster = group_sums(top, self.clusters)
+        bottom_by_cluster = group_sums(bottom, self.clusters)
+        intervals = of_columns(top_by_cluster, bottom_by_cluster)
         value, *layers = ratios(top, bottom)
         layer_names = [str(i) for i in range(len(layers))]
         content: dict[str, Any] = {
@@ -320,16 +388,19 @@ class Sample:
             "by_layer": dict(zip(layer_names, layers, strict=True)),
         }
         for field, field_values in self.groupings.items():
+            # A dict, unlike a set, keeps the order of the examples.
             distinct_values = list(dict.fromkeys(field_values.tolist()))
             if len(distinct_values) < 2:
                 continue
             by_value = {}
             for field_value in distinct_values:
-                rows = field_values == field_value
-                by_value[field_value] = ratios(top[rows], bottom[rows])[0]
+                has_value = field_values == field_value
+                mean, *_ = ratios(top[has_value], bottom[has_value])
+                by_value[field_value] = mean
             content[f"by_{field}"] = by_value
         content |= details
-        value = math.nan if value is None else value
+        if value is None:
+            value = math.nan
         return NamedScore(name, value, intervals[0], len(values), chance, content)
 
 
@@ -338,7 +409,8 @@ def group_sums(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
     `columns` has shape (n, K). `groups` contains the group number of each row, (n,).
     """
-    return np.stack([np.bincount(groups, column) for column in columns.T], -1)
+    sums = [np.bincount(groups, column) for column in columns.T]
+    return np.stack(sums, -1)
 
 
 def ratios(top: np.ndarray, bottom: np.ndarray) -> list[float | None]:
@@ -346,5 +418,9 @@ def ratios(top: np.ndarray, bottom: np.ndarray) -> list[float | None]:
 
     A ratio is None if its divisor is 0.
     """
-    sums = zip(top.sum(0).tolist(), bottom.sum(0).tolist(), strict=True)
-    return [a / b if b else None for a, b in sums]
+    numerators = top.sum(0).tolist()
+    divisors = bottom.sum(0).tolist()
+    quotients = []
+    for numerator, divisor in zip(numerators, divisors, strict=True):
+        quotients.append(numerator / divisor if divisor else None)
+    return quotients

@@ -55,20 +55,26 @@ def heldout_loss(
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    empty = (torch.zeros(0, shape[1], dtype=torch.int64),) * 2
-    iterator, failure = iter(batches), None
+    no_rows = torch.zeros(0, shape[1], dtype=torch.int64)
+    empty = no_rows, no_rows
+    iterator = iter(batches)
+    failure: DataError | None = None
     for _ in range(rounds):
         (inputs, targets), error = next_batch(iterator, empty)
-        failure = failure or error
+        if failure is None:
+            failure = error
+        # All batches have one shape, because a compiled model is compiled anew for each shape.
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1)
+        # The boundaries are those of the complete sequences, so they are computed before the cut.
         masked = documents(inputs).to(device) if documents else None
         if slices:
             inputs, targets = slices.cut(inputs), slices.cut(targets)
         inputs, targets = moved(inputs, device), moved(targets, device)
         sums[0] += model(inputs, targets, documents=masked, slices=slices).loss.nll
         sums[1] += (targets >= 0).sum()
+    # A collective that every rank must call, also after an error.
     dist.all_reduce(sums)
     model.train()
     return (sums[0] / sums[1]).item(), failure
@@ -112,13 +118,20 @@ class DocumentSums:
                 int64 on the CPU. Negative targets are ignored.
         """
         device = self.device
-        masked = self.documents(batch[0]).to(device) if self.documents else None
-        inputs, targets, owners = map(self.slices.cut, batch) if self.slices else batch
+        inputs, targets, owners = batch
+        masked = self.documents(inputs).to(device) if self.documents else None
+        if self.slices:
+            inputs, targets, owners = map(self.slices.cut, batch)
         losses = self.model(
-            moved(inputs, device), moved(targets, device), documents=masked, by_token=True,
+            moved(inputs, device),
+            moved(targets, device),
+            documents=masked,
+            by_token=True,
             slices=self.slices,
-        )  # fmt: skip
-        self.sums.index_add_(0, moved(owners.flatten(), device), losses.flatten().double())
+        )
+        # Sums of many float32 losses would lose digits.
+        nats = losses.flatten().double()
+        self.sums.index_add_(0, moved(owners.flatten(), device), nats)
 
     def total(self) -> Tensor:
         """Return the loss of each document in nats, summed over all ranks, (count,) float64.
@@ -196,7 +209,7 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
         step: training step after which the losses were measured; None selects the last measurement.
     """
     files = sorted((run / LOSSES_DIRECTORY).glob("step-*.npz"))
-    file = files[-1] if files and step is None else path_of(run, step or 0)
+    file = files[-1] if step is None and files else path_of(run, step or 0)
     if not files or not os.path.lexists(file):
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(

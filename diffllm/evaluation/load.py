@@ -42,7 +42,8 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
         step: step of the checkpoint; None selects the newest complete checkpoint.
     """
     run = user_path(Path(run), "run")
-    return decoder(run, step or 0)[0], Tokenizer.from_file(tokenizer_of(run))
+    model, _ = decoder(run, step or 0)
+    return model, Tokenizer.from_file(tokenizer_of(run))
 
 
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
@@ -60,10 +61,12 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
         model = Transformer(cfg.model)
         params = dict(model.named_parameters())
         check_parameters(path, read_state(path), params)
+        # Fills the RoPE tables, which checkpoints do not contain.
         model.reset_parameters()
         tensors = {name: param.detach() for name, param in params.items()}
         tensors |= model.router_state()
         stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        # Loads into the memory of these tensors, which are the parameters of the model.
         load_tensors(path, stored, no_dist=True)
         return model.eval(), step_of(path)
 
@@ -81,14 +84,16 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
         # The files of the copy in the run directory name the EOS that the run was trained with.
         data_config = replace(data_config, tokenizer=str(tokenizer_of(run)), eos_token=None)
     facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
-    data = prepare(data_config, cfg.prepare, RunHashes(facts.get("corpus"), facts.get("tokenizer")))
+    run_hashes = RunHashes(facts.get("corpus"), facts.get("tokenizer"))
+    data = prepare(data_config, cfg.prepare, run_hashes)
     hashes = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
     for name, current_hash in hashes.items():
         if facts.get(name, current_hash) != current_hash:
+            rule = rule_text(data.directories) if name == "corpus" else ""
             raise ConfigError(
                 f"{run}/config.yaml: the {name} has changed since training (hash "
                 f"{current_hash[:12]} instead of {str(facts[name])[:12]}); restore the original "
-                f"{name}{rule_text(data.directories) if name == 'corpus' else ''}"
+                f"{name}{rule}"
             )
     return data
 
@@ -96,7 +101,10 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
 def own_corpus(run: Path, cfg: TrainConfig) -> str:
     """Return the hash of the corpus that a run was trained on."""
     facts = read_record(run / "run.json") or {}
-    return str(facts.get("corpus") or own_data(run, cfg).manifest.corpus)
+    corpus = facts.get("corpus")
+    if not corpus:
+        corpus = own_data(run, cfg).manifest.corpus
+    return str(corpus)
 
 
 class HeldoutSequence(NamedTuple):
@@ -118,8 +126,9 @@ def first_sequences(
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
+    count = min(most, sequences_in(stream, cfg.seq_len))
     first = []
-    for i in range(min(most, sequences_in(stream, cfg.seq_len))):
+    for i in range(count):
         inputs, targets = sequences.read(np.array([i]))
         documents = None
         if cfg.data.mask_documents:

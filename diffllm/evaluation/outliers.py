@@ -58,31 +58,49 @@ class Spread:
     def add(self, values: Tensor) -> None:
         """Add the values of a tensor of any shape; all values must be finite."""
         flat = values.detach().float().flatten()
-        sizes, wide = flat.abs(), flat.double()
+        magnitudes = flat.abs()
         self.count += len(flat)
-        largest = torch.cat((self.largest.to(flat.device), sizes))
-        self.largest = largest.topk(min(TOP[-1], len(largest))).values.cpu()
-        self.bins += torch.bincount(sizes.view(torch.int32) >> LEFT_OUT, minlength=BINS).cpu()
+        largest_before = self.largest.to(flat.device)
+        candidates = torch.cat((largest_before, magnitudes))
+        n_largest = min(TOP[-1], len(candidates))
+        self.largest = candidates.topk(n_largest).values.cpu()
+        # The bits of floats from 0, read as integers, have the same order as the floats.
+        bins = magnitudes.view(torch.int32) >> LEFT_OUT
+        counts = torch.bincount(bins, minlength=BINS)
+        self.bins += counts.cpu()
+        # The kurtosis subtracts sums of powers from each other, which float32 cannot resolve.
+        wide = flat.double()
         squares = wide.square()
         powers = (wide, squares, squares * wide, squares.square())
-        self.sums += torch.stack([power.sum() for power in powers]).cpu()
+        sums = torch.stack([power.sum() for power in powers])
+        self.sums += sums.cpu()
 
     def percentile(self, percent: float) -> float:
         """Return a percentile (0 to 100) of |x|, with a relative error of at most 0.1%."""
-        rank = max(1, math.ceil(percent / 100 * self.count))
-        place = int(torch.searchsorted(self.bins.cumsum(0), rank))
-        ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
-        low, high = ends.view(torch.float32).tolist()
-        return (low + high) / 2 if place else 0.0
+        n_values = math.ceil(percent / 100 * self.count)
+        rank = max(1, n_values)
+        counts_up_to_bin = self.bins.cumsum(0)
+        place = int(torch.searchsorted(counts_up_to_bin, rank))
+        if place == 0:
+            # The bin contains 0 and the smallest subnormal numbers.
+            return 0.0
+        # The bits of a bin's first float are the number of the bin and zeros.
+        bins = torch.tensor([place, place + 1], dtype=torch.int32)
+        ends = (bins << LEFT_OUT).view(torch.float32)
+        low, high = ends.tolist()
+        return (low + high) / 2
 
     @property
     def kurtosis(self) -> float | None:
         """Kurtosis E[(x - mean)^4] / E[(x - mean)^2]^2 of all values x; None if all are equal."""
-        mean, second, third, fourth = (self.sums / self.count).tolist()
+        moments = self.sums / self.count
+        mean, second, third, fourth = moments.tolist()
         variance = second - mean**2
+        # The difference of equal numbers has a rounding error, so it is compared with a bound.
         if variance <= 1e-12 * second:
             return None
-        return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
+        central_moment = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
+        return central_moment / variance**2
 
     def numbers(self) -> dict[str, float | None]:
         """Return all statistics by name, such as "p99" or "top_10", the tenth largest |x|.
@@ -91,9 +109,13 @@ class Spread:
         """
         top: dict[str, float | None] = {}
         for k in TOP:
-            top[f"top_{k}"] = self.largest[k - 1].item() if k <= self.count else None
-        percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
-        rms = math.sqrt(self.sums[1].item() / self.count)
+            has_k_values = k <= self.count
+            top[f"top_{k}"] = self.largest[k - 1].item() if has_k_values else None
+        percentiles = {}
+        for name, percent in PERCENTILES.items():
+            percentiles[name] = self.percentile(percent)
+        mean_square = self.sums[1].item() / self.count
+        rms = math.sqrt(mean_square)
         return {**top, **percentiles, "rms": rms, "kurtosis": self.kurtosis}
 
 
@@ -115,8 +137,11 @@ class LayerOutliers:
         self.hidden = Spread()
         self.channels = torch.zeros(0)
         """The largest magnitude of each channel of the hidden states, (D,)."""
-        self.over_channels, self.context = Mean(), Mean()
-        self.ratio, self.least, self.most = Mean(), math.inf, -math.inf
+        self.over_channels = Mean()
+        self.context = Mean()
+        self.ratio = Mean()
+        self.least_ratio = math.inf
+        self.largest_ratio = -math.inf
         self.logits: defaultdict[str, Spread] = defaultdict(Spread)
         self.weight: defaultdict[str, Mean] = defaultdict(Mean)
         self.share: defaultdict[str, Mean] = defaultdict(Mean)
@@ -130,15 +155,22 @@ class LayerOutliers:
             v: value vectors, (B, T, value heads, value_dim).
         """
         self.hidden.add(x)
-        self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
-        largest = x.abs().flatten(0, 1).amax(0).cpu()
-        self.channels = torch.maximum(self.channels, largest) if len(self.channels) else largest
-        rms = over_channels(context)
+        # `kurtosis` returns a mean over tokens: one copy per token weights batches by their size.
+        mean_kurtosis = kurtosis(x)
+        self.over_channels.add(mean_kurtosis.expand(x.shape[:2]))
+        by_token = x.abs().flatten(0, 1)  # (B * T, D)
+        largest = by_token.amax(0).cpu()
+        if len(self.channels):
+            largest = torch.maximum(self.channels, largest)
+        self.channels = largest
+        rms = over_channels(context)  # (B, T, h)
         ratio = rms / values_rms(v)
         self.context.add(rms)
         self.ratio.add(ratio)
-        self.least = min(self.least, ratio.min().item())
-        self.most = max(self.most, ratio.max().item())
+        lowest = ratio.min().item()
+        highest = ratio.max().item()
+        self.least_ratio = min(self.least_ratio, lowest)
+        self.largest_ratio = max(self.largest_ratio, highest)
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
         """Add the attention logits and weights of N queries to the statistics.
@@ -149,36 +181,45 @@ class LayerOutliers:
             probe: the N queries, and the keys that these queries see.
         """
         for name, scores in logits.items():
-            self.logits[name].add(scores[probe.visible.expand_as(scores)])
+            is_visible = probe.visible.expand_as(scores)
+            self.logits[name].add(scores[is_visible])
         for name, weights in maps.items():
-            seen = probe.visible.expand_as(weights)
-            first = seen.int().argmax(-1, keepdim=True)
-            others = seen.sum(-1) > 1  # A query with one visible key has no choice.
-            weight = weights.gather(-1, first).squeeze(-1)
+            is_visible = probe.visible.expand_as(weights)
+            # argmax returns the first of equal values, here the first visible key.
+            first_key = is_visible.int().argmax(-1, keepdim=True)
+            weight = weights.gather(-1, first_key).squeeze(-1)  # (B, h, N)
             total = weights.abs().sum(-1)
-            share = weight.abs() / torch.where(total > 0, total, 1)
-            self.weight[name].add(weight[others])
-            self.share[name].add(share[others])
+            # If the total is 0, all weights are 0: a division by 1 gives the share 0, not NaN.
+            divisor = torch.where(total > 0, total, 1)
+            share = weight.abs() / divisor
+            # A query with one visible key has no choice.
+            has_choice = is_visible.sum(-1) > 1
+            self.weight[name].add(weight[has_choice])
+            self.share[name].add(share[has_choice])
 
     def numbers(self) -> dict[str, Any]:
         """Return all statistics of the layer by name, as described in `measure_outliers`."""
+        hidden = {
+            **self.hidden.numbers(),
+            "kurtosis_over_channels": self.over_channels.value,
+            "top_1_channel": int(self.channels.argmax()),
+        }
+        logits = {name: spread.numbers() for name, spread in self.logits.items()}
+        sinks = {}
+        for name, weight in self.weight.items():
+            share = self.share[name]
+            sinks[name] = {"weight": weight.value, "share": share.value}
+        ratios = {
+            "mean": self.ratio.value,
+            "min": self.least_ratio,
+            "max": self.largest_ratio,
+        }
         return {
-            "hidden": {
-                **self.hidden.numbers(),
-                "kurtosis_over_channels": self.over_channels.value,
-                "top_1_channel": int(self.channels.argmax()),
-            },
-            "logits": {name: spread.numbers() for name, spread in self.logits.items()},
-            "sinks": {
-                name: {"weight": self.weight[name].value, "share": self.share[name].value}
-                for name in self.weight
-            },
+            "hidden": hidden,
+            "logits": logits,
+            "sinks": sinks,
             "context_rms": self.context.value,
-            "context_over_value_rms": {
-                "mean": self.ratio.value,
-                "min": self.least,
-                "max": self.most,
-            },
+            "context_over_value_rms": ratios,
         }
 
 
@@ -212,16 +253,24 @@ def measure_outliers(
     for tokens, _, documents in sequences:
         x = model.tok_embeddings(tokens)
         rope, mask = model.whole_sequences(tokens, documents, x.dtype)
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device)
         for i, (layer, block) in enumerate(zip(outliers, model.layers, strict=True)):
+            attention = block.attention
             aux: Aux = {}
             normed = block.attention_norm(x)
-            block.attention(normed, rope, mask, aux=aux)
-            size = max(1, WEIGHTS_AT_ONCE // (tokens.numel() * block.attention.n_query_heads))
-            for piece in torch.arange(tokens.shape[1], device=tokens.device).split(size):
-                probe = probe_at(piece, tokens.shape[1], documents)
-                q, k = aux["q"][:, piece], aux["k"]
-                maps = block.attention.maps(normed[:, piece], q, k, probe.visible)
-                layer.add_maps(block.attention.logits(q, k), maps, probe)
+            attention(normed, rope, mask, aux=aux)
+            # Complete maps of a long sequence may not fit into memory: take some queries at a time.
+            weights_per_query = tokens.numel() * attention.n_query_heads
+            queries_at_once = max(1, WEIGHTS_AT_ONCE // weights_per_query)
+            for piece in positions.split(queries_at_once):
+                probe = probe_at(piece, length, documents)
+                q = aux["q"][:, piece]
+                k = aux["k"]
+                inputs = normed[:, piece]
+                maps = attention.maps(inputs, q, k, probe.visible)
+                logits = attention.logits(q, k)
+                layer.add_maps(logits, maps, probe)
             x, *_ = block(x, rope, mask)
             if not x.isfinite().all():
                 raise CheckpointError(
@@ -250,10 +299,14 @@ class Outliers(Evaluation):
         most = settings["sequences"]
         sequences = first_sequences(subject.run, subject.cfg, most, subject.device)
         with track(self.name, len(sequences)) as advance:
-            layers = measure_outliers(subject.model, sequences, advance, str(subject.checkpoint))
+            checkpoint = str(subject.checkpoint)
+            layers = measure_outliers(subject.model, sequences, advance, checkpoint)
         count = len(sequences)
-        sizes = {"sequences": count, "tokens": count * subject.cfg.seq_len}
-        return [{"layer": i, **sizes, **numbers} for i, numbers in enumerate(layers)]
+        n_tokens = count * subject.cfg.seq_len
+        lines = []
+        for i, numbers in enumerate(layers):
+            lines.append({"layer": i, "sequences": count, "tokens": n_tokens, **numbers})
+        return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         hidden: list[tuple[Line, Line]] = []
@@ -262,7 +315,8 @@ class Outliers(Evaluation):
             layer = {"layer": line["layer"]}
             hidden.append((layer, line["hidden"]))
             for map_name, numbers in line["logits"].items():
-                logits.append(({**layer, "map": map_name}, numbers))
+                place = {**layer, "map": map_name}
+                logits.append((place, numbers))
         scores = []
         for kind, places in (("hidden", hidden), ("logits", logits)):
             for name in NUMBERS:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from diffllm.core.errors import CheckpointError
 from diffllm.core.targets import PADDING
 from diffllm.data.heldout import heldout_documents
 from diffllm.data.progress import track
-from diffllm.evaluation.answers import PASS_TOKENS, by_length, padded
 from diffllm.evaluation.evaluation import (
     Evaluation,
     EvaluationOptions,
@@ -26,6 +26,7 @@ from diffllm.evaluation.evaluation import (
     Subject,
 )
 from diffllm.evaluation.load import own_corpus, own_data
+from diffllm.evaluation.scoring import PASS_TOKENS, by_length, padded
 from diffllm.model import Transformer
 from diffllm.model.attention.masks import Documents
 from diffllm.model.rope import RotaryEmbedding
@@ -74,17 +75,23 @@ class Position(Evaluation):
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         data = own_data(subject.run, subject.cfg)
         longest = settings.get("seq_len", subject.model.cfg.seq_len)
-        stream, eos_id = data.split("heldout"), data.manifest.eos_id
+        stream = data.split("heldout")
+        eos_id = data.manifest.eos_id
         chosen = heldout_documents(stream, eos_id, most=settings["documents"])
         starts = chosen.starts.tolist()
-        ends = (chosen.starts + np.minimum(chosen.lengths, longest)).tolist()
-        texts = [stream.tokens(*place).tolist() for place in zip(starts, ends, strict=True)]
+        lengths = np.minimum(chosen.lengths, longest).tolist()
+        texts = []
+        for start, length in zip(starts, lengths, strict=True):
+            tokens = stream.tokens(start, start + length)
+            texts.append(tokens.tolist())
+        batches = by_length(range(len(texts)), lambda i: len(texts[i]), PASS_TOKENS)
         nats: dict[int, list[float]] = {}
         with track(self.name, len(texts)) as advance, positions_up_to(longest, subject.model):
-            for places in by_length(range(len(texts)), lambda i: len(texts[i]), PASS_TOKENS):
+            for places in batches:
                 losses = token_nats(subject, [texts[i] for i in places], eos_id)
                 nats |= zip(places, losses, strict=True)
                 advance(len(places))
+        # Batches are sorted by length; the lines have the order of the documents.
         lines = []
         for i, (start, text) in enumerate(zip(starts, texts, strict=True)):
             if not all(map(math.isfinite, nats[i])):
@@ -92,6 +99,7 @@ class Position(Evaluation):
                     f"{subject.checkpoint}: the loss of held-out tokens is not finite; "
                     "evaluate an earlier checkpoint"
                 )
+            # Tokens that serve only as context in training are not counted.
             predicted = stream.loss_mask(start, start + len(text)).tolist()
             lines.append({"start": start, **sums(text, nats[i], predicted)})
         return lines
@@ -103,17 +111,21 @@ class Position(Evaluation):
             for line in lines:
                 names.update(line[kind])
             for name in sorted(names, key=bin_sort_key):
+                # Not all documents have a token in each bin, for example short documents.
                 bin_sums = [line[kind][name] for line in lines if name in line[kind]]
                 nats, tokens = np.array(bin_sums).T
+                n_tokens = tokens.sum()
+                details: dict[str, Any] = {"tokens": int(n_tokens)}
                 has_no_number, start = bin_sort_key(name)
-                level = {} if has_no_number else {"level": {kind: start}}
+                if not has_no_number:
+                    details["level"] = {kind: start}
                 scores.append(
                     NamedScore(
                         f"{kind} {name}".strip(),
-                        float(nats.sum() / tokens.sum()),
+                        float(nats.sum() / n_tokens),
                         of_documents(nats, tokens),
                         len(bin_sums),
-                        more={"tokens": int(tokens.sum()), **level},
+                        more=details,
                     )
                 )
         return scores
@@ -122,14 +134,18 @@ class Position(Evaluation):
 @contextmanager
 def positions_up_to(seq_len: int, model: Transformer) -> Iterator[None]:
     """In this context, `model` has RoPE tables for `seq_len` positions."""
-    cfg, tables = model.cfg, model.rope
+    cfg = model.cfg
+    tables = model.rope
     longer = RotaryEmbedding(cfg.head_dim, seq_len, cfg.rope).to(tables.cos.device)
     longer.reset_parameters()
-    model.cfg, model.rope = replace(cfg, seq_len=seq_len), longer
+    model.cfg = replace(cfg, seq_len=seq_len)
+    model.rope = longer
     try:
         yield
     finally:
-        model.cfg, model.rope = cfg, tables
+        # Later evaluations run the same model.
+        model.cfg = cfg
+        model.rope = tables
 
 
 @torch.no_grad()
@@ -139,14 +155,18 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
     A text is a sequence of token ids. The model reads an EOS before each text; an imported model
     reads its BOS instead.
     """
-    targets = padded(texts, PADDING, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    device = subject.device
+    targets = padded(texts, PADDING, cpu)
     first = subject.tokenizer.start_id
-    inputs = padded([[first, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
+    # Each token is predicted from the tokens before it, so the last token is not read.
+    read_texts = [[first, *text[:-1]] for text in texts]
+    inputs = padded(read_texts, eos_id, cpu)
     documents = None
     if subject.cfg.data.mask_documents:
-        documents = Documents.of(inputs, eos_id).to(subject.device)
+        documents = Documents.of(inputs, eos_id).to(device)
     losses: Tensor = subject.model(
-        inputs.to(subject.device), targets.to(subject.device), documents=documents, by_token=True
+        inputs.to(device), targets.to(device), documents=documents, by_token=True
     )
     rows = losses.double().tolist()
     return [row[: len(text)] for text, row in zip(texts, rows, strict=True)]
@@ -166,23 +186,24 @@ def sums(
         losses: loss of each token in nats, (n,).
         predicted: (n,); False for tokens that serve only as context and are not counted.
     """
-    sums_by_kind: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
-    last: dict[int, int] = {}
-    followed: dict[tuple[int, int], set[int]] = {}
+    kinds = ("all", "position", "distance", "span")
+    sums_by_kind: dict[str, Sums] = {kind: {} for kind in kinds}
+    last_place: dict[int, int] = {}
+    successors_by_bigram: dict[tuple[int, int], set[int]] = {}
     for i, (token, loss) in enumerate(zip(text, losses, strict=True)):
-        bins = {
-            "all": "",
-            "position": octave(i),
-            "distance": octave(i - last[token]) if token in last else "none",
-        }
-        last[token] = i
+        bins = {"all": "", "position": octave(i), "distance": "none"}
+        if token in last_place:
+            bins["distance"] = octave(i - last_place[token])
+        last_place[token] = i
         if i >= 2:
-            successors = followed.setdefault((text[i - 2], text[i - 1]), set())
+            bigram = text[i - 2], text[i - 1]
+            successors = successors_by_bigram.setdefault(bigram, set())
             if not successors:
                 bins["span"] = "first"
             elif token in successors:
                 bins["span"] = "repeated"
             successors.add(token)
+        # Tokens that are not counted still serve as previous occurrences.
         if predicted[i]:
             for kind, name in bins.items():
                 bin_sums = sums_by_kind[kind].setdefault(name, [0.0, 0])
@@ -195,7 +216,7 @@ def octave(number: int) -> str:
     """Return the name of a number's bin: "0", "1", "2-3", "4-7", "8-15", "16-31" and so on."""
     if number < 2:
         return str(number)
-    low = 1 << number.bit_length() - 1
+    low = 1 << (number.bit_length() - 1)
     return f"{low}-{2 * low - 1}"
 
 
@@ -206,4 +227,6 @@ def bin_sort_key(name: str) -> tuple[int, float]:
     after them, and the name "first" is the last one.
     """
     start = name.partition("-")[0]
-    return (0, int(start)) if start.isdigit() else (1, name == "first")
+    if start.isdigit():
+        return 0, int(start)
+    return 1, name == "first"

@@ -60,8 +60,11 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     largest = wide.abs().amax(dims, keepdim=True)
     # Divide by a tensor: for a number, CUDA would multiply by its rounded reciprocal.
     scale = largest / torch.full_like(largest, most)
-    level = torch.round(wide / scale).clamp(-most, most).int()
-    return torch.where(scale > 0, level * scale, 0.0).to(x.dtype)
+    steps = torch.round(wide / scale)
+    level = steps.clamp(-most, most).int()
+    # A division by a scale of 0 gives NaN, whose integer is undefined.
+    values = torch.where(scale > 0, level * scale, 0.0)
+    return values.to(x.dtype)
 
 
 @contextmanager
@@ -112,9 +115,11 @@ def round_inputs(layer: nn.Linear | Experts, rounding: Rounding, stack: ExitStac
         dims = -1 if rounding.by_row else tuple(range(x.ndim))
         return rounded(x, rounding.bits, dims)
 
-    stack.enter_context(
-        layer.register_forward_pre_hook(lambda _, args: (fewer_bits(args[0]), *args[1:]))
-    )
+    def with_fewer_bits(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = args
+        return fewer_bits(x), *others
+
+    stack.enter_context(layer.register_forward_pre_hook(with_fewer_bits))
     if isinstance(layer, Experts):
         # The hook rounds the input of w1 and w3; the input of w2 exists only inside the layer.
         plain = layer.activation
@@ -191,8 +196,11 @@ class Quantise(Evaluation):
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         nats: dict[str, np.ndarray] = {}
         for arm in ARMS:
-            nats[arm.name] = np.array([line["nats"] for line in lines if line["arm"] == arm.name])
-        tokens = np.array([line["tokens"] for line in lines if line["arm"] == PLAIN])
+            losses = [line["nats"] for line in lines if line["arm"] == arm.name]
+            nats[arm.name] = np.array(losses)
+        # All settings use the same sequences, so the numbers of tokens are equal.
+        counts = [line["tokens"] for line in lines if line["arm"] == PLAIN]
+        tokens = np.array(counts)
         loss = float(nats[PLAIN].sum() / tokens.sum())
         scores = []
         for arm in ARMS[1:]:
@@ -227,8 +235,9 @@ def loss_lines(
     """
     lines = []
     for i, (inputs, targets, documents) in enumerate(sequences):
-        losses = subject.model(inputs, targets, documents=documents, by_token=True).double()
-        nats = losses.sum().item()
+        losses = subject.model(inputs, targets, documents=documents, by_token=True)
+        # Changes of the loss can be smaller than the rounding of a float32 sum.
+        nats = losses.double().sum().item()
         if not math.isfinite(nats):
             raise CheckpointError(
                 f"{subject.checkpoint}: the loss of held-out tokens is not finite ({arm}); "

@@ -21,7 +21,6 @@ from diffllm.evaluation.answers import (
     chance,
     lines_of,
     questions,
-    score_batches,
     share,
 )
 from diffllm.evaluation.attention_mass import PREFIX, AttentionMass
@@ -37,13 +36,19 @@ from diffllm.evaluation.evaluation import (
 from diffllm.evaluation.outliers import Outliers
 from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
+from diffllm.evaluation.scoring import score_batches
 from diffllm.metrics.records import finite
 
 EVALUATIONS: dict[str, Evaluation] = {
     evaluation.name: evaluation for evaluation in (Position(), Outliers(), Quantise())
 }
 """Evaluations by name, except generated tasks."""
-NEEDLES = [{"needles": n, "queries": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
+NEEDLES = [
+    {"needles": 1, "queries": 1},
+    {"needles": 2, "queries": 2},
+    {"needles": 4, "queries": 2},
+    {"needles": 6, "queries": 2},
+]
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
     "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
     "attention_mass": {f"{PREFIX}{name}": () for name in ("needle", "mqar")},
@@ -85,15 +90,20 @@ def chosen(
             f"level={list(map(dict, levels))} applies to a single task, but {len(by_name)} are "
             "selected; select one with tasks=[NAME]"
         )
-    fixed = {name: SUITES[suite][name] for name in by_name if SUITES[suite].get(name)}
-    options = EvaluationOptions(levels=dict.fromkeys(by_name, levels) if levels else fixed)
-    return list(by_name.values()), options
+    levels_by_name: dict[str, Sequence[Level]] = {}
+    for name in by_name:
+        fixed_levels = SUITES[suite].get(name)
+        if levels:
+            levels_by_name[name] = levels
+        elif fixed_levels:
+            levels_by_name[name] = fixed_levels
+    return list(by_name.values()), EvaluationOptions(levels=levels_by_name)
 
 
 def check_same_examples(first: Evaluation, second: Evaluation) -> None:
     """Raise ConfigError if two evaluations of one name read different files of examples."""
-    files = first.examples_file, second.examples_file
-    if files[0] != files[1]:
+    if first.examples_file != second.examples_file:
+        files = first.examples_file, second.examples_file
         paths = " and ".join(file.path for file in files if file)
         raise ConfigError(
             f"tasks: {paths} have the same name {first.name}, which identifies their results; "
@@ -123,7 +133,8 @@ def evaluation_named(name: str, allowed_names: Sequence[str] = ()) -> Evaluation
         return AttentionMass(TASKS[task_name])
     if name in REMOVED:
         raise ConfigError(f"tasks: {name} was removed; use {AVAILABLE}")
-    allowed_names = allowed_names or sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])
+    if not allowed_names:
+        allowed_names = sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])
     allowed = f"{', '.join(allowed_names)}, or a {' or '.join(JSON_LINES)} file"
     suggestion = did_you_mean(name, allowed_names)
     raise ConfigError(f"tasks: {name} must be one of {allowed}{suggestion}")
@@ -142,6 +153,7 @@ def evaluate(
     skipped = []
     directory = results_of(subject.run, step_of(subject.checkpoint))
     files = {evaluation.name: directory / f"{evaluation.name}.jsonl" for evaluation in evaluations}
+    # Check all files first, so that no evaluation runs in vain.
     for evaluation in evaluations:
         check_examples_file(files[evaluation.name], evaluation.examples_file)
     manifest = (subject.checkpoint / MANIFEST).read_bytes()
@@ -244,7 +256,8 @@ class TasksWhileTraining:
             self.examples[task.name] = questions(task.task, settings, tokenizer, cfg.seq_len)
             level_names = []
             for level in settings["levels"]:
-                level_names.append("_".join(f"{key}_{value}" for key, value in level.items()))
+                words = [f"{key}_{value}" for key, value in level.items()]
+                level_names.append("_".join(words))
             self.levels[task.name] = level_names
 
     def __call__(self, model: Any) -> dict[str, float]:

@@ -13,9 +13,9 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.data.heldout import heldout_documents
-from diffllm.evaluation import answers
-from diffllm.evaluation.answers import Question, score, score_batches
+from diffllm.evaluation import scoring
 from diffllm.evaluation.heldout import DocumentSums
+from diffllm.evaluation.scoring import Question, score, score_batches
 from diffllm.model import Transformer
 from diffllm.training.build import build
 
@@ -134,7 +134,7 @@ def questions(vocab_size):
 
 def answered(overrides):
     """Return the scores of a training model; all ranks take part in every batch."""
-    answers.PASS_TOKENS = 40  # Gives several batches per rank.
+    scoring.PASS_TOKENS = 40  # Gives several batches per rank.
     cfg = config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()

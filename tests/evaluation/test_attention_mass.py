@@ -18,7 +18,6 @@ from diffllm.cli import main
 from diffllm.core.errors import ConfigError
 from diffllm.data.tasks.task import TASKS, Example, Task, task
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.evaluation.answers import spelt_question
 from diffllm.evaluation.attention_mass import (
     DIGITS,
     AttentionMass,
@@ -27,6 +26,7 @@ from diffllm.evaluation.attention_mass import (
     shares_of,
 )
 from diffllm.evaluation.maps import last_maps
+from diffllm.evaluation.scoring import spelt_question
 from diffllm.statistics.bootstrap import of_documents
 
 VARIANTS = ("standard", "gated", "standard_sink", "standard_off_by_one", "diff_v1", "diff_v2")

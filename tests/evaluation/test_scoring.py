@@ -7,8 +7,8 @@ import torch
 
 from diffllm import build_model, load_config
 from diffllm.data.tasks.task import Example
-from diffllm.evaluation import answers
-from diffllm.evaluation.answers import Question, score, spelt_question
+from diffllm.evaluation import scoring
+from diffllm.evaluation.scoring import Question, score, spelt_question
 from diffllm.model import Transformer
 from diffllm.model.generate import generate
 
@@ -60,9 +60,9 @@ def with_generated(model: Transformer, question: Question) -> Question:
 def test_batched_answer_scores_match_scores_of_single_sequences(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
-    monkeypatch.setattr(answers, "CACHED_FROM", cached_from)
-    monkeypatch.setattr(answers, "PASS_TOKENS", tokens)
-    monkeypatch.setattr(answers, "CACHE_POSITIONS", cache)
+    monkeypatch.setattr(scoring, "CACHED_FROM", cached_from)
+    monkeypatch.setattr(scoring, "PASS_TOKENS", tokens)
+    monkeypatch.setattr(scoring, "CACHE_POSITIONS", cache)
     model = model_of(variant)
     asked = [with_generated(model, question) for question in questions()]
     told: list[int] = []
@@ -79,7 +79,7 @@ def test_batched_answer_scores_match_scores_of_single_sequences(
 
 
 def test_by_length_function_limits_padded_size_of_each_batch() -> None:
-    batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
+    batches = list(scoring.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 
 
@@ -111,8 +111,8 @@ def test_scoring_computes_common_prefix_of_questions_only_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """One context is a prefix of the next context, and two texts are scored one after the other."""
-    monkeypatch.setattr(answers, "CACHED_FROM", 1)
-    monkeypatch.setattr(answers, "CACHE_POSITIONS", cache)
+    monkeypatch.setattr(scoring, "CACHED_FROM", 1)
+    monkeypatch.setattr(scoring, "CACHE_POSITIONS", cache)
     model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]
     first, second = other.context[:60], [*other.context[:20], *other.context[:50]]
     asked = [
