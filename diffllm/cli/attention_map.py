@@ -49,11 +49,7 @@ def attention_map_command(argv: list[str]) -> None:
     layers = indices("layer", args.layer, cfg.model.n_layers, -1)
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
     tokens = tokenizer.encode(args.prompt)
-    most = min(cfg.model.seq_len, MOST_TOKENS)
-    if not 0 < len(tokens) <= most:
-        raise ConfigError(
-            f"prompt has {len(tokens)} tokens, but must have 1 to {most} tokens; change the prompt"
-        )
+    check_length(tokens, min(cfg.model.seq_len, MOST_TOKENS))
     if args.out and Path(args.out).suffix.lower() not in FORMATS:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)
@@ -61,17 +57,13 @@ def attention_map_command(argv: list[str]) -> None:
     maps: dict[int, LayerMaps] = {}
     for layer in layers:
         maps[layer] = layer_maps(model, torch.tensor([tokens]), layer)
-    if not all(is_finite(layer_result) for layer_result in maps.values()):
-        raise CheckpointError(
-            f"run={run}: the attention weights of step {step} contain nan or infinity; choose "
-            "an earlier checkpoint with step=N"
-        )
+        check_finite(maps[layer], run, step)
     labels = [visible(tokenizer.piece(token)) for token in tokens]
+    variant = cfg.resolved.choices["attention"]
     drawn_layers = []
     for layer, layer_result in maps.items():
         _, n_heads, _, _ = layer_result.effective.shape
         heads = indices("head", args.head, n_heads, 0)
-        variant = cfg.resolved.choices["attention"]
         heads_label = f"head {heads[0]}" if args.head != "all" else f"{n_heads} heads"
         title = f"{variant}, layer {layer}, {heads_label}"
         for name, values in layer_result.by_query.items():
@@ -90,8 +82,21 @@ def attention_map_command(argv: list[str]) -> None:
         echo_json({"step": step, "tokens": labels, "layers": drawn_layers})
 
 
-def is_finite(layer: "LayerMaps") -> bool:
-    return all(weights.isfinite().all() for weights in layer.maps.values())
+def check_length(tokens: list[int], most: int) -> None:
+    if not 0 < len(tokens) <= most:
+        raise ConfigError(
+            f"prompt has {len(tokens)} tokens, but must have 1 to {most} tokens; change the prompt"
+        )
+
+
+def check_finite(layer: "LayerMaps", run: Path, step: int) -> None:
+    """Raise CheckpointError if an attention weight of the layer is not finite."""
+    for weights in layer.maps.values():
+        if not weights.isfinite().all():
+            raise CheckpointError(
+                f"run={run}: the attention weights of step {step} contain nan or infinity; choose "
+                "an earlier checkpoint with step=N"
+            )
 
 
 def save_figure(figure: Any, out: Path) -> None:

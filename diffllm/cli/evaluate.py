@@ -163,6 +163,7 @@ def checkpoint_results(
             cfg = load_run_config(run)
             subject = Subject(model.to(device), tokenizer, checkpoint, run, cfg)
             results, messages = evaluate(subject, evaluations, options)
+            # Evaluations are slow: the caller prints these results before the next ones start.
             yield run, checkpoint, results, messages
 
 

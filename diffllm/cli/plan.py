@@ -23,6 +23,7 @@ def plan_command(argv: list[str]) -> None:
     args = parse(PlanArguments, argv, __doc__)
     from diffllm.cli.plan_text import print_plan
 
+    # The list of assumptions marks the values that the user set.
     named = set()
     for word in argv:
         key, _, _ = word.partition("=")
