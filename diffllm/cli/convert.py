@@ -101,6 +101,7 @@ def consolidate_command(argv: list[str]) -> None:
     check_form(args.dtype, args.max_shard_size)
     run = Path(args.run)
     cfg = load_run_config(run)
+    # Training may delete the checkpoint during the call; `with_checkpoint` then repeats it.
     with_checkpoint(run, args.step, lambda path: consolidate(args, run, cfg, path))
 
 

@@ -138,6 +138,7 @@ def sizes_text(run_plan: RunPlan) -> str:
     micro, _ = cfg.micro_batches(run_plan.cluster.gpus)
     length = f"seq_len={cfg.seq_len} ({origin(run_plan, 'seq_len')})"
     batch = f"micro_batch_size={micro} ({origin(run_plan, 'micro_batch_size')})"
+    # With parallel.context, the ranks of a group share each sequence.
     context = cfg.parallel.context
     place = "rank" if context == 1 else f"group of {context} ranks"
     return f"{length}, {batch}: {micro} x {cfg.seq_len:,} tokens per {place} and forward pass"

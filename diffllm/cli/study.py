@@ -127,8 +127,10 @@ def study_command(argv: list[str]) -> int:
     from diffllm.compare.study.running import run_study
     from diffllm.config.plugins import launch_words
 
+    # The processes of the runs must import the same plugins.
+    plugin_words = launch_words(args.plugins)
     with messages_on_stderr(args.json):
-        status, content = run_study(study, out, launcher, launch_words(args.plugins))
+        status, content = run_study(study, out, launcher, plugin_words)
     # Under torchrun, all ranks run the study, but the JSON value must be printed once.
     if args.json and own_rank() == 0:
         with result():

@@ -158,7 +158,7 @@ class MeasuredTraining:
 
     def forward_ends(self, *_: object) -> None:
         gc.collect()  # compilation leaves reference cycles that contain activations
-        start_of_forward, _, _ = self.parts[-1]
+        start_of_forward = self.parts[-1][0]
         self.memory.label_since(start_of_forward, Kind.activations)
         self.activations = 0
         for block in self.memory.live.values():
