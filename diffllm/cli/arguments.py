@@ -142,9 +142,15 @@ def take_json(words: list[str]) -> tuple[bool, list[str]]:
 
     Commands that pass their words to Hydra use this function instead of `parse`.
     """
-    chosen = [word for word in words if JSON_WORD.fullmatch(word)]
-    others = [word for word in words if not JSON_WORD.fullmatch(word)]
-    return parse(CommandArguments, chosen, "").json, others
+    json_words = []
+    others = []
+    for word in words:
+        if JSON_WORD.fullmatch(word):
+            json_words.append(word)
+        else:
+            others.append(word)
+    arguments = parse(CommandArguments, json_words, "")
+    return arguments.json, others
 
 
 def required(f: "Field[Any]") -> bool:
@@ -167,7 +173,9 @@ def split_words(
     words = iter(argv)
     for word in words:
         name, equals, text = word.partition("=")
-        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+        key = ""
+        if name.startswith("--"):
+            key = name.removeprefix("--").replace("-", "_")
         if key in fields_by_key and fields_by_key[key].metadata.get("flag"):
             if equals:
                 yield key, text

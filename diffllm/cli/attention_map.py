@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffllm.cli.arguments import RunArguments, argument, parse, write_out
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -49,44 +49,61 @@ def attention_map_command(argv: list[str]) -> None:
     layers = indices("layer", args.layer, cfg.model.n_layers, -1)
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
     tokens = tokenizer.encode(args.prompt)
-    most = min(cfg.model.seq_len, MOST_TOKENS)
-    if not 0 < len(tokens) <= most:
-        raise ConfigError(
-            f"prompt has {len(tokens)} tokens, but must have 1 to {most} tokens; change the prompt"
-        )
+    check_length(tokens, min(cfg.model.seq_len, MOST_TOKENS))
     if args.out and Path(args.out).suffix.lower() not in FORMATS:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)
-    maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
-    for layer_result in maps:
-        if not all(weights.isfinite().all() for weights in layer_result.maps.values()):
-            raise CheckpointError(
-                f"run={run}: the attention weights of step {step} contain nan or infinity; choose "
-                "an earlier checkpoint with step=N"
-            )
+    # Compute the maps of all layers before the first figure, so that an error leaves no figures.
+    maps: dict[int, LayerMaps] = {}
+    for layer in layers:
+        maps[layer] = layer_maps(model, torch.tensor([tokens]), layer)
+        check_finite(maps[layer], run, step)
     labels = [visible(tokenizer.piece(token)) for token in tokens]
+    variant = cfg.resolved.choices["attention"]
     drawn_layers = []
-    for layer, layer_result in zip(layers, maps, strict=True):
-        out = figure_path(args, run, layer, step)
-        heads = indices("head", args.head, layer_result.effective.shape[1], 0)
-        which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
-        title = f"{cfg.resolved.choices['attention']}, layer {layer}, {which}"
+    for layer, layer_result in maps.items():
+        _, n_heads, _, _ = layer_result.effective.shape
+        heads = indices("head", args.head, n_heads, 0)
+        heads_label = f"head {heads[0]}" if args.head != "all" else f"{n_heads} heads"
+        title = f"{variant}, layer {layer}, {heads_label}"
         for name, values in layer_result.by_query.items():
             title += f", mean {name} {values[0, heads].mean():.3f}"
         note = model.layers[layer].attention.maps_note
         if note:
             title += f"\n{note}"
-        # Draw into memory, so that a failure leaves no partly written file.
-        image = BytesIO()
         figure = draw(layer_result, heads, labels, title)
-        figure.savefig(image, format=out.suffix[1:].lower(), dpi=200)
-        write_out(out, image.getvalue())
+        out = figure_path(args, run, layer, step)
+        save_figure(figure, out)
         numbers = head_numbers(layer_result, heads)
         drawn_layers.append({"layer": layer, "figure": str(out), "heads": numbers})
         if not args.json:
             echo(f"{title}\n{heads_text(numbers)}\nfigure: {out}", flush=True)
     if args.json:
         echo_json({"step": step, "tokens": labels, "layers": drawn_layers})
+
+
+def check_length(tokens: list[int], most: int) -> None:
+    if not 0 < len(tokens) <= most:
+        raise ConfigError(
+            f"prompt has {len(tokens)} tokens, but must have 1 to {most} tokens; change the prompt"
+        )
+
+
+def check_finite(layer: "LayerMaps", run: Path, step: int) -> None:
+    """Raise CheckpointError if an attention weight of the layer is not finite."""
+    for weights in layer.maps.values():
+        if not weights.isfinite().all():
+            raise CheckpointError(
+                f"run={run}: the attention weights of step {step} contain nan or infinity; choose "
+                "an earlier checkpoint with step=N"
+            )
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    # Draw into memory, so that a failure leaves no partly written file.
+    image = BytesIO()
+    figure.savefig(image, format=out.suffix[1:].lower(), dpi=200)
+    write_out(out, image.getvalue())
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
@@ -119,12 +136,15 @@ def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -
         name += f"-head{args.head.zfill(2)}"
     if args.step is not None:
         name += f"-step{step}"
-    words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt).strip("-")[:24].strip("-")
+    words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt)
+    # The cut to 24 characters can leave a new "-" at the end.
+    words = words.strip("-")[:24].strip("-")
     if words:
         name += f"-{words}"
     # Prompts may have equal words, or none; the digest makes the name unique.
-    digest = hashlib.sha256(args.prompt.encode(errors="surrogatepass")).hexdigest()[:6]
-    return run / f"{name}-{digest}.png"
+    prompt_bytes = args.prompt.encode(errors="surrogatepass")
+    digest = hashlib.sha256(prompt_bytes).hexdigest()
+    return run / f"{name}-{digest[:6]}.png"
 
 
 def head_numbers(layer: "LayerMaps", heads: list[int]) -> list[dict[str, float]]:
@@ -138,22 +158,32 @@ def head_numbers(layer: "LayerMaps", heads: list[int]) -> list[dict[str, float]]
         columns["min"] = values.amin(-1)
         columns["max"] = values.amax(-1)
     # Skip the first query, which sees only the first token. A single token gives NaN.
-    columns["on first token"] = layer.effective[..., 1:, 0].mean(-1)
+    on_first_token = layer.effective[..., 1:, 0]
+    columns["on first token"] = on_first_token.mean(-1)
     columns["negative share"] = negative_share(layer.effective).mean(-1)
     columns[f"entropy of {first}"] = entropy(layer.maps[first]).mean(-1)
     rows = []
     for head in heads:
-        numbers = {name: float(values[0, head]) for name, values in columns.items()}
-        rows.append({"head": head, **numbers})
+        numbers: dict[str, float] = {"head": head}
+        for name, values in columns.items():
+            numbers[name] = float(values[0, head])
+        rows.append(numbers)
     return rows
 
 
 def heads_text(numbers: list[dict[str, float]]) -> str:
+    heads = list(numbers[0])
     rows = []
-    for head in numbers:
-        index, *values = head.values()
-        rows.append([str(index), *(f"{value:z.3f}" for value in values)])
-    table = str(Table.of(list(numbers[0]), rows, left=())).replace("nan", "  -")
+    for head_row in numbers:
+        head, *values = head_row.values()
+        cells = [str(head)]
+        for value in values:
+            # "z" prints a rounded -0.000 as 0.000.
+            cells.append(f"{value:z.3f}")
+        rows.append(cells)
+    table = str(Table.of(heads, rows, left=()))
+    # Spaces before the dash keep the width of the column.
+    table = table.replace("nan", "  -")
     return (
         f"{table}\n"
         "Means over queries. on first token: weight on that token; negative share: of the sum of "

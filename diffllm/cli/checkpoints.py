@@ -62,6 +62,7 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
         with suppress(CheckpointError):  # the run may just have deleted the files
             ranks = read_state(path)["ranks"]
     written = path.lstat().st_mtime  # raises if the run has deleted the checkpoint
+    # The caller skips a deleted checkpoint, but lists an unreadable one.
     try:
         size = sum(file.lstat().st_size for file in path.iterdir())
     except FileNotFoundError:

@@ -101,6 +101,7 @@ def consolidate_command(argv: list[str]) -> None:
     check_form(args.dtype, args.max_shard_size)
     run = Path(args.run)
     cfg = load_run_config(run)
+    # Training may delete the checkpoint during the call; `with_checkpoint` then repeats it.
     with_checkpoint(run, args.step, lambda path: consolidate(args, run, cfg, path))
 
 
@@ -114,16 +115,14 @@ def consolidate(
     """
     from diffllm.checkpoint.directory import step_of
     from diffllm.checkpoint.hf.safetensors import DTYPES, tensors_of, write_safetensors, writing
-    from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
 
     step = step_of(checkpoint)
-    directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
+    directory = run / "consolidated" / f"step-{step:08d}"
+    if args.out:
+        directory = Path(args.out)
     copies: dict[str, bytes] = {}
     if directory.resolve() != run.resolve():
-        tokenizer_of(run)  # raises if the run has no tokenizer
-        for name in ("config.yaml", *TOKENIZER_FILES):
-            with readable(run / name), suppress(FileNotFoundError):
-                copies[name] = read_bytes(run / name, LARGEST_FILE)
+        copies = files_next_to_parameters(run)
     old_shards = [file for file in directory.glob("*") if PARAMETERS.fullmatch(file.name)]
     existing = list(old_shards)
     for name in copies:
@@ -162,6 +161,19 @@ def consolidate(
         echo("\n".join(files))
 
 
+def files_next_to_parameters(run: Path) -> dict[str, bytes]:
+    """Read the config and the tokenizer of a run; raise an error if the tokenizer is missing."""
+    from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
+
+    tokenizer_of(run)  # raises if the run has no tokenizer
+    contents = {}
+    for name in ("config.yaml", *TOKENIZER_FILES):
+        # A run has only some of the tokenizer files.
+        with readable(run / name), suppress(FileNotFoundError):
+            contents[name] = read_bytes(run / name, LARGEST_FILE)
+    return contents
+
+
 @contextmanager
 def needing_interop(command: str) -> Iterator[None]:
     try:
@@ -183,7 +195,8 @@ def export_command(argv: list[str]) -> None:
     with needing_interop("export"):
         from diffllm.interop.export import export
     run, out = Path(args.run), Path(args.out)
-    layout, step = export(run, out, args.step, DTYPES[args.dtype], args.max_shard_size, args.own)
+    dtype = DTYPES[args.dtype]
+    layout, step = export(run, out, args.step, dtype, args.max_shard_size, args.own)
     if args.json:
         echo_json({"step": step, "architecture": layout.architecture, "out": str(out)})
     else:
@@ -203,17 +216,24 @@ def import_command(argv: list[str]) -> None:
     parameters = totals(origin.model)["params"]
     copy = Tokenizer.from_file(tokenizer_of(out))
     if args.json:
-        facts = {"model": origin.name, "attention": origin.attention, "parameters": parameters}
-        tokens = {"eos_token": copy.eos_token, "bos_token": origin.bos_token}
-        echo_json({**facts, **tokens, "out": str(out)})
+        facts = {
+            "model": origin.name,
+            "attention": origin.attention,
+            "parameters": parameters,
+            "eos_token": copy.eos_token,
+            "bos_token": origin.bos_token,
+            "out": str(out),
+        }
+        echo_json(facts)
         return
     size = f"{parameters / 1e6:,.2f}M parameters"
     echo(f"{origin.name}: {size}, {origin.attention}: {out}")
-    echo(eos_text(copy.eos_token, copy.eos_id, guesses_eos(str(origin.tokenizer), None)))
-    if bos_token := origin.bos_token:
+    is_guessed = guesses_eos(str(origin.tokenizer), None)
+    echo(eos_text(copy.eos_token, copy.eos_id, is_guessed))
+    if origin.bos_token:
         echo(
-            f"BOS: {bos_token}, before each text in generate, evaluate and exports, but not in "
-            "training data"
+            f"BOS: {origin.bos_token}, before each text in generate, evaluate and exports, but not "
+            "in training data"
         )
     weights = printed_override("resume", f"weights:{out}")
     echo(f"python train.py {weights} data.paths=[...] trains with these weights")

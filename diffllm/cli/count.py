@@ -50,11 +50,13 @@ def count_command(argv: list[str]) -> None:
         cfg = load_config(args.overrides)
         configs = {cfg.resolved.choices["attention"]: cfg}
     counts = {name: count(cfg) for name, cfg in configs.items()}
+    first = next(iter(configs))
     if args.json:
-        echo_json(counts if args.compare else next(iter(counts.values())))
+        echo_json(counts if args.compare else counts[first])
         return
-    cfg = next(iter(configs.values()))
-    print_counts(f"{cfg.resolved.choices['model']}, seq_len {cfg.seq_len}{keys_text(cfg)}", counts)
+    cfg = configs[first]
+    model = cfg.resolved.choices["model"]
+    print_counts(f"{model}, seq_len {cfg.seq_len}{keys_text(cfg)}", counts)
 
 
 def compared(values: list[str], overrides: list[str]) -> list[str]:
@@ -68,7 +70,8 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
 
     text = " --compare ".join(values)
     names = text.split(",")
-    if len(values) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
+    are_unique = len(set(names)) == len(names)
+    if len(values) > 1 or not all(names) or len(names) < 2 or not are_unique:
         raise ConfigError(
             f"--compare={text} needs at least two variants, each only once, "
             "such as standard,diff_v2"
@@ -108,21 +111,25 @@ def count(cfg: "TrainConfig") -> dict[str, Any]:
             attention_params += number
     ordered = {}
     for name in (*ATTENTION_COMPONENTS, *special, *OTHER_COMPONENTS):
+        # A Counter gives 0 for a component that the model lacks.
         if name in by_component or name != "router":
             ordered[name] = by_component[name]
     total = by_group.total()
+    embedding = model.tok_embeddings.weight.numel()
+    moe = cfg.model.moe
+    matched = cfg.resolved.matched
     return {
         "total_params": total,
         "active_params": model.active_parameters(),
-        "non_embedding_params": total - model.tok_embeddings.weight.numel(),
+        "non_embedding_params": total - embedding,
         "attention_params": attention_params,
         "ffn_dim": cfg.model.ffn_dim,
-        "expert_dim": cfg.model.moe.expert_dim if cfg.model.moe.n_experts else None,
+        "expert_dim": moe.expert_dim if moe.n_experts else None,
         "flops_per_token": model.flops_per_token(cfg.visible_keys),
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,
         "by_component": ordered,
-        "matched": cfg.resolved.matched.numbers() if cfg.resolved.matched else None,
+        "matched": matched.numbers() if matched else None,
     }
 
 
@@ -142,10 +149,12 @@ def print_counts(title: str, counts: Counts) -> None:
     first, *others = counts
     changes = f"; changes are relative to {first}" if others else ""
     echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
-    if matched := counts[first]["matched"]:
+    matched = counts[first]["matched"]
+    if matched:
         quantity = matched["by"]
+        target_value = matched[f"target_{quantity}"]
         echo(
-            f"matched to {matched['target']}: {matched[f'target_{quantity}']:,.0f} "
+            f"matched to {matched['target']}: {target_value:,.0f} "
             f"{UNITS[quantity]} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
     heads = ["", first]
@@ -153,58 +162,75 @@ def print_counts(title: str, counts: Counts) -> None:
         heads += [name, ""]
     rows: list[Row] = []
     for section in count_sections(list(counts.values())):
-        section_rows = [row for row in section if not set(row[1:]) <= {"0", "=", ""}]
+        section_rows = [row for row in section if has_numbers(row)]
         if rows and section_rows:
             rows.append(("",) * len(heads))
         rows += section_rows
     echo(f"\n{Table.of(heads, rows)}")
 
 
+def has_numbers(row: Row) -> bool:
+    """Return whether a row has more than zeros."""
+    return not set(row[1:]) <= {"0", "=", ""}
+
+
 def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
+    """Return the rows of the table in four sections; `columns` are results of `count`."""
     from diffllm.model.stats import OTHER_COMPONENTS
 
     def component(name: str) -> Row:
+        # A variant can lack a component of another variant.
         return number_row(name, [column["by_component"].get(name, 0) for column in columns])
 
     def quantity(label: str, key: str) -> Row:
         return number_row(label, [column[key] for column in columns])
 
+    # A dict instead of a set, because the rows follow the order of the variants.
     components: dict[str, None] = {}
     for column in columns:
         components |= dict.fromkeys(column["by_component"])
-    inside = [component(name) for name in components if name not in OTHER_COMPONENTS]
-    names = {"total": "total", "active": "active", "without embedding": "non_embedding"}
-    totals = [quantity(label, f"{name}_params") for label, name in names.items()]
+    attention_rows = []
+    for name in components:
+        if name not in OTHER_COMPONENTS:
+            attention_rows.append(component(name))
+    attention_rows.append(quantity("attention", "attention_params"))
+    other_rows = [component(name) for name in OTHER_COMPONENTS]
+    total_rows = [
+        quantity("total", "total_params"),
+        quantity("active", "active_params"),
+        quantity("without embedding", "non_embedding_params"),
+    ]
     if columns[0]["matched"]:
-        cells = ["over target"]
-        for i, column in enumerate(columns):
-            cells.append(f"{column['matched']['difference_percent']:+.3f}%")
-            if i > 0:  # only the first variant has no column of changes
-                cells.append("")
-        totals.append(tuple(cells))
+        total_rows.append(matched_row(columns))
     width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
     megaflops = [column["flops_per_token"] / 1e6 for column in columns]
-    return [
-        [*inside, quantity("attention", "attention_params")],
-        [component(name) for name in OTHER_COMPONENTS],
-        totals,
-        [
-            quantity(width, width),
-            number_row("MFLOPs per token", megaflops, ",.1f"),
-            quantity("KV bytes per token", "kv_cache_bytes_per_token"),
-        ],
+    size_rows = [
+        quantity(width, width),
+        number_row("MFLOPs per token", megaflops, ",.1f"),
+        quantity("KV bytes per token", "kv_cache_bytes_per_token"),
     ]
+    return [attention_rows, other_rows, total_rows, size_rows]
+
+
+def matched_row(columns: list[dict[str, Any]]) -> Row:
+    cells = ["over target"]
+    for i, column in enumerate(columns):
+        difference = column["matched"]["difference_percent"]
+        cells.append(f"{difference:+.3f}%")
+        if i > 0:  # only the first variant has no column of changes
+            cells.append("")
+    return tuple(cells)
 
 
 def number_row(label: str, values: list[Any], number_format: str = ",") -> Row:
     """Return a row: the first value, then each other value with its change from the first."""
     first, *others = values
+    is_integer = number_format == ","
     cells = [label, f"{first:{number_format}}"]
     for value in others:
         if value == first:
             cells += ["=", ""]
             continue
-        is_integer = number_format == ","
         change = short_difference(value - first) if is_integer else f"{value / first - 1:+.1%}"
         cells += [f"{value:{number_format}}", change]
     return tuple(cells)
@@ -213,6 +239,7 @@ def number_row(label: str, values: list[Any], number_format: str = ",") -> Row:
 def short_difference(difference: int) -> str:
     """Format a difference in at most 6 characters: +1,408, -24.6K, +537M, +1.07B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        # From 0.9995 on, three digits round up to 1 of the larger unit.
         if abs(difference) >= max(10_000, 0.9995 * size):
             return f"{difference / size:+.3g}{unit}"
     return f"{difference:+,}"

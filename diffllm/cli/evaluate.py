@@ -15,6 +15,7 @@ diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 512, needles: 6
 diffllm evaluate run=outputs/mine tasks=[mqar] level='{filler: [0, 64, 256]}'
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,9 @@ from diffllm.core.printing import Table, echo, echo_json, to_stderr
 from diffllm.metrics.records import read_record
 
 if TYPE_CHECKING:
+    from diffllm.compare.report.evaluations import ScoreCell
     from diffllm.data.tasks.task import Level
+    from diffllm.evaluation.evaluation import Evaluation, EvaluationOptions
     from diffllm.evaluation.suite import Result
 
 
@@ -54,72 +57,122 @@ def evaluate_command(argv: list[str]) -> None:
     if "suite=lm_eval" in argv:
         raise ConfigError("suite=lm_eval was removed: use diffllm export, then lm_eval --model hf")
     args = parse(EvaluateArguments, argv, __doc__)
-    import torch
-
-    from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
     from diffllm.compare.arms.directories import shortlist
-    from diffllm.config.saved import load_run_config, no_run
-    from diffllm.data.tokenizer import Tokenizer, tokenizer_of
-    from diffllm.evaluation.evaluation import Subject
-    from diffllm.evaluation.load import decoder
-    from diffllm.evaluation.position import Position
-    from diffllm.evaluation.suite import chosen, evaluate
 
     if args.every and args.step:
         raise ConfigError(
             f"step={args.step} cannot be combined with every=true; remove one of them"
         )
-    words = [word.strip() for word in args.tasks.strip("[]").split(",")]
     root = Path(args.run)
-    runs = [root]
-    if not (root / "config.yaml").is_file():
-        runs = sorted(file.parent for file in root.glob("*/config.yaml"))
-    if not runs:
-        raise CheckpointError(no_run(root))
-    levels = parse_levels(args.level)
-    evaluations, options = chosen(args.suite, [word for word in words if word], levels)
-    options = replace(options, seed=args.seed, limit=args.limit, seq_len=args.seq_len)
-    names = [evaluation.name for evaluation in evaluations]
-    if args.seq_len and Position.name not in names:
-        raise ConfigError(f"seq_len={args.seq_len} needs the task position: set tasks=[position]")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs = runs_in(root)
+    is_sweep = runs != [root]
+    evaluations, options = chosen_evaluations(args)
     results_by_path: dict[str, dict[str, Result]] = {}
-    skipped: dict[str, list[str]] = {}
+    runs_by_message: dict[str, list[str]] = {}
     # The runs of a sweep have one common table of means instead, after the last run.
-    has_tables = args.every or runs == [root]
-    for run in runs:
-        checkpoints = run / "checkpoints"
-        steps = [args.step]
-        if args.every:
-            # If no checkpoint exists, `decoder` raises the error.
-            steps = [step_of(path) for path in list_checkpoints(checkpoints)] or steps
-        for requested_step in steps:
-            model, step = decoder(run, requested_step)
-            path = checkpoint_path(checkpoints, step)
-            tokenizer = Tokenizer.from_file(tokenizer_of(run))
-            subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
-            results, too_long = evaluate(subject, evaluations, options)
-            for text in too_long:
-                skipped.setdefault(text, []).append(str(run))
-            if results and not args.json:
-                title = f"{run}, {path.name}"
-                if "imported" in (read_record(run / "run.json") or {}):
-                    title += ", trained on an unknown corpus"
-                if has_tables and any(results_by_path.values()):
-                    title = f"\n{title}"
-                echo(title, flush=True)
-                if has_tables:
-                    print_scores(results)
-            results_by_path[str(path if args.every else run)] = results
+    has_tables = args.every or not is_sweep
+    for run, checkpoint, results, messages in checkpoint_results(runs, args, evaluations, options):
+        for message in messages:
+            skipped_runs = runs_by_message.setdefault(message, [])
+            # With every=true, each checkpoint of a run has the same message.
+            if str(run) not in skipped_runs:
+                skipped_runs.append(str(run))
+        if results and not args.json:
+            title = title_of(run, checkpoint)
+            if has_tables and any(results_by_path.values()):
+                title = f"\n{title}"
+            echo(title, flush=True)
+            if has_tables:
+                print_scores(results)
+        path = checkpoint if args.every else run
+        results_by_path[str(path)] = results
     if not any(results_by_path.values()):
-        raise ConfigError(listed(list(skipped)))
-    for text, skipped_runs in skipped.items():
-        to_stderr(f"{text}; skipped for {shortlist(list(dict.fromkeys(skipped_runs)), 3)}")
+        raise ConfigError(listed(list(runs_by_message)))
+    for message, skipped_runs in runs_by_message.items():
+        to_stderr(f"{message}; skipped for {shortlist(skipped_runs, 3)}")
     if args.json:
         is_single = list(results_by_path) == [args.run]
         echo_json(results_by_path[args.run] if is_single else results_by_path)
-    elif runs != [root]:
+    elif is_sweep:
+        names = [evaluation.name for evaluation in evaluations]
         print_comparison(runs, args.step, names)
+
+
+def runs_in(root: Path) -> list[Path]:
+    """Return the run `root`, or the runs of the sweep `root`."""
+    from diffllm.config.saved import no_run
+
+    if (root / "config.yaml").is_file():
+        return [root]
+    runs = sorted(file.parent for file in root.glob("*/config.yaml"))
+    if not runs:
+        raise CheckpointError(no_run(root))
+    return runs
+
+
+def chosen_evaluations(
+    args: EvaluateArguments,
+) -> "tuple[list[Evaluation], EvaluationOptions]":
+    from diffllm.evaluation.position import Position
+    from diffllm.evaluation.suite import chosen
+
+    names = []
+    for word in args.tasks.strip("[]").split(","):
+        name = word.strip()
+        if name:
+            names.append(name)
+    levels = parse_levels(args.level)
+    evaluations, options = chosen(args.suite, names, levels)
+    has_position = any(evaluation.name == Position.name for evaluation in evaluations)
+    if args.seq_len and not has_position:
+        raise ConfigError(f"seq_len={args.seq_len} needs the task position: set tasks=[position]")
+    options = replace(options, seed=args.seed, limit=args.limit, seq_len=args.seq_len)
+    return evaluations, options
+
+
+def checkpoint_results(
+    runs: list[Path],
+    args: EvaluateArguments,
+    evaluations: "list[Evaluation]",
+    options: "EvaluationOptions",
+) -> "Iterator[tuple[Path, Path, dict[str, Result], list[str]]]":
+    """Yield run, checkpoint, results, and messages of skipped evaluations, for each checkpoint."""
+    import torch
+
+    from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
+    from diffllm.config.saved import load_run_config
+    from diffllm.data.tokenizer import Tokenizer, tokenizer_of
+    from diffllm.evaluation.evaluation import Subject
+    from diffllm.evaluation.load import decoder
+    from diffllm.evaluation.suite import evaluate
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for run in runs:
+        directory = run / "checkpoints"
+        steps = []
+        if args.every:
+            steps = [step_of(checkpoint) for checkpoint in list_checkpoints(directory)]
+        # Without every=true, this is the requested step. With it, `args.step` is 0, and `decoder`
+        # raises the error about missing checkpoints.
+        if not steps:
+            steps = [args.step]
+        for requested_step in steps:
+            model, step = decoder(run, requested_step)
+            checkpoint = checkpoint_path(directory, step)
+            tokenizer = Tokenizer.from_file(tokenizer_of(run))
+            cfg = load_run_config(run)
+            subject = Subject(model.to(device), tokenizer, checkpoint, run, cfg)
+            results, messages = evaluate(subject, evaluations, options)
+            # Evaluations are slow: the caller prints these results before the next ones start.
+            yield run, checkpoint, results, messages
+
+
+def title_of(run: Path, checkpoint: Path) -> str:
+    title = f"{run}, {checkpoint.name}"
+    record = read_record(run / "run.json")
+    if record and "imported" in record:
+        title += ", trained on an unknown corpus"
+    return title
 
 
 def parse_levels(text: str) -> "list[Level]":
@@ -136,12 +189,14 @@ def parse_levels(text: str) -> "list[Level]":
 
 
 def print_scores(results: "dict[str, Result]") -> None:
-    for unit in dict.fromkeys(result["unit"] for result in results.values()):
+    units = dict.fromkeys(result["unit"] for result in results.values())
+    for unit in units:
         rows = []
         for name, result in results.items():
             if result["unit"] == unit:
                 rows += [[name, *cells(score)] for score in result["scores"]]
-        echo(f"\n{unit}\n{without_empty(Table.of(SCORE_HEADS, rows))}")
+        table = without_empty(Table.of(SCORE_HEADS, rows))
+        echo(f"\n{unit}\n{table}")
 
 
 def without_empty(table: Table) -> Table:
@@ -155,46 +210,57 @@ def without_empty(table: Table) -> Table:
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
     """Print mean scores over seeds and gaps to the baseline for the tasks and measures `names`."""
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.evaluations import ALL, Evaluated, ScoreLine
+    from diffllm.compare.report.evaluations import ALL
 
     comparison, _ = read(runs, step=step)
-    lines: list[tuple[Evaluated, ScoreLine]] = []
+    rows_by_unit: dict[str, list[list[str]]] = {}
     for name in names:
-        for evaluated in comparison.evaluated:
-            if evaluated.name != name:
+        for evaluation in comparison.evaluated:
+            if evaluation.name != name:
                 continue
-            evaluated_lines = evaluated.lines
+            lines = evaluation.lines
             # Of several evaluations, print only the mean of all levels, to keep tables short.
-            if len(names) > 1 and evaluated_lines[0].name == ALL:
-                evaluated_lines = evaluated_lines[:1]
-            lines += [(evaluated, line) for line in evaluated_lines]
+            if len(names) > 1 and lines[0].name == ALL:
+                lines = lines[:1]
+            for line in lines:
+                rows = rows_by_unit.setdefault(evaluation.unit, [])
+                for row, score in zip(comparison.rows, line.cells, strict=True):
+                    if score:
+                        labels = [evaluation.name, line.name, row.label]
+                        rows.append([*labels, *comparison_cells(score, line.chance)])
     heads = ["task", "of", "row", "value", "chance", f"gap to {comparison.baseline}", "seeds"]
-    for unit in dict.fromkeys(evaluated.unit for evaluated, _ in lines):
-        rows = []
-        for evaluated, line in lines:
-            if evaluated.unit != unit:
-                continue
-            for row, cell in zip(comparison.rows, line.cells, strict=True):
-                if not cell:
-                    continue
-                names_of_row = [evaluated.name, line.name, row.label]
-                numbers = [in_digits(cell.mean.mean), decimals(line.chance)]
-                gap = with_interval(cell.gap, signed=True) if cell.gap else ""
-                rows.append([*names_of_row, *numbers, gap, str(cell.mean.seeds)])
-        table = ascii_minus(str(without_empty(Table.of(heads, rows, range(3)))))
-        echo(f"\n{unit}, means over seeds; in brackets 95% intervals\n{table}")
-    echo("".join(f"\nnote: {note}" for note in comparison.score_notes))
+    for unit, rows in rows_by_unit.items():
+        table = without_empty(Table.of(heads, rows, range(3)))
+        text = ascii_minus(str(table))
+        echo(f"\n{unit}, means over seeds; in brackets 95% intervals\n{text}")
+    notes = [f"\nnote: {note}" for note in comparison.score_notes]
+    echo("".join(notes))
+
+
+def comparison_cells(score: "ScoreCell", chance: float | None) -> list[str]:
+    """Return the cells of a mean score: value, chance, gap and number of seeds."""
+    value = in_digits(score.mean.mean)
+    gap = ""
+    if score.gap:
+        gap = with_interval(score.gap, signed=True)
+    return [value, decimals(chance), gap, str(score.mean.seeds)]
 
 
 SCORE_HEADS = ("task", "of", "value", "chance", "95% interval", "generated", "examples")
 
 
 def cells(score: dict[str, Any]) -> list[str]:
-    value, chance = decimals(score.get("value")), decimals(score.get("chance"))
+    value = decimals(score.get("value"))
+    chance = decimals(score.get("chance"))
     generated = decimals(score.get("generated"))
-    low, high = score.get("interval") or (None, None)
-    interval = f"{decimals(low)} to {decimals(high)}" if low is not None else ""
-    return [score["of"], value, chance, interval, generated, str(score.get("examples") or "")]
+    interval = ""
+    bounds = score.get("interval")
+    if bounds and bounds[0] is not None:
+        low, high = bounds
+        interval = f"{decimals(low)} to {decimals(high)}"
+    examples = score.get("examples")
+    count = str(examples) if examples else ""
+    return [score["of"], value, chance, interval, generated, count]
 
 
 def decimals(value: float | None) -> str:

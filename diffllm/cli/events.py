@@ -61,20 +61,24 @@ StepTexts = Iterator[tuple[int, list[SampleText]]]
 
 def events_command(argv: list[str]) -> None:
     args = parse(EventsArguments, argv, EVENTS)
-    for key, value, allowed in (("show", args.show, SHOW), ("kind", args.kind, ("", *KINDS))):
-        if value not in allowed:
-            choices = ", ".join(name for name in allowed if name)
-            raise ConfigError(f"{key}={value} must be one of {choices}")
-    events = chosen_events(Path(args.run), args)
+    if args.show not in SHOW:
+        raise ConfigError(f"show={args.show} must be one of {', '.join(SHOW)}")
+    if args.kind and args.kind not in KINDS:
+        raise ConfigError(f"kind={args.kind} must be one of {', '.join(KINDS)}")
+    run = Path(args.run)
+    events = chosen_events(run, args)
     texts = None
     if args.show != SHOW[0]:
-        texts = texts_of_steps(Path(args.run), events)
+        texts = texts_of_steps(run, events)
     if args.json:
         echo_json(json_lines(events, texts))
         return
     echo(table_of(events) if events else "no events")
-    for step, samples in texts or ():
-        print_samples(step, samples, None if args.show == "full" else CHARACTERS)
+    if texts is None:
+        return
+    characters = None if args.show == "full" else CHARACTERS
+    for step, samples in texts:
+        print_samples(step, samples, characters)
 
 
 def json_lines(events: Sequence[Event], texts: StepTexts | None) -> list[dict[str, Any]]:
@@ -102,9 +106,19 @@ def chosen_events(run: Path, args: EventsArguments) -> list[Event]:
 def table_of(events: Iterable[Event]) -> Table:
     rows = []
     for event in events:
-        numbers = map(number_text, (event.value, event.height, event.lr))
-        start = [str(event.step), f"{event.tokens:,}", event.kind, event.definition or "-"]
-        rows.append([*start, *numbers, samples_text(event) or "-", event.detail])
+        rows.append(
+            [
+                str(event.step),
+                f"{event.tokens:,}",
+                event.kind,
+                event.definition or "-",
+                number_text(event.value),
+                number_text(event.height),
+                number_text(event.lr),
+                samples_text(event) or "-",
+                event.detail,
+            ]
+        )
     return Table.of(EVENT_HEADS, rows, left=(2, 3, 7, 8))
 
 
@@ -118,8 +132,10 @@ def print_samples(step: int, samples: Sequence[SampleText], characters: int | No
         place = f"{sample.source}, sequence {sample.sequence}"
         echo(f"\n--- step {step}, sample {i} of {len(samples)}: {place} ---")
         text = "\n--- end of document ---\n".join(sample.documents)
-        omitted = 0 if characters is None else len(text) - characters
-        echo(f"{text[:characters]}... ({omitted:,} more, show=full)" if omitted > 0 else text)
+        if characters is not None and len(text) > characters:
+            omitted = len(text) - characters
+            text = f"{text[:characters]}... ({omitted:,} more, show=full)"
+        echo(text)
 
 
 def texts_of_steps(run: Path, events: Sequence[Event]) -> StepTexts:
@@ -142,7 +158,9 @@ def texts_of_steps(run: Path, events: Sequence[Event]) -> StepTexts:
             f"the text needs the data of {run}, but {error}; move or link the data to the path in "
             f"{run / 'config.yaml'}, or omit show="
         ) from error
-    tokens_hash = short_hash(corpus_facts(data)["tokens"])
+    facts = corpus_facts(data)
+    tokens_hash = short_hash(facts["tokens"])
+    # Check all steps before the first text is printed.
     for step, batch in batches.items():
         if batch.tokens_hash != tokens_hash:
             raise DataError(
@@ -151,10 +169,14 @@ def texts_of_steps(run: Path, events: Sequence[Event]) -> StepTexts:
                 "a later step=N, or omit show="
             )
     tokenizer = data.tokenizer()
+
     # A generator: the text of all steps may not fit into memory.
-    return (
-        (step, list(texts_of_batch(cfg, data, tokenizer, batch))) for step, batch in batches.items()
-    )
+    def read_steps() -> StepTexts:
+        for step, batch in batches.items():
+            samples = texts_of_batch(cfg, data, tokenizer, batch)
+            yield step, list(samples)
+
+    return read_steps()
 
 
 def texts_of_batch(
@@ -173,9 +195,11 @@ def texts_of_batch(
     samples = training_samples(data, data_config, batch.seq_len, batch.seed, 1, batch.stage)
     for source, (first, stop) in batch.samples.items():
         sequences, (inputs, targets) = samples.read(Place(source, first, stop))
-        rows = zip(sequences.tolist(), inputs.numpy(), targets[:, -1].tolist(), strict=True)
-        for sequence, row, last in rows:
-            yield SampleText(source, sequence, documents_in(row, last, tokenizer))
+        last_targets = targets[:, -1].tolist()
+        rows = zip(sequences.tolist(), inputs.numpy(), last_targets, strict=True)
+        for sequence, row, last_target in rows:
+            documents = documents_in(row, last_target, tokenizer)
+            yield SampleText(source, sequence, documents)
 
 
 def documents_in(inputs: "np.ndarray", last_target: int, tokenizer: "Tokenizer") -> list[str]:
@@ -183,6 +207,7 @@ def documents_in(inputs: "np.ndarray", last_target: int, tokenizer: "Tokenizer")
 
     A negative target is ignored. Padding consists of EOS and gives no document.
     """
+    # Targets are the inputs shifted by one token, so only the last target is no input.
     tokens = inputs.tolist()
     if last_target >= 0:
         tokens.append(last_target)

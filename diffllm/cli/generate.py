@@ -26,8 +26,13 @@ def generate_command(argv: list[str]) -> None:
 
     model, tokenizer = load_model(args.run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # An empty prompt becomes an EOS, after which a document starts.
-    prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]
+    prompts = []
+    for prompt in args.prompt:
+        tokens = tokenizer.encode(prompt)
+        if not tokens:
+            # An empty prompt becomes an EOS, after which a document starts.
+            tokens = [tokenizer.eos_id]
+        prompts.append(tokens)
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:
         raise ConfigError(
@@ -46,7 +51,9 @@ def generate_command(argv: list[str]) -> None:
     )
     decoded = [tokenizer.decode(text) for text in texts]
     if args.json:
-        pairs = zip(args.prompt, decoded, strict=True)
-        echo_json([{"prompt": prompt, "text": text} for prompt, text in pairs])
+        items = []
+        for prompt, text in zip(args.prompt, decoded, strict=True):
+            items.append({"prompt": prompt, "text": text})
+        echo_json(items)
     else:
         echo(f"\n{'-' * 79}\n".join(decoded))

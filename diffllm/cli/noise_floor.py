@@ -39,7 +39,11 @@ Points = Sequence[tuple[int, float]]
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAMBDAS = np.linspace(0, 1, 101)
 LARGEST_AMPLITUDE = 20.0
-AXES = {"keys": range(8), "lambda": range(0, 101, 10), "amplitude": range(3, 40, 4)}
+AXES = {
+    "keys": range(8),
+    "lambda": range(0, 101, 10),
+    "amplitude": range(3, 40, 4),
+}
 """Sweeps, and the indices of the points in the printed table of each sweep."""
 
 
@@ -68,14 +72,18 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
     """
     from scipy.special import softmax
 
-    weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
+    logits1 = np.append(noise1, signal)
+    logits2 = np.append(noise2, 0.0)
+    weights = softmax([logits1, logits2], axis=1)
+    # The signal is the last key.
     p, q = weights[:, :-1]
     p_s, q_s = weights[:, -1]
     q2 = q @ q
     m = p @ q / q2
     rest = p - m * q
     # After perfect cancellation only rounding errors remain, so r^2 has a lower bound.
-    r2 = max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p))
+    rounding = np.finfo(np.float64).eps
+    r2 = max(rest @ rest, rounding**2 * (p @ p))
     return p_s, q_s, m, r2, q2
 
 
@@ -87,15 +95,19 @@ def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> A
     points use the same random numbers, so that curves over the points are smooth.
     """
     maps = np.empty((5, len(points), cfg.draws))
-    n_noises = max(keys for keys, _ in points) - 1
+    most_keys = max(keys for keys, _ in points)
+    n_noises = most_keys - 1
     for draw in range(cfg.draws):
         # Seed each draw separately, so that more draws do not change the first ones.
-        x = np.random.default_rng([cfg.seed, draw, 0]).standard_normal(n_noises)
-        e = np.random.default_rng([cfg.seed, draw, 1]).standard_normal(n_noises)
-        second = correlation * x + np.sqrt(1 - correlation**2) * e
+        generator_x = np.random.default_rng([cfg.seed, draw, 0])
+        generator_e = np.random.default_rng([cfg.seed, draw, 1])
+        x = generator_x.standard_normal(n_noises)
+        e = generator_e.standard_normal(n_noises)
+        y = correlation * x + np.sqrt(1 - correlation**2) * e
         for i, (keys, sigma) in enumerate(points):
-            noises = sigma * x[: keys - 1], sigma * second[: keys - 1]
-            maps[:, i, draw] = reduce_maps(*noises, cfg.signal)
+            noise1 = sigma * x[: keys - 1]
+            noise2 = sigma * y[: keys - 1]
+            maps[:, i, draw] = reduce_maps(noise1, noise2, cfg.signal)
     return maps
 
 
@@ -106,7 +118,9 @@ def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
     """
     p_s, q_s, m, r2, q2 = maps
     weight = p_s - lam * q_s
-    return weight, weight / np.sqrt(r2 + q2 * (lam - m) ** 2)
+    noise_power = r2 + q2 * (lam - m) ** 2
+    snr = weight / np.sqrt(noise_power)
+    return weight, snr
 
 
 def average(maps: Array, lam: Array | float) -> dict[str, Array]:
@@ -120,22 +134,26 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
         lam: factor lambda of map 2: a number, or an array with one lambda per point. For a single
             point, an array of n lambdas is also allowed; the result then has shape (n,).
     """
+    _, points, draws = maps.shape
     # Tuples are compared by value: (points,) exceeds (), and (n,) exceeds (1,).
-    shape = max(np.shape(lam), maps.shape[1:2])
-    lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), shape)
-    curve = {"lambda": lam}
-    weight, snr = effective(maps, lam[:, None])
+    shape = max(np.shape(lam), (points,))
+    lambdas = np.broadcast_to(np.asarray(lam, dtype=np.float64), shape)
+    weight, snr = effective(maps, lambdas[:, None])
+    curve = {"lambda": lambdas}
     for name, values in (("weight", weight), ("snr", snr)):
+        # ddof=1: the draws also estimate the mean.
         deviation = values.std(axis=1, ddof=1)
         curve[name] = values.mean(axis=1)
-        curve[f"{name}_se"] = deviation / np.sqrt(values.shape[1])
+        curve[f"{name}_se"] = deviation / np.sqrt(draws)
     return curve
 
 
 def best_lambda(maps: Array) -> Array:
     """Return, for each point of `draw_maps`, the value in LAMBDAS with the largest mean SNR."""
-    _, snr = effective(maps[..., None], LAMBDAS)
-    return LAMBDAS[snr.mean(axis=1).argmax(axis=1)]
+    _, snr = effective(maps[..., None], LAMBDAS)  # (points, draws, lambdas)
+    mean_snr = snr.mean(axis=1)
+    best = mean_snr.argmax(axis=1)
+    return LAMBDAS[best]
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
@@ -150,8 +168,10 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
     def surplus(amplitude: float) -> float:
         maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)
         lam = best_lambda(maps) if best else 0.0
-        return average(maps, lam)["snr"].item() - cfg.threshold
+        snr = average(maps, lam)["snr"].item()
+        return snr - cfg.threshold
 
+    # The bisection needs a change of sign between its ends, so both ends are checked first.
     if surplus(0.0) < 0:
         return 0.0
     if surplus(LARGEST_AMPLITUDE) >= 0:
@@ -166,39 +186,63 @@ def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
     the numbers "best_lambda" and "usable_amplitude", by name of the curve. Each "by_..." entry is a
     dict {"at": x values, "curves": {name of the curve: result of `average`}}.
     """
-
-    def sweep(at: Any, points: Points, lam: Array | float = cfg.lambda_) -> dict[str, Any]:
-        maps = draw_maps(points, cfg.correlation, cfg)
-        curves = {
-            "standard": average(maps, 0 * lam),
-            "differential": average(maps, lam),
-            "best": average(maps, best_lambda(maps) + 0 * lam),
-            "uncorrelated": average(draw_maps(points, 0.0, cfg), lam),
-        }
-        return {"at": np.asarray(at, dtype=np.float64), "curves": curves}
-
     usable = {
         "standard": usable_amplitude(cfg, best=False),
         "best": usable_amplitude(cfg, best=True),
     }
-    largest_usable = max(amplitude or 0 for amplitude in usable.values())
-    widest = max(1.5 * largest_usable, 1.5 * cfg.amplitude, 2.0)
-    amplitudes = np.linspace(0, np.ceil(2 * widest) / 2, 41)[1:]
-    by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS)
+    points_by_keys = [(keys, cfg.amplitude) for keys in CONTEXTS]
+    by_keys = sweep(CONTEXTS, points_by_keys, cfg.lambda_, cfg)
+    by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS, cfg)
+    amplitudes = swept_amplitudes(usable, cfg.amplitude)
+    points_by_amplitude = [(cfg.keys, sigma) for sigma in amplitudes]
+    by_amplitude = sweep(amplitudes, points_by_amplitude, cfg.lambda_, cfg)
     best = {}
     for name in ("differential", "uncorrelated"):
         snr = by_lambda["curves"][name]["snr"]
         best[name] = float(LAMBDAS[snr.argmax()])
-    settings = {name.rstrip("_"): value for name, value in asdict(cfg).items()}
+    settings = {}
+    for name, value in asdict(cfg).items():
+        # The field of lambda ends in an underscore, because lambda is a keyword of Python.
+        settings[name.rstrip("_")] = value
     del settings["json"]
     return {
         "settings": settings,
-        "by_keys": sweep(CONTEXTS, [(keys, cfg.amplitude) for keys in CONTEXTS]),
+        "by_keys": by_keys,
         "by_lambda": by_lambda,
-        "by_amplitude": sweep(amplitudes, [(cfg.keys, sigma) for sigma in amplitudes]),
+        "by_amplitude": by_amplitude,
         "best_lambda": best,
         "usable_amplitude": usable,
     }
+
+
+def sweep(at: Any, points: Points, lam: Array | float, cfg: NoiseFloorArguments) -> dict[str, Any]:
+    """Compute the curves of one sweep; `at` are their x values, and `lam` is as in `average`."""
+    maps = draw_maps(points, cfg.correlation, cfg)
+    uncorrelated_maps = draw_maps(points, 0.0, cfg)
+    # Adding zeros of the shape of `lam` gives all curves over lambda one value per lambda.
+    zeros = 0 * lam
+    curves = {
+        "standard": average(maps, zeros),
+        "differential": average(maps, lam),
+        "best": average(maps, best_lambda(maps) + zeros),
+        "uncorrelated": average(uncorrelated_maps, lam),
+    }
+    x_values = np.asarray(at, dtype=np.float64)
+    return {"at": x_values, "curves": curves}
+
+
+def swept_amplitudes(usable: dict[str, float | None], amplitude: float) -> Array:
+    """Return the x values of the sweep over the amplitude, 40 above 0.
+
+    The sweep reaches beyond the usable amplitudes and the `amplitude` of the other sweeps.
+    """
+    widest = max(1.5 * amplitude, 2.0)
+    for usable_value in usable.values():
+        if usable_value is not None:
+            widest = max(widest, 1.5 * usable_value)
+    # Round up to a multiple of 0.5.
+    end = np.ceil(2 * widest) / 2
+    return np.linspace(0, end, 41)[1:]
 
 
 def draw_figure(result: dict[str, Any]) -> Any:
@@ -208,42 +252,60 @@ def draw_figure(result: dict[str, Any]) -> Any:
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     threshold = result["settings"]["threshold"]
     for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
-        at, curves = result[f"by_{axis}"].values()
-        for name, curve in curves.items():
+        sweep_result = result[f"by_{axis}"]
+        at = sweep_result["at"]
+        for name, curve in sweep_result["curves"].items():
+            snr = curve["snr"]
             margin = 2 * curve["snr_se"]
-            axes.plot(at, curve["snr"], label=name)
-            axes.fill_between(at, curve["snr"] - margin, curve["snr"] + margin, alpha=0.25)
+            axes.plot(at, snr, label=name)
+            axes.fill_between(at, snr - margin, snr + margin, alpha=0.25)
         axes.set(xlabel=axis, ylabel="signal-to-noise ratio")
         axes.set_xscale("log" if axis == "keys" else "linear")
         if axis != "lambda":
             axes.set_yscale("log")
             line = f"SNR = {threshold:g}, the threshold"
             axes.axhline(threshold, color="grey", linestyle="--", label=line)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    # The last axes, of the amplitude, have all curves and the line of the threshold.
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
     return figure
 
 
 def tables(result: dict[str, Any]) -> str:
     """Format a result of `noise_floor` as text tables."""
-    lines = [", ".join(f"{name} {value}" for name, value in result["settings"].items())]
-    for axis, places in AXES.items():
-        at, curves = result[f"by_{axis}"].values()
-        rows = []
-        for i in places:
-            cells = [f"{at[i]:g}"]
-            for curve in curves.values():
-                cells.append(f"{short(curve['snr'][i])} ± {short(curve['snr_se'][i], 1)}")
-            cells.append(short(curves["best"]["lambda"][i]))
-            rows.append(cells)
-        heads = [axis, *(f"SNR {name}" for name in curves), "best lambda"]
-        lines += ["", *Table.of(heads, rows, left=()).text()]
+    settings = [f"{name} {value}" for name, value in result["settings"].items()]
+    lines = [", ".join(settings)]
+    for axis, indices in AXES.items():
+        table = sweep_table(axis, result[f"by_{axis}"], indices)
+        lines += ["", *table.text()]
+    curves_by_lambda = result["by_lambda"]["curves"]
     for name, value in result["best_lambda"].items():
-        highest = result["by_lambda"]["curves"][name]["snr"].max()
+        highest = curves_by_lambda[name]["snr"].max()
         lines += ["", f"best lambda, {name}: {value:.2f}, SNR {short(highest)}"]
     for name, amplitude in result["usable_amplitude"].items():
-        reach = f"above {LARGEST_AMPLITUDE:g}" if amplitude is None else f"{amplitude:.2f}"
+        reach = f"{amplitude:.2f}" if amplitude is not None else f"above {LARGEST_AMPLITUDE:g}"
         lines.append(f"largest usable amplitude, {name}: {reach}")
     return "\n".join(lines)
+
+
+def sweep_table(axis: str, result: dict[str, Any], indices: Sequence[int]) -> Table:
+    """Return the table of a result of `sweep`, with one row per point at `indices`."""
+    at, curves = result["at"], result["curves"]
+    heads = [axis]
+    for name in curves:
+        heads.append(f"SNR {name}")
+    heads.append("best lambda")
+    rows = []
+    for i in indices:
+        cells = [f"{at[i]:g}"]
+        for curve in curves.values():
+            snr = short(curve["snr"][i])
+            error = short(curve["snr_se"][i], 1)
+            cells.append(f"{snr} ± {error}")
+        lam = curves["best"]["lambda"][i]
+        cells.append(short(lam))
+        rows.append(cells)
+    return Table.of(heads, rows, left=())
 
 
 def noise_floor_command(argv: list[str]) -> None:
@@ -257,6 +319,7 @@ def noise_floor_command(argv: list[str]) -> None:
     write_out(cfg.out, image.getvalue())
     if cfg.json:
         # Encode twice: `echo_json` does not support arrays.
-        echo_json(json.loads(json.dumps(result, default=np.ndarray.tolist)))
+        encoded = json.dumps(result, default=np.ndarray.tolist)
+        echo_json(json.loads(encoded))
     else:
         echo(f"{tables(result)}\nfigure: {cfg.out}")

@@ -48,7 +48,9 @@ def outliers_command(argv: list[str]) -> None:
     cfg = load_run_config(run)
     model, step = decoder(run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sequences = first_sequences(run, cfg, sequences_for(args.tokens, cfg.seq_len), device)
+    requested = sequences_for(args.tokens, cfg.seq_len)
+    sequences = first_sequences(run, cfg, requested, device)
+    # A short held-out split has fewer sequences than requested.
     count = len(sequences)
     layers = measure_outliers(model.to(device), sequences, name=f"{run}, step {step}")
     content = {
@@ -69,34 +71,56 @@ def outliers_command(argv: list[str]) -> None:
 def print_outliers(content: dict[str, Any]) -> None:
     from diffllm.evaluation.outliers import TOP
 
-    sizes = {f"top-{k}": f"top_{k}" for k in TOP}
-    sizes |= {name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")}
+    # The columns of these statistics have the names of their keys.
+    statistics = ["median", "p99", "p99.9", "rms", "kurtosis"]
+    size_heads = [f"top-{k}" for k in TOP] + statistics
+    size_keys = [f"top_{k}" for k in TOP] + statistics
+    run, variant, step = content["run"], content["variant"], content["step"]
     tokens, sequences = content["tokens"], content["sequences"]
     text = f"{tokens:,} held-out tokens ({sequences} sequences), float32"
-    echo(f"{content['run']}: {content['variant']}, step {content['step']}, the first {text}")
-    hidden, logits, sinks = [], [], []
+    echo(f"{run}: {variant}, step {step}, the first {text}")
+    hidden_rows = []
+    logit_rows = []
+    sink_rows = []
     for layer in content["layers"]:
-        number, states = str(layer["layer"]), layer["hidden"]
-        cells = [cell(states[name]) for name in sizes.values()]
-        cells.append(cell(states["kurtosis_over_channels"]))
-        hidden.append([number, *cells, str(states["top_1_channel"])])
-        for name, map_logits in layer["logits"].items():
-            logits.append([number, name, *(cell(map_logits[size]) for size in sizes.values())])
-        ratio = layer["context_over_value_rms"]
-        context = [layer["context_rms"], ratio["mean"], ratio["min"], ratio["max"]]
-        context_cells = [cell(value) for value in context]
-        for name, sink in layer["sinks"].items():
-            sinks.append([number, name, cell(sink["weight"]), cell(sink["share"]), *context_cells])
-            # The context belongs to the layer, so only the row of the first map shows it.
-            context_cells = [""] * len(context)
+        number = str(layer["layer"])
+        states = layer["hidden"]
+        sizes = [cell(states[key]) for key in size_keys]
+        kurtosis = cell(states["kurtosis_over_channels"])
+        channel = str(states["top_1_channel"])
+        hidden_rows.append([number, *sizes, kurtosis, channel])
+        for map_name, map_logits in layer["logits"].items():
+            sizes = [cell(map_logits[key]) for key in size_keys]
+            logit_rows.append([number, map_name, *sizes])
+        sink_rows += layer_sink_rows(number, layer)
     tables = (
-        ("Hidden states, magnitudes", [*sizes, "over channels", "channel"], hidden),
-        ("Attention logits, magnitudes", ["map", *sizes], logits),
-        ("First token, and context", SINK_HEADS, sinks),
+        ("Hidden states, magnitudes", [*size_heads, "over channels", "channel"], hidden_rows),
+        ("Attention logits, magnitudes", ["map", *size_heads], logit_rows),
+        ("First token, and context", SINK_HEADS, sink_rows),
     )
     for title, heads, rows in tables:
-        echo(f"\n{title}\n{Table.of(['layer', *heads], rows)}")
+        table = Table.of(["layer", *heads], rows)
+        echo(f"\n{title}\n{table}")
     echo(f"\n{READING}")
+
+
+def layer_sink_rows(number: str, layer: dict[str, Any]) -> list[list[str]]:
+    """Return a row per attention map: weight and share of the first token, and the context."""
+    ratio = layer["context_over_value_rms"]
+    context = [
+        cell(layer["context_rms"]),
+        cell(ratio["mean"]),
+        cell(ratio["min"]),
+        cell(ratio["max"]),
+    ]
+    rows = []
+    for map_name, sink in layer["sinks"].items():
+        weight = cell(sink["weight"])
+        share = cell(sink["share"])
+        rows.append([number, map_name, weight, share, *context])
+        # The context belongs to the layer, so only the row of the first map shows it.
+        context = [""] * len(context)
+    return rows
 
 
 def cell(value: float | None) -> str:

@@ -23,5 +23,9 @@ def plan_command(argv: list[str]) -> None:
     args = parse(PlanArguments, argv, __doc__)
     from diffllm.cli.plan_text import print_plan
 
-    named = {word.partition("=")[0] for word in argv}
+    # The list of assumptions marks the values that the user set.
+    named = set()
+    for word in argv:
+        key, _, _ = word.partition("=")
+        named.add(key)
     print_plan(args, named, args.overrides, as_json=args.json, with_longest=args.longest)

@@ -26,6 +26,7 @@ def print_plan(
     if not as_json:
         echo(head_text(run_plan), flush=True)
     chosen = run_plan.cfg.activation_checkpointing
+    # Times need only the chosen policy, so it is simulated first.
     with stages() as say:
         run_plan = run_plan.simulated(chosen, say)
     if not as_json:
@@ -36,9 +37,13 @@ def print_plan(
                 run_plan = run_plan.simulated(policy, say)
     if not as_json:
         echo(memory_text(run_plan), flush=True)
+    change = None
+    longest = None
     with stages() as say:
-        change = None if run_plan.fits else nearest_change(run_plan, say)
-        longest = longest_sequence(run_plan, say) if with_longest else None
+        if not run_plan.fits:
+            change = nearest_change(run_plan, say)
+        if with_longest:
+            longest = longest_sequence(run_plan, say)
     if as_json:
         numbers = plan_numbers(run_plan, change)
         if with_longest:
@@ -61,6 +66,15 @@ def plan_numbers(run_plan: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     policies = {}
     for policy in ActivationCheckpointing:
         policies[policy.name] = policy_numbers(run_plan, run_plan.steps[policy])
+    flows = []
+    for flow in run_plan.flows:
+        flows.append({**flow._asdict(), "kind": flow.kind.value})
+    days = None
+    gpu_hours = None
+    # The duration of a run is unknown without tokens=.
+    if run_plan.seconds is not None:
+        days = run_plan.seconds / DAY
+        gpu_hours = run_plan.seconds / 3600 * cluster.gpus
     return {
         "model": cfg.resolved.choices["model"],
         "attention": cfg.resolved.choices["attention"],
@@ -80,14 +94,14 @@ def plan_numbers(run_plan: RunPlan, change: RunPlan | None) -> dict[str, Any]:
             "device": run_plan.memory,
             "fits": run_plan.fits,
         },
-        "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in run_plan.flows],
+        "communication": flows,
         "time": {
             **attributes(run_plan, "flops_per_token", "flops_per_step", "tokens_per_step"),
             **attributes(run_plan, "tokens_per_s", "compute_seconds"),
             **attributes(run_plan, "communication_seconds", "step_seconds", "mfu"),
             "tokens": cluster.tokens,
-            "days": run_plan.seconds and run_plan.seconds / DAY,
-            "gpu_hours": run_plan.seconds and run_plan.seconds / 3600 * cluster.gpus,
+            "days": days,
+            "gpu_hours": gpu_hours,
         },
         "nearest_change": None if change is None else change_numbers(change),
         "assumptions": [assumption._asdict() for assumption in run_plan.assumptions],
@@ -124,6 +138,7 @@ def sizes_text(run_plan: RunPlan) -> str:
     micro, _ = cfg.micro_batches(run_plan.cluster.gpus)
     length = f"seq_len={cfg.seq_len} ({origin(run_plan, 'seq_len')})"
     batch = f"micro_batch_size={micro} ({origin(run_plan, 'micro_batch_size')})"
+    # With parallel.context, the ranks of a group share each sequence.
     context = cfg.parallel.context
     place = "rank" if context == 1 else f"group of {context} ranks"
     return f"{length}, {batch}: {micro} x {cfg.seq_len:,} tokens per {place} and forward pass"
@@ -131,7 +146,8 @@ def sizes_text(run_plan: RunPlan) -> str:
 
 def origin(run_plan: RunPlan, key: str) -> str:
     """Return how the value of `seq_len` or `micro_batch_size` was chosen."""
-    if key in (assumption.key for assumption in run_plan.assumptions):
+    assumed_keys = [assumption.key for assumption in run_plan.assumptions]
+    if key in assumed_keys:
         return "assumed"
     if getattr(run_plan.cfg, key) is None:
         return "from global_batch_size"
@@ -160,16 +176,20 @@ def head_text(run_plan: RunPlan) -> str:
 
 
 def speed_text(run_plan: RunPlan) -> str:
+    heads = ["per rank and step", "ranks", "over", "calls", "GiB sent", "ms"]
     rows = []
     for flow in run_plan.flows:
         over = f"network, {flow.in_a_node} per node"
         if flow.in_a_node == flow.ranks:
             over = "inside a node"
-        sizes = [f"{flow.calls:,}", gib(flow.sent), f"{1e3 * flow.seconds:,.1f}"]
-        rows.append([flow.kind.value, f"{flow.ranks:,}", over, *sizes])
-    table = Table.of(["per rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
+        ranks = f"{flow.ranks:,}"
+        calls = f"{flow.calls:,}"
+        milliseconds = f"{1e3 * flow.seconds:,.1f}"
+        rows.append([flow.kind.value, ranks, over, calls, gib(flow.sent), milliseconds])
+    table = Table.of(heads, rows)
     time = "time" if run_plan.fits else "time, if the memory were enough"
-    return "\n  ".join([f"\ncommunication\n{table}\n\n{time}", *time_lines(run_plan)])
+    lines = [f"\ncommunication\n{table}\n\n{time}", *time_lines(run_plan)]
+    return "\n  ".join(lines)
 
 
 def print_assumptions(run_plan: RunPlan) -> None:
@@ -177,8 +197,9 @@ def print_assumptions(run_plan: RunPlan) -> None:
     for assumption in run_plan.assumptions:
         value = assumption.value
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
+        word = f"{assumption.key}={text}"
         source = " (set)" if assumption.given else ""
-        echo(f"  {f'{assumption.key}={text}':<28} {assumption.why}{source}")
+        echo(f"  {word:<28} {assumption.why}{source}")
     echo("\nidealised")
     for topic, description in idealised(run_plan.cfg).items():
         echo(f"  {topic:<28} {description}")
@@ -196,37 +217,40 @@ def memory_text(run_plan: RunPlan) -> str:
         heads.append(f"{policy.name}{suffix}")
         steps.append(run_plan.steps[policy])
     blank = [""] * len(heads)
-    rows: list[list[str]] = []
+
+    def row(label: str, sizes: list[int]) -> list[str]:
+        return [label, *map(gib, sizes)]
+
+    rows = []
     for name, size in run_plan.state._asdict().items():
         # The state does not depend on the policy.
-        rows.append([name, *[gib(size)] * len(steps)])
-    rows += [
-        ["activations of a forward pass", *(gib(step.activations) for step in steps)],
-        blank,
-        ["peak", *(gib(step.peak.total) for step in steps)],
-        ["  in the", *(step.when for step in steps)],
-    ]
+        rows.append(row(name, [size] * len(steps)))
+    peaks = [step.peak.total for step in steps]
+    rows.append(row("activations of a forward pass", [step.activations for step in steps]))
+    rows.append(blank)
+    rows.append(row("peak", peaks))
+    rows.append(["  in the", *(step.when for step in steps)])
     for kind in Kind:
-        rows.append([f"  {kind.value}", *(gib(step.peak.by_kind[kind]) for step in steps)])
-    rows += [
-        blank,
-        ["peak and reserve", *(gib(step.peak.total + run_plan.reserve) for step in steps)],
-        [f"of {run_plan.cluster.device.name}", *[gib(run_plan.memory)] * len(steps)],
-    ]
+        rows.append(row(f"  {kind.value}", [step.peak.by_kind[kind] for step in steps]))
+    rows.append(blank)
+    rows.append(row("peak and reserve", [peak + run_plan.reserve for peak in peaks]))
+    rows.append(row(f"of {run_plan.cluster.device.name}", [run_plan.memory] * len(steps)))
     table = Table.of(heads, rows)
     return f"\nmemory\n{table}"
 
 
 def fit_text(run_plan: RunPlan, change: RunPlan | None) -> str:
-    free, device = run_plan.free(run_plan.step), run_plan.cluster.device.name
+    free = run_plan.free(run_plan.step)
+    device = run_plan.cluster.device.name
     if free >= 0:
         return f"\nfits {device}, {gib(free)} GiB free"
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
     if change is None:
         return f"{text}; no tried change of the config fits either"
     used = change.step.peak.total + change.reserve
+    words = " ".join(change.words)
     return (
-        f"{text}\nnearest change: {' '.join(change.words)}: {gib(used)} GiB, "
+        f"{text}\nnearest change: {words}: {gib(used)} GiB, "
         f"{change.step_seconds:.3g} s per step, {change.tokens_per_s:,.0f} tokens per second"
     )
 
@@ -252,7 +276,8 @@ def time_lines(run_plan: RunPlan) -> list[str]:
         )
     lines.append(f"{run_plan.tokens_per_s:,.0f} tokens per second")
     if run_plan.seconds and cluster.tokens:
-        days, hours = run_plan.seconds / DAY, run_plan.seconds / 3600 * cluster.gpus
+        days = run_plan.seconds / DAY
+        hours = run_plan.seconds / 3600 * cluster.gpus
         lines.append(f"{days:,.1f} days and {hours:,.0f} GPU-hours for {cluster.tokens:.3g} tokens")
     else:
         lines.append("set tokens= for days and GPU-hours")

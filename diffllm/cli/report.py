@@ -40,18 +40,19 @@ def report_command(argv: list[str]) -> None:
     from diffllm.compare.report.report_page import write_page
     from diffllm.compare.report.terminal import whole_text
 
-    comparison, home = read([Path(word) for word in args.run], args.baseline or None)
-    written = write_page(comparison, Path(args.out) if args.out else home)
-    place = written[0].parent
+    directories = [Path(word) for word in args.run]
+    comparison, home = read(directories, args.baseline or None)
+    directory = Path(args.out) if args.out else home
+    page, table = write_page(comparison, directory)
     gaps = None
     if args.wandb:
-        gaps = log_gaps(comparison, place)
+        gaps = log_gaps(comparison, page.parent)
     if args.json:
         content = {
             "baseline": comparison.baseline,
             "rows": [row.values for row in comparison.rows],
             "differences": [difference._asdict() for difference in comparison.row_differences],
-            "files": [str(file) for file in written],
+            "files": [str(page), str(table)],
             "wandb": str(gaps) if gaps else None,
         }
         echo_json(content)
@@ -59,8 +60,8 @@ def report_command(argv: list[str]) -> None:
     echo(f"{whole_text(comparison)}\n")
     if gaps:
         echo(f"gaps over tokens: {gaps}")
-    for file in written:
-        echo(file)
+    echo(page)
+    echo(table)
 
 
 def log_gaps(comparison: "Comparison", directory: Path) -> Path | None:

@@ -106,9 +106,9 @@ def study_command(argv: list[str]) -> int:
         judge_study(study, place, bool(arguments.values), arguments.json)
         return 0
     if argv[:1] != ["run"]:
+        command = " ".join(["diffllm study", *argv[:1]])
         raise ConfigError(
-            f"unknown command {' '.join(['diffllm study', *argv[:1]])!r}; use diffllm study run "
-            "or diffllm study verdict"
+            f"unknown command {command!r}; use diffllm study run or diffllm study verdict"
         )
     args = parse(StudyRunArguments, argv[1:], STUDY)
     launcher = []
@@ -127,8 +127,10 @@ def study_command(argv: list[str]) -> int:
     from diffllm.compare.study.running import run_study
     from diffllm.config.plugins import launch_words
 
+    # The processes of the runs must import the same plugins.
+    plugin_words = launch_words(args.plugins)
     with messages_on_stderr(args.json):
-        status, content = run_study(study, out, launcher, launch_words(args.plugins))
+        status, content = run_study(study, out, launcher, plugin_words)
     # Under torchrun, all ranks run the study, but the JSON value must be printed once.
     if args.json and own_rank() == 0:
         with result():
@@ -163,8 +165,11 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
         choices = ", ".join(choice.name for choice in DEVICES)
         raise ConfigError(f"gpu={args.gpu} is unknown; choose from {choices}")
     check_study_runs(study, out, 1)
-    assumed = device and args.mfu * device.peak_flops
-    arm_costs = costs(study, out, [Path(word) for word in args.pilot], assumed)
+    assumed_speed = None
+    if device:
+        assumed_speed = args.mfu * device.peak_flops
+    pilots = [Path(word) for word in args.pilot]
+    arm_costs = costs(study, out, pilots, assumed_speed)
     remaining = remaining_work(arm_costs)
     notes = design_notes(study)
     if args.json:
@@ -180,19 +185,27 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
     echo(f"{study.path}: {study.claim}\n\n{cost_table(arm_costs)}\n")
     sentences = budget_sentences(study)
     if sentences:
-        echo(f"{' '.join(sentences)}\n\n{spending_table(study)}\n")
+        budget = " ".join(sentences)
+        echo(f"{budget}\n\n{spending_table(study)}\n")
     place = "here" if device is None else f"on one {device.name}"
-    runs = sum(cost.runs for cost in arm_costs)
-    ended = runs - remaining["runs"]
-    state = f"{runs} runs; {ended} finished" if ended else f"{runs} runs"
-    echo(
-        f"{state}. Left: {compact(remaining['tokens'])} tokens, {compact(remaining['flops'])} "
-        f"training FLOPs, {time_words(arm_costs, place)}."
-    )
+    echo(remaining_text(arm_costs, remaining, place))
     if device:
         echo(f"assumed, not measured: mfu={args.mfu:g}, {START_S:g} s to start each run")
     for note in notes:
         echo(f"note: {note}")
+
+
+def remaining_text(arm_costs: "list[Cost]", remaining: dict[str, Any], place: str) -> str:
+    """Return the sentence on finished runs and remaining work; `place` is as in `time_words`."""
+    runs = sum(cost.runs for cost in arm_costs)
+    state = f"{runs} runs"
+    n_finished = runs - remaining["runs"]
+    if n_finished:
+        state += f"; {n_finished} finished"
+    tokens = compact(remaining["tokens"])
+    flops = compact(remaining["flops"])
+    time = time_words(arm_costs, place)
+    return f"{state}. Left: {tokens} tokens, {flops} training FLOPs, {time}."
 
 
 def remaining_work(arm_costs: "list[Cost]") -> dict[str, Any]:
@@ -244,8 +257,10 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
     if as_json:
         echo_json(verdict.numbers())
     else:
-        text = verdict_page(verdict, with_picture=False).text()
-        echo("\n".join([text, *map(str, files)]))
+        page = verdict_page(verdict, with_picture=False)
+        echo(page.text())
+        for file in files:
+            echo(file)
 
 
 def power_command(argv: list[str]) -> None:
@@ -277,7 +292,8 @@ def pilot_lines(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     interval = f"(95%: {fixed(numbers['sd_low'])} to {fixed(numbers['sd_high'])})"
     freedom = f"{numbers['df']} degrees of freedom"
     yield "seeds", f"sd {fixed(numbers['sd'])} nats per token {interval}, {freedom}"
-    yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
+    spreads = [f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms]
+    yield "", f"by arm: {', '.join(spreads)}"
     seeds = numbers["common_seeds"]
     if seeds:
         r = numbers["correlation"]
@@ -286,7 +302,8 @@ def pilot_lines(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if numbers["diverged"]:
         share = f"{numbers['diverged']} of {runs} runs diverged"
         yield "diverged", f"{share}: the seeds below exclude diverged runs, start more"
-    yield from (("note", note) for note in numbers["notes"])
+    for note in numbers["notes"]:
+        yield "note", note
 
 
 def print_needs(numbers: dict[str, Any]) -> None:
@@ -300,7 +317,8 @@ def print_needs(numbers: dict[str, Any]) -> None:
     for key in ("seeds", "seeds_by_sd"):
         row.append("many" if need[key] is None else f"{need[key]:,}")
     row += [compact(need["total_tokens"]), short(need["hours"])]
-    row += [f"{need['power_by_seeds'][n]:.2f}" for n in POWER_SEEDS]
+    powers = need["power_by_seeds"]
+    row += [f"{powers[n]:.2f}" for n in POWER_SEEDS]
     heads = ["sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
     heads += [f"power with {POWER_SEEDS[0]}", *map(str, POWER_SEEDS[1:])]
     echo(
@@ -327,9 +345,10 @@ def print_risks(numbers: dict[str, Any]) -> None:
     from diffllm.compare.report.pilot import HALF
 
     power = numbers["power"]
-    keys = ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     need = numbers["need"]
-    row = [f"{need['df']}", *(percent(need[key]) for key in keys)]
+    row = [f"{need['df']}"]
+    for key in ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd"):
+        row.append(percent(need[key]))
     heads = ["degrees of freedom", f"power below {power:g}", f"below {HALF:g}"]
     heads += [f"by sd: below {power:g}", f"below {HALF:g}"]
     echo(

@@ -88,7 +88,7 @@ class AllocatingInterpreter(fx.Interpreter):
         source = viewed_node(n)
         if source.op == "call_function" and source not in self.in_memory:
             # A fused node holds its inputs, so that they live until the kernel that reads them.
-            return [self.env[read] for read in n.all_input_nodes]
+            return [self.env[input_node] for input_node in n.all_input_nodes]
         if n.op != "call_function" or is_view(n) or is_called(n.target):
             return super().run_node(n)
         if fuses(n):
@@ -99,27 +99,35 @@ class AllocatingInterpreter(fx.Interpreter):
 
 
 def is_called(target: Any) -> bool:
-    return getattr(target, "namespace", "") in NAMESPACES or (
-        isinstance(target, OpOverload) and is_kernel(target)
-    )
+    """Return whether `target` is a collective or an attention kernel."""
+    is_collective = getattr(target, "namespace", "") in NAMESPACES
+    return is_collective or (isinstance(target, OpOverload) and is_kernel(target))
 
 
 def allocate_result(node: fx.Node) -> Any:
-    def memory_for(like: Any) -> Any:
-        if not isinstance(like, Tensor):
-            return like
-        if not all(isinstance(size, int) for size in like.shape):  # symbolic
-            return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
     if "val" in node.meta:
         return tree_map(memory_for, node.meta["val"])
     # A random operation is wrapped to save the random state, so only the parts have shapes.
     parts = {}
     for user in node.users:
         if user.target is operator.getitem:
-            parts[user.args[1]] = allocate_result(user)
-    return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+            _, index = user.args
+            parts[index] = allocate_result(user)
+    return parts if parts else random_state()
+
+
+def memory_for(like: Any) -> Any:
+    """Allocate memory for a tensor like `like`; return values that are no tensors unchanged."""
+    if not isinstance(like, Tensor):
+        return like
+    is_symbolic = not all(isinstance(size, int) for size in like.shape)
+    if is_symbolic:
+        return random_state()
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def random_state() -> Tensor:
+    return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
 def nodes_in_memory(graph: fx.Graph) -> set[fx.Node]:
@@ -132,6 +140,7 @@ def nodes_in_memory(graph: fx.Graph) -> set[fx.Node]:
             nodes.update(map(viewed_node, node.all_input_nodes))
         if is_kernel_call or reduces(node):
             nodes.add(node)
+    # Inputs of the graph have memory already.
     return {node for node in nodes if node.op == "call_function"}
 
 
@@ -153,9 +162,11 @@ def reduces(node: fx.Node) -> bool:
 
 def fuses(node: fx.Node) -> bool:
     """Return whether the compiler fuses `node` into one kernel with the nodes that it reads."""
+    if is_view(node) or reduces(node):
+        return True
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     packet = getattr(node.target, "overloadpacket", None)
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_view(node) or pointwise or reduces(node) or packet in FUSED_TOO
+    return is_pointwise or packet in FUSED_TOO
 
 
 @contextmanager
@@ -166,6 +177,8 @@ def gpu_kernels() -> Iterator[None]:
     allocate memory but compute nothing. Attention in bf16 does not change to float32, as it can on
     CPUs.
     """
+
+    composed = F.rms_norm
 
     def rms_norm(
         x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None
@@ -181,7 +194,6 @@ def gpu_kernels() -> Iterator[None]:
         shape = grad_logits.shape[1], hidden.shape[1]
         return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
 
-    composed = F.rms_norm
     with (
         patch.object(F, "rms_norm", rms_norm),
         patch.object(loss, "add_weight_gradient", add_weight_gradient),
@@ -195,6 +207,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        # The kernel saves one number per row, in float32 also for bf16 inputs.
         rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, rows)
         return torch.zeros_like(x)

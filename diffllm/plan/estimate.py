@@ -123,7 +123,8 @@ class RunPlan:
     @property
     def compute_seconds(self) -> float:
         cluster = self.cluster
-        return self.flops_per_step / (cluster.gpus * cluster.device.peak_flops * cluster.mfu)
+        flops_per_s = cluster.gpus * cluster.device.peak_flops * cluster.mfu
+        return self.flops_per_step / flops_per_s
 
     @property
     def step_seconds(self) -> float:
@@ -139,7 +140,10 @@ class RunPlan:
 
     @property
     def seconds(self) -> float | None:
-        return self.cluster.tokens and self.cluster.tokens / self.tokens_per_s
+        """Duration of the run; None if its number of tokens is not set."""
+        if self.cluster.tokens is None:
+            return None
+        return self.cluster.tokens / self.tokens_per_s
 
     @property
     def flows(self) -> list[Flow]:
@@ -166,8 +170,9 @@ def plan(cluster: Cluster, set_fields: set[str], overrides: list[str]) -> RunPla
     `RunPlan.simulated` adds a simulated step. `set_fields` contains the names of the fields of
     `cluster` that the user set. Raises ConfigError for an invalid config or an unknown GPU.
     """
-    cfg, assumed = planned_config(cluster, overrides)
-    return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, set_fields), *assumed])
+    cfg, assumed_settings = planned_config(cluster, overrides)
+    all_assumptions = assumptions(cfg, cluster, set_fields) + assumed_settings
+    return RunPlan(cfg, overrides, cluster, all_assumptions)
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
@@ -217,7 +222,8 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, set_fields: set[str]) -> lis
         if name in device_values:
             value, reason = device_values[name]
         else:
-            value, reason = getattr(cluster, name), CLUSTER_KEYS[name].metadata["help"]
+            value = getattr(cluster, name)
+            reason = CLUSTER_KEYS[name].metadata["help"]
         assumed.append(Assumption(name, value, reason, name in set_fields))
     if cfg.precision is Precision.auto:
         assumed.append(Assumption("precision", "bf16", "choice of auto on a GPU"))
@@ -225,12 +231,13 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, set_fields: set[str]) -> lis
         assumed.append(Assumption("compile", True, "choice of null on a GPU"))
     if cfg.data.mask_documents:
         keys = cfg.visible_keys
+        is_set = keys is not None
         reason = "mean keys per query; determines FLOPs"
         if keys is None:
+            # The mean over the queries of a sequence, which see 1 to seq_len keys.
             keys = (cfg.seq_len + 1) / 2
             reason = "whole sequences; masked documents need fewer FLOPs"
-        has_visible_keys = cfg.visible_keys is not None
-        assumed.append(Assumption("data.visible_keys", keys, reason, has_visible_keys))
+        assumed.append(Assumption("data.visible_keys", keys, reason, is_set))
     return assumed
 
 

@@ -1,7 +1,6 @@
 """Recorder of the memory and the collectives of a process; it intercepts tensor operations."""
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +47,8 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
             f"use one of {', '.join(kind.value for kind in Collective)}"
         )
     sizes = [bytes_of(part) for part in (*args, out)]
-    ranks = tuple(sorted(dist.get_process_group_ranks(process_group_of(args))))
+    group = process_group_of(args)
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     if len(ranks) < 2:
         return None
     return Call(kinds[0], max(sizes), ranks)
@@ -150,11 +150,11 @@ class Memory:
         totals = list(accumulate(changes, initial=0))
         event = max(range(start, len(totals)), key=totals.__getitem__)
         # Blocks get their kinds after their allocation, so the sums by kind need a second pass.
-        by_kind: Counter[Kind] = Counter()
+        by_kind = dict.fromkeys(Kind, 0)
         for block, change in self.events[:event]:
             kind = block.kind or Kind.working
             by_kind[kind] += change
-        return Peak(totals[event], {kind: by_kind[kind] for kind in Kind}, event)
+        return Peak(totals[event], by_kind, event)
 
 
 class Observer(TorchDispatchMode):

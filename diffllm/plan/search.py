@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, combinations, product
+from itertools import combinations, product
 
-from diffllm.config import TrainConfig
 from diffllm.config.overrides import key_of_word
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import Reduce
@@ -27,7 +26,8 @@ def longest_sequence(plan: RunPlan, say: Say) -> int | None:
     cfg, cluster = plan.cfg, plan.cluster
     # Keep the number of micro-batches per step, because gradients are accumulated between them.
     _, micro_batches = cfg.micro_batches(cluster.gpus)
-    batch = cluster.gpus // cfg.parallel.context * micro_batches
+    groups = cluster.gpus // cfg.parallel.context
+    batch = groups * micro_batches
 
     def peak(length: int) -> int:
         say(f"simulating a step with seq_len={length}")
@@ -35,8 +35,10 @@ def longest_sequence(plan: RunPlan, say: Say) -> int | None:
         longer = replace(
             cfg, seq_len=length, model=model, micro_batch_size=1, global_batch_size=batch
         )
-        return simulate(longer, cluster.gpus, cluster.rank).peak.total
+        step = simulate(longer, cluster.gpus, cluster.rank)
+        return step.peak.total
 
+    # Each rank of a context group gets an equal part of a sequence.
     unit = math.lcm(LENGTH_UNIT, cfg.parallel.context)
     return longest(peak, plan.memory - plan.reserve, unit)
 
@@ -47,7 +49,8 @@ def longest(peak: Callable[[int], int], room: float, unit: int) -> int | None:
     The peak must not decrease with the length. The result can be up to 2% too short. Return None if
     `unit` does not fit. The search uses the Illinois method, since a peak is close to linear.
     """
-    low, high = unit, MOST_TOKENS // unit * unit
+    low = unit
+    high = MOST_TOKENS // unit * unit
     above = peak(high) - room
     if above <= 0:
         return high
@@ -94,8 +97,11 @@ def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
         for chosen in combinations(kinds, count):
             changes = [merged(values) for values in product(*chosen)]
             # Try the largest valid change first: if it does not fit, smaller changes do not either.
-            valid_plans = filter(None, map(outcome_of, reversed(changes)))
-            largest = next(valid_plans, None)
+            largest = None
+            for change in reversed(changes):
+                largest = outcome_of(change)
+                if largest:
+                    break
             if largest is None or not largest.fits:
                 continue
             for change in changes:
@@ -111,20 +117,28 @@ def options(plan: RunPlan) -> list[list[Words]]:
     Preferred kinds come first. Each list starts with the smallest change. A change is a tuple of
     overrides.
     """
-    cfg, gpus = plan.cfg, plan.cluster.gpus
+    cfg = plan.cfg
+    gpus = plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
     # Without a given batch size, a smaller micro-batch would reduce the batch.
     batch_words: Words = ()
     if not any(word.startswith("global_batch_size=") for word in plan.overrides):
         batch_words = (f"global_batch_size={cfg.global_batch_size}",)
     smaller_batches: list[Words] = []
-    for halvings in range(1, micro.bit_length()):
-        smaller_batches.append((f"micro_batch_size={micro // 2**halvings}", *batch_words))
+    smaller = micro // 2
+    while smaller >= 1:
+        smaller_batches.append((f"micro_batch_size={smaller}", *batch_words))
+        smaller //= 2
     kinds = [smaller_batches]
+    # A single micro-batch is also the last one, whose gradients are summed with any setting.
     if count > 1 and cfg.parallel.reduce is not Reduce.every:
         kinds.append([("parallel.reduce=every",)])
-    kinds.append([(f"{RECOMPUTE}={policy.name}",) for policy in stronger(cfg)])
-    if cfg.parallel.sizes(gpus)[0] > 1:
+    policies = list(ActivationCheckpointing)
+    # The order of the policies is from no recomputation to most recomputation.
+    stronger = policies[policies.index(cfg.activation_checkpointing) + 1 :]
+    kinds.append([(f"{RECOMPUTE}={policy.name}",) for policy in stronger])
+    replicas, _, _ = cfg.parallel.sizes(gpus)
+    if replicas > 1:
         kinds.append([("parallel.replicate=1", "parallel.shard=-1")])
     kinds.append([more_gpus(plan, times) for times in MORE_GPUS])
     return [kind for kind in kinds if kind]
@@ -141,17 +155,12 @@ def more_gpus(plan: RunPlan, times: int) -> Words:
     return (gpus, f"parallel.shard={new_shard}")
 
 
-def stronger(cfg: TrainConfig) -> list[ActivationCheckpointing]:
-    """Return the policies that recompute more than the policy of `cfg`, the weakest first."""
-    policies = list(ActivationCheckpointing)
-    return policies[policies.index(cfg.activation_checkpointing) + 1 :]
-
-
 def merged(values: Iterable[Words]) -> Words:
     """Join tuples of overrides; keep only the first override of each key."""
     by_key: dict[str, str] = {}
-    for word in chain.from_iterable(values):
-        by_key.setdefault(key_of_word(word), word)
+    for words in values:
+        for word in words:
+            by_key.setdefault(key_of_word(word), word)
     return tuple(by_key.values())
 
 
@@ -164,7 +173,8 @@ def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
     the simulation.
     """
     can_spread = any(word.startswith(("parallel.", "gpus=")) for word in words)
-    if not can_spread and plan.state.total > plan.memory - plan.reserve:
+    usable_memory = plan.memory - plan.reserve
+    if not can_spread and plan.state.total > usable_memory:
         return plan
     cluster = plan.cluster
     added = []
@@ -173,7 +183,7 @@ def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
             cluster = replace(cluster, gpus=int(word.removeprefix("gpus=")))
         else:
             added.append(word)
-    added_keys = set(map(key_of_word, added))
+    added_keys = {key_of_word(word) for word in added}
     overrides = [word for word in plan.overrides if key_of_word(word) not in added_keys]
     overrides += added
     try:

@@ -22,7 +22,7 @@ from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
 from diffllm.plan.compiled import compiling, gpu_kernels
 from diffllm.plan.memory import Observer
-from diffllm.plan.step import Kind, Step
+from diffllm.plan.step import Call, Kind, Step
 from diffllm.training.build import Training, allocated, sharded_model
 from diffllm.training.step import Due, train_step
 
@@ -54,12 +54,13 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
     if attention.backend in (Backend.flash, Backend.flex):
         attention = replace(attention, backend=Backend.sdpa)
     chunk = loss_chunk(model.loss_chunk, cuda, model.vocab_size, model.dim).value
-    return replace(
-        cfg,
-        model=replace(model, attention=attention, loss_chunk=chunk),
-        precision=Precision.bf16 if cfg.precision is Precision.auto else cfg.precision,
-        compile=cfg.compile is not False,
-    )
+    model = replace(model, attention=attention, loss_chunk=chunk)
+    precision = cfg.precision
+    if precision is Precision.auto:
+        precision = Precision.bf16
+    # compile=null means true on a GPU.
+    is_compiled = cfg.compile is not False
+    return replace(cfg, model=model, precision=precision, compile=is_compiled)
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
@@ -69,18 +70,22 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     """
     cfg.check_world(world_size)
     micro, count = cfg.micro_batches(world_size)
+    # The ranks of a context group share the sequences of a micro-batch.
     groups = world_size // cfg.parallel.context
-    shortened = micro * groups * min(count, SIMULATED)
-    cfg = replace(as_on_gpu(cfg), global_batch_size=shortened)
-    if cfg.parallel.context > 1:  # Probes gather all keys, but only in few steps.
-        cfg = replace(cfg, diagnostics=replace(cfg.diagnostics, probe_interval=0))
+    n_simulated = min(count, SIMULATED)
+    cfg = replace(as_on_gpu(cfg), global_batch_size=micro * groups * n_simulated)
+    if cfg.parallel.context > 1:
+        # Probes gather all keys, but only in few steps.
+        diagnostics = replace(cfg.diagnostics, probe_interval=0)
+        cfg = replace(cfg, diagnostics=diagnostics)
     observer = Observer()
     gc.collect()
     with fake_world(rank, world_size), compiling(), gpu_kernels():
         sharded = sharded_model(cfg, CPU, balanced_splits)
         with FakeTensorMode(allow_non_fake_inputs=True), observer.memory.patched(), observer:
-            t = allocated(cfg, CPU, sharded)
-            return MeasuredTraining(t, observer).step(count)
+            training = allocated(cfg, CPU, sharded)
+            measured = MeasuredTraining(training, observer)
+            return measured.step(count)
 
 
 class MeasuredTraining:
@@ -90,13 +95,16 @@ class MeasuredTraining:
     """
 
     def __init__(self, t: Training, observer: Observer):
-        self.t, self.memory, self.calls = t, observer.memory, observer.calls
+        self.t = t
+        self.memory = observer.memory
+        self.calls = observer.calls
         self.parts: list[tuple[int, int, str]] = []
         """Parts of a step: index of the first event, index of the first call, and name."""
         self.activations = 0
         self.memory.label(map(local, t.params.values()), Kind.parameters)
         for state in t.optimizer.state.values():
             self.memory.label(map(local, state.values()), Kind.optimizer)
+        # Label the rest of the state now, so that later only memory of a step has no kind.
         self.memory.label_since(0, Kind.other)
         t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD), prepend=True)
         t.model.register_forward_hook(self.forward_ends)
@@ -111,16 +119,24 @@ class MeasuredTraining:
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
-        # The last part that began before the peak contains the peak.
-        parts = [part for event, _, part in self.parts if event <= peak.event]
+        part_of_peak = "build"
+        # Index of the first call of each micro-batch.
+        starts: list[int] = []
+        for event, call, part in self.parts:
+            # The last part that began before the peak contains the peak.
+            if event <= peak.event:
+                part_of_peak = part
+            if part == FORWARD:
+                starts.append(call)
         # All micro-batches except the last have the collectives of the first.
-        starts = [call for _, call, part in self.parts if part == FORWARD]
-        calls_of_first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
+        calls_of_first: list[Call] = []
+        if len(starts) > 1:
+            calls_of_first = self.calls[starts[0] : starts[1]]
         n_skipped = max(0, micro_batches - len(starts))
         return Step(
             activations=self.activations,
             peak=peak,
-            when=parts[-1] if parts else "build",
+            when=part_of_peak,
             calls=calls_of_first * n_skipped + self.calls,
         )
 
@@ -133,15 +149,21 @@ class MeasuredTraining:
             yield torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
     def begin(self, part: str) -> None:
-        grads = [local(p.grad) for p in self.t.params.values() if p.grad is not None]
-        self.memory.label(grads, Kind.gradients)
+        gradients = []
+        for param in self.t.params.values():
+            if param.grad is not None:
+                gradients.append(local(param.grad))
+        self.memory.label(gradients, Kind.gradients)
         self.parts.append((self.memory.now(), len(self.calls), part))
 
     def forward_ends(self, *_: object) -> None:
         gc.collect()  # compilation leaves reference cycles that contain activations
-        self.memory.label_since(self.parts[-1][0], Kind.activations)
-        blocks = [block for block in self.memory.live.values() if block.kind is Kind.activations]
-        self.activations = sum(block.size for block in blocks)
+        start_of_forward = self.parts[-1][0]
+        self.memory.label_since(start_of_forward, Kind.activations)
+        self.activations = 0
+        for block in self.memory.live.values():
+            if block.kind is Kind.activations:
+                self.activations += block.size
         self.begin("backward pass")
 
 
