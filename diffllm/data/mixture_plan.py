@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from diffllm.core.errors import ConfigError
-from diffllm.data.config import Between, DataConfig
+from diffllm.data.config import DataConfig
+from diffllm.data.curriculum import Between
 from diffllm.data.mixture_order import LEAST_WEIGHT, SHORTEST_BLOCK, MixtureOrder
 
 Segments = list[tuple[int, tuple[float, ...]]]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffllm.core.errors import ConfigError
-from diffllm.data.config import Between, DataConfig, Point, SourceConfig
+from diffllm.data.config import DataConfig, SourceConfig
+from diffllm.data.curriculum import Between, Point
 from diffllm.data.mixture_order import MixtureOrder, in_parts, laid_out, shared_out
 from diffllm.data.mixture_plan import from_sample, limited, segments
 
