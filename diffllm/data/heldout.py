@@ -332,7 +332,8 @@ class HeldoutSample:
     def places(self) -> np.ndarray:
         """Numbers of the sequences in `cut` or between `borders`, (len(self),) int64."""
         available = len(self.borders) - 1 if self.whole else len(self.cut)
-        return np.arange(len(self), dtype=np.int64) * available // len(self)
+        numbers = np.arange(len(self), dtype=np.int64)
+        return numbers * available // len(self)
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield the batches of this rank: (inputs, targets), (b, seq_len) int64 each.

@@ -90,14 +90,16 @@ class MixtureOrder:
         numbers = np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
             start, (order, ranks), before = self._at(sample)
-            source = int(order[sample - start])
+            place = sample - start
+            source = int(order[place])
             sources[i] = source
-            numbers[i] = before[source] + int(ranks[sample - start])
+            numbers[i] = before[source] + int(ranks[place])
         return sources, numbers
 
     def counts(self, samples: int) -> list[int]:
         start, (order, _), before = self._at(samples)
-        in_block = np.bincount(order[: samples - start], minlength=len(before))
+        begun_block = order[: samples - start]
+        in_block = np.bincount(begun_block, minlength=len(before))
         return (in_block + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:

@@ -220,7 +220,8 @@ class PlanRecord:
             check_size(directory / name, self.files[name].bytes)
         # Sizes in bytes: an element has 8 bytes in `starts` and `firsts`, 4 in `lengths`.
         starts, lengths, firsts = [self.files[name].bytes for name in ARRAYS]
-        if starts != 2 * lengths or firsts != 8 * (self.counts.sequences + 1):
+        expected_firsts = 8 * (self.counts.sequences + 1)
+        if starts != 2 * lengths or firsts != expected_firsts:
             raise ValueError("the file sizes do not match each other or counts.sequences")
 
 
@@ -265,11 +266,13 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     plan_files: dict[str, PlanFile] = {}
     for file in files:
         name, sha256 = file.close()
-        plan_files[name] = PlanFile((directory / name).stat().st_size, sha256)
+        path = directory / name
+        plan_files[name] = PlanFile(path.stat().st_size, sha256)
         # The hash was computed while writing, so the first reader need not hash the file again.
-        leave_mark(directory / name, sha256, identity_of(directory / name))
+        leave_mark(path, sha256, identity_of(path))
     record = PlanRecord(counts, plan_files)
-    (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(asdict(record), indent=2) + "\n"
+    (directory / PLAN).write_text(text, encoding="utf-8")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
 

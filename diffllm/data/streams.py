@@ -260,7 +260,8 @@ def read_joined(
 class JoinedTokens:
     def __init__(self, parts: Sequence[Readable]) -> None:
         self.parts = list(parts)
-        self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        lengths = [len(part) for part in parts]
+        self.ends = np.cumsum(lengths, dtype=np.int64)
         """Place after the last token of each part, (parts,)."""
 
     def __len__(self) -> int:

@@ -106,7 +106,8 @@ class Mqar(Task):
         for key, value in zip(keys, values, strict=True):
             words.append(key)
             words.append(value)
-        words += rng.choices(all_filler, k=int(level["filler"]))
+        filler = int(level["filler"])
+        words += rng.choices(all_filler, k=filler)
         # At most half of the keys, so that elimination does not find the answer.
         queries = min(QUERIES, pairs // 2)
         queried = rng.sample(range(pairs), queries)
@@ -225,9 +226,10 @@ class Needle(Task):
         depths = {city: rng.randrange(DEPTHS) for city in cities}
         depths[queried[-1]] = depth
         # A queried city occurs twice in a prompt: as a needle and as a query with its answer.
-        sentences = [sentence(city, needles[city]) for city in (*cities, *queried)]
+        sentences = [sentence(city, needles[city]) for city in cities + queried]
+        needle_tokens = count(" ".join(sentences))
         # Minus 1, because an EOS precedes the text.
-        remaining = int(level["length"]) - 1 - ROOM - count(" ".join(sentences))
+        remaining = int(level["length"]) - 1 - ROOM - needle_tokens
         hay: list[str] = []
         while True:
             subject = rng.choice(SUBJECTS)

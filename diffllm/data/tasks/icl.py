@@ -54,7 +54,7 @@ class Icl(Task):
             # Seeded by the rule, not by the example, so that four examples share words and rule.
             rng = random.Random(f"{self.name}/{level['shots']}/{seed}/{rule}")
             shots = self.shots(rng, int(level["shots"]), rule % 2)
-            # The order has a generator of its own, because it differs within the four examples.
+            # Another generator, because the order differs between the four examples.
             order_rng = random.Random(f"{level['shots']}/{seed}/{rule}/{order}")
             order_rng.shuffle(shots.shown)
             # Two consecutive rules have different right labels but the same names, so that within
@@ -100,7 +100,8 @@ class Icl(Task):
         consonants = rng.sample(CONSONANTS, 2 * half)
         consonants_by_label = (consonants[:half], consonants[half:])
         shown = []
-        for label in [0, 1] * (number // 2):
+        for i in range(2 * (number // 2)):
+            label = i % 2
             word = self.word(rng, consonants_by_label[label])
             shown.append((word, label))
         first = rng.choice(consonants_by_label[right])
@@ -114,7 +115,8 @@ class Icl(Task):
         # At least one shot begins with the consonant of the query, which determines the label.
         places = [i for i, (_, label) in enumerate(shown) if label == right]
         place = rng.choice(places)
-        shown[place] = (self.word(rng, [first], query), right)
+        evidence = self.word(rng, [first], query)
+        shown[place] = (evidence, right)
         return Shots(shown, query, right)
 
     def example_of(self, shots: Shots, names: tuple[str, str], facts: dict[str, object]) -> Example:
@@ -122,6 +124,7 @@ class Icl(Task):
         for word, label in shots.shown:
             prompt += f" {word} -> {names[label]}"
         prompt += f" {shots.query} ->"
+        # Not shuffled: the candidates have the order of the labels, 0 and 1.
         candidates = (f" {names[0]}", f" {names[1]}")
         return Example(prompt, candidates, shots.right, facts)
 
