@@ -27,7 +27,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.registry import SCHEMAS
 from diffllm.core.typed import without_null
-from diffllm.data.config import check_sizes
+from diffllm.data.curriculum import check_sizes
 
 OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w./-]*)=(.*)", re.ASCII | re.DOTALL)
 """An override: prefix, key and value."""

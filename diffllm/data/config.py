@@ -4,12 +4,12 @@ import re
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
-from itertools import pairwise
 
-from diffllm.core.bounds import at_most, check_bounds
+from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.keys import class_declarations, key
 from diffllm.core.registry import SOURCES
+from diffllm.data.curriculum import MOST_WEIGHT, Between, Point, check_curriculum, check_sizes
 
 
 class SampleBy(Enum):
@@ -18,13 +18,6 @@ class SampleBy(Enum):
     document = "document"
     paragraph = "paragraph"
     line = "line"
-
-
-class Between(Enum):
-    """How the sampling weights of sources change between two points of a curriculum."""
-
-    constant = "constant"
-    linear = "linear"
 
 
 class Packing(Enum):
@@ -51,8 +44,6 @@ REQUIRED_KEYS = {
     MIXTURE: ("sources", "{name: {source: files, paths: [...], weight: 1}}"),
 }
 """Required key of a source, with an example."""
-MOST_WEIGHT = 1e18
-MOST_SOURCES, MOST_POINTS, MOST_WEIGHTS = 500, 500, 10_000
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -151,20 +142,22 @@ class TextConfig:
             raise ConfigError(
                 f"{prefix}prompt_column={self.prompt_column} must differ from {prefix}text_column"
             )
-        readers = read_by() if self.source in BUILT_IN else {}
-        for name, sources in readers.items():
+        sources_by_key = read_by() if self.source in BUILT_IN else {}
+        usable_keys = [name for name, sources in sources_by_key.items() if self.source in sources]
+        for name in sources_by_key:
+            # The config of a source has no key `sources`.
             value = getattr(self, name, None)
-            is_set = value and value != getattr(TextConfig, name, None)
-            if is_set and self.source not in sources:
-                usable = [other for other, others in readers.items() if self.source in others]
+            is_set = bool(value) and value != getattr(TextConfig, name, None)
+            if is_set and name not in usable_keys:
                 raise ConfigError(
                     f"{prefix}{name}={getattr(value, 'value', value)} cannot be set with "
                     f"{prefix}source={self.source}; keys of this source: "
-                    f"{', '.join(usable) or '(no keys)'}"
+                    f"{', '.join(usable_keys) or '(no keys)'}"
                 )
-        name, example = REQUIRED_KEYS.get(self.source, ("source", ""))
-        if not getattr(self, name):
-            raise ConfigError(f"{prefix}source={self.source} needs {prefix}{name}={example}")
+        if self.source in REQUIRED_KEYS:
+            name, example = REQUIRED_KEYS[self.source]
+            if not getattr(self, name):
+                raise ConfigError(f"{prefix}source={self.source} needs {prefix}{name}={example}")
 
 
 @dataclass
@@ -182,22 +175,6 @@ class SourceConfig(TextConfig):
         effect="order",
         help="Maximum passes over the training split; null: no limit. The weight of a source "
         "that reaches the limit goes to the other sources.",
-    )
-
-
-@dataclass
-class Point:
-    at: float = key(
-        0.0,
-        least=0,
-        most=1e15,
-        effect="order",
-        help="Share of the run's tokens if at most 1, else a number of tokens.",
-    )
-    weights: dict[str, float] = key(
-        {},
-        effect="order",
-        help="Weights from this point on, by source; 0 for sources that are not named.",
     )
 
 
@@ -281,7 +258,6 @@ class DataConfig(TextConfig):
         kind="machine",
         help="Micro-batches each loader process prepares ahead.",
     )
-
     packing: Packing = key(
         Packing.stream,
         effect="order",
@@ -347,16 +323,7 @@ class DataConfig(TextConfig):
             self.check_mixture_source(name, source)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")
-        for i, (former, point) in enumerate(pairwise([Point(), *self.curriculum])):
-            self.check_point(f"data.curriculum[{i}]", point)
-            # Shares and numbers of tokens compare only if the run's length is known.
-            has_same_unit = (former.at <= 1) == (point.at <= 1)
-            if has_same_unit and point.at <= former.at:
-                previous = f", the value of data.curriculum[{i - 1}].at" if i else ""
-                raise ConfigError(
-                    f"data.curriculum[{i}].at={point.at:g} must be greater than "
-                    f"{former.at:g}{previous}"
-                )
+        check_curriculum(self.curriculum, list(self.sources))
 
     def check_mixture_source(self, name: str, source: SourceConfig) -> None:
         prefix = f"data.sources.{name}."
@@ -375,30 +342,9 @@ class DataConfig(TextConfig):
             )
         source.check_source(prefix)
 
-    def check_point(self, key_name: str, point: Point) -> None:
-        """Raise ConfigError for invalid weights; `key_name` is the key of the curriculum point."""
-        for name, weight in point.weights.items():
-            if name not in self.sources:
-                names = ", ".join(self.sources)
-                raise ConfigError(
-                    f"{key_name}.weights: the source {name!r} must be one of data.sources: {names}"
-                )
-            if not 0 <= weight <= MOST_WEIGHT:
-                raise ConfigError(
-                    f"{key_name}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
-                )
-        if not any(point.weights.values()):
-            raise ConfigError(f"{key_name}.weights: all are 0; at least one must be above 0")
-
 
 @cache
 def read_by() -> dict[str, tuple[str, ...]]:
     """Return {key: sources that read the key} for the keys that only some sources read."""
     declared = class_declarations(DataConfig).items()
     return {name: declaration.read_by for name, declaration in declared if declaration.read_by}
-
-
-def check_sizes(sources: int, points: int) -> None:
-    at_most("entries in data.sources", sources, MOST_SOURCES)
-    at_most("entries in data.curriculum", points, MOST_POINTS)
-    at_most("weights in data.curriculum (points x sources)", points * sources, MOST_WEIGHTS)

@@ -47,8 +47,11 @@ class HeldoutDocuments:
         """Number of predicted tokens of each document, (n,) int64; context tokens do not count."""
         if not self.stream.masked:
             return self.lengths
-        pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return np.array([self.stream.loss_mask(i, i + size).sum() for i, size in pairs], np.int64)
+        counts = []
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            is_predicted = self.stream.loss_mask(start, start + length)
+            counts.append(is_predicted.sum())
+        return np.array(counts, np.int64)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -74,11 +77,14 @@ class HeldoutDocuments:
         rounds = self.rounds(seq_len, batch_size, world_size)
         borders = self.borders(seq_len)
         for number in range(rank, rounds * world_size, world_size):
-            yield self.read(borders, np.arange(batch_size) + number * batch_size, seq_len)
+            indices = np.arange(batch_size) + number * batch_size
+            yield self.read(borders, indices, seq_len)
 
     def rounds(self, seq_len: int, batch_size: int, world_size: int = 1) -> int:
         check_counts(least=1, seq_len=seq_len, batch_size=batch_size, world_size=world_size)
-        return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
+        sequences = len(self.borders(seq_len)) - 1
+        # Rounded up: the last round can be incomplete.
+        return -(-sequences // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
         """Cut the concatenated documents into r sequences of at most `seq_len` tokens.
@@ -92,9 +98,12 @@ class HeldoutDocuments:
         borders = [0]
         begins = self.ends - self.lengths
         for begin, end in zip(begins.tolist(), self.ends.tolist(), strict=True):
+            fits = end - borders[-1] <= seq_len
+            is_sequence_empty = begin <= borders[-1]
             # A document that does not fit into the current sequence begins a new sequence.
-            if end - borders[-1] > seq_len and begin > borders[-1]:
+            if not fits and not is_sequence_empty:
                 borders.append(begin)
+            # A document longer than a sequence is cut.
             borders += range(borders[-1] + seq_len, end, seq_len)
         return np.array([*borders, total])
 
@@ -114,16 +123,19 @@ class HeldoutDocuments:
                 break
             start = int(borders[index])
             stop = int(borders[index + 1])
-            # The first input is the token before the first target, in the sequence before.
-            places = self.places(max(start - 1, 0), stop)
-            tokens = np.concatenate([self.stream.tokens(*place) for place in places])
-            if not start:
-                tokens = np.append(self.eos_id, tokens)  # no token precedes the first document
-            masks = [self.stream.loss_mask(*place) for place in self.places(start, stop)]
             size = stop - start
+            # The first input is the token before the first target, in the sequence before.
+            input_places = self.places(max(start - 1, 0), stop)
+            tokens = np.concatenate([self.stream.tokens(*place) for place in input_places])
+            if not start:
+                # No token precedes the first document.
+                tokens = np.append(self.eos_id, tokens)
+            target_places = self.places(start, stop)
+            mask = np.concatenate([self.stream.loss_mask(*place) for place in target_places])
             inputs[i, :size] = tokens[:-1]
-            targets[i, :size] = np.where(np.concatenate(masks), tokens[1:], -1)
-            owners[i, :size] = np.searchsorted(self.ends, np.arange(start, stop), side="right")
+            targets[i, :size] = np.where(mask, tokens[1:], -1)
+            positions = np.arange(start, stop)
+            owners[i, :size] = np.searchsorted(self.ends, positions, side="right")
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
 
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -146,14 +158,17 @@ class HeldoutDocuments:
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):
-            span = int(self.starts[i]), int(self.starts[i] + self.lengths[i])
-            tokens = self.stream.tokens(*span)
+            start = int(self.starts[i])
+            stop = int(self.starts[i] + self.lengths[i])
+            tokens = self.stream.tokens(start, stop)
             text = tokenizer.decode(tokens.tolist()).encode()
             digest = hashlib.sha256(text).digest()
-            sizes[i] = len(text)
+            # Signed, because PyTorch adds the arrays of all ranks as int64.
             hashes[i] = int.from_bytes(digest[:8], signed=True)
+            sizes[i] = len(text)
             if self.predicted[i] < self.lengths[i]:
-                sizes[i] = text_size(tokenizer, tokens[self.stream.loss_mask(*span)])
+                mask = self.stream.loss_mask(start, stop)
+                sizes[i] = text_size(tokenizer, tokens[mask])
         return sizes, hashes
 
 
@@ -163,9 +178,11 @@ def text_size(tokenizer: Tokenizer, tokens: np.ndarray, before: int = 0) -> int:
     If a cut divides a character, its decoded pieces have other sizes than its bytes, but sizes of
     consecutive tokens still add up to the size of their text.
     """
-    size = len(tokenizer.decode(tokens.tolist()).encode())
+    text = tokenizer.decode(tokens.tolist())
+    size = len(text.encode())
     if before:
-        size -= len(tokenizer.decode(tokens[:before].tolist()).encode())
+        text_before = tokenizer.decode(tokens[:before].tolist())
+        size -= len(text_before.encode())
     return size
 
 
@@ -180,16 +197,21 @@ def predicted_text(
     first = max(start - CONTEXT_TOKENS, 0)
     tokens = stream.tokens(first, stop)
     mask = stream.loss_mask(first, stop)
-    ends = (np.flatnonzero(tokens == eos_id) + 1).tolist()
-    size = begin = 0
+    ends = np.flatnonzero(tokens == eos_id) + 1
+    # Tokens before `start`, which are only context of the decoding.
+    context_tokens = start - first
+    size = 0
+    begin = 0
     # The last part is empty, or its document continues after `stop`.
-    for end in [*ends, len(tokens)]:
-        if end > start - first:
+    for end in [*ends.tolist(), len(tokens)]:
+        if end > context_tokens:
             predicted = mask[begin:end]
-            before = int(predicted[: max(start - first - begin, 0)].sum())
-            size += text_size(tokenizer, tokens[begin:end][predicted], before)
+            context_of_document = max(context_tokens - begin, 0)
+            before = int(predicted[:context_of_document].sum())
+            document = tokens[begin:end]
+            size += text_size(tokenizer, document[predicted], before)
         begin = end
-    return int(mask[start - first :].sum()), size
+    return int(mask[context_tokens:].sum()), size
 
 
 def heldout_documents(
@@ -215,29 +237,36 @@ def heldout_documents(
             f"heldout_documents: tokens={tokens} must be above 0; for all documents, use None"
         )
     check_counts(least=1, most=1 if most is None else most)
-    tokens = len(stream) if tokens is None else min(tokens, len(stream))
-    if most is None and tokens == len(stream):
+    total = len(stream)
+    tokens = total if tokens is None else min(tokens, total)
+    if most is None and tokens == total:
         ends = np.concatenate([ends for _, ends in document_ends(stream, eos_id)])
-        if not len(ends) or ends[-1] < len(stream):
-            ends = np.append(ends, len(stream))
+        # The last document may have no EOS.
+        if not len(ends) or ends[-1] < total:
+            ends = np.append(ends, total)
         starts = np.append(0, ends[:-1])
-        return HeldoutDocuments(stream, eos_id, starts, np.diff(ends, prepend=0), whole)
+        lengths = np.diff(ends, prepend=0)
+        return HeldoutDocuments(stream, eos_id, starts, lengths, whole)
     # Every further document is chosen by a rule that does not depend on `tokens` and `most`, so
     # larger values only add documents.
     end_by_start: dict[int, int] = {}
     for number in itertools.count():
-        place = int(len(stream) * (number * GOLDEN % 1))
-        start = document_end(stream, eos_id, place - 1) % len(stream) if place else 0
+        place = int(total * (number * GOLDEN % 1))
+        start = 0
+        if place:
+            # The first document that begins at `place` or later (after the last, the first).
+            start = document_end(stream, eos_id, place - 1) % total
         # If the document is already chosen, take the next one (after the last, the first).
         while start in end_by_start:
-            start = end_by_start[start] % len(stream)
-        end_by_start[start] = document_end(stream, eos_id, start)
-        tokens -= end_by_start[start] - start
+            start = end_by_start[start] % total
+        end = document_end(stream, eos_id, start)
+        end_by_start[start] = end
+        tokens -= end - start
         if tokens <= 0 or len(end_by_start) == most:
             break
     starts = np.array(sorted(end_by_start))
-    lengths = np.array([end_by_start[start] for start in starts.tolist()]) - starts
-    return HeldoutDocuments(stream, eos_id, starts, lengths, whole)
+    ends = np.array([end_by_start[start] for start in starts.tolist()])
+    return HeldoutDocuments(stream, eos_id, starts, ends - starts, whole)
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
@@ -245,12 +274,16 @@ def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> 
 
     Context tokens, such as prompts, do not count. Raises DataError if all tokens are context.
     """
-    if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
-        count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
+    # `not >=` instead of `<`: it is true for NaN, which `heldout_documents` refuses.
+    if tokens is not None and not tokens >= len(stream):
+        documents = heldout_documents(stream, eos_id, tokens)
+        count = int(documents.predicted.sum())
     else:
+        # All documents, which are the stream: counted without a search for their ends.
         count = 0
         for start in range(0, len(stream), BLOCK):
-            count += int(stream.loss_mask(start, min(start + BLOCK, len(stream))).sum())
+            stop = min(start + BLOCK, len(stream))
+            count += int(stream.loss_mask(start, stop).sum())
     if not count:
         raise DataError(
             "the held-out documents have no token to predict, because all tokens are prompts; "
@@ -285,7 +318,8 @@ class HeldoutSample:
 
     @cached_property
     def documents(self) -> HeldoutDocuments:
-        return heldout_documents(self.stream, self.eos_id, len(self) * self.seq_len, whole=True)
+        tokens = len(self) * self.seq_len
+        return heldout_documents(self.stream, self.eos_id, tokens, whole=True)
 
     @cached_property
     def borders(self) -> np.ndarray:
@@ -298,7 +332,8 @@ class HeldoutSample:
     def places(self) -> np.ndarray:
         """Numbers of the sequences in `cut` or between `borders`, (len(self),) int64."""
         available = len(self.borders) - 1 if self.whole else len(self.cut)
-        return np.arange(len(self), dtype=np.int64) * available // len(self)
+        numbers = np.arange(len(self), dtype=np.int64)
+        return numbers * available // len(self)
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield the batches of this rank: (inputs, targets), (b, seq_len) int64 each.
@@ -312,7 +347,8 @@ class HeldoutSample:
         for start in range(0, len(rank_places), batch_size):
             places = rank_places[start : start + batch_size]
             if self.whole:
-                yield self.documents.read(self.borders, places, self.seq_len)[:2]
+                inputs, targets, _ = self.documents.read(self.borders, places, self.seq_len)
+                yield inputs, targets
             else:
                 yield self.cut.read(places)
 
@@ -327,9 +363,11 @@ class HeldoutSample:
         tokens = size = 0
         for place in self.places[rank::world_size].tolist():
             for start, stop in self.targets(place):
-                counts = predicted_text(self.stream, tokenizer, self.eos_id, start, stop)
-                tokens += counts[0]
-                size += counts[1]
+                range_tokens, range_size = predicted_text(
+                    self.stream, tokenizer, self.eos_id, start, stop
+                )
+                tokens += range_tokens
+                size += range_size
         return tokens, size
 
     def targets(self, place: int) -> list[tuple[int, int]]:

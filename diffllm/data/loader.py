@@ -56,7 +56,9 @@ class TrainLoader:
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         check_counts(least=1, **sizes)
         check_counts(least=0, num_workers=num_workers)
-        check_counts(least=int(num_workers > 0), prefetch_factor=prefetch_factor)
+        # Without loader processes, the prefetch factor is not used.
+        least_prefetch_factor = 1 if num_workers > 0 else 0
+        check_counts(least=least_prefetch_factor, prefetch_factor=prefetch_factor)
         check_rank(rank, world_size)
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
@@ -133,7 +135,9 @@ class TrainLoader:
 
     @property
     def sample(self) -> int:
-        return self._start + self._consumed // self._micro_steps * self._global_batch_size
+        # Whole steps only: a resumed run repeats the micro-steps of an unfinished step.
+        steps = self._consumed // self._micro_steps
+        return self._start + steps * self._global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         return self.samples.state(self.sample)
@@ -165,13 +169,15 @@ class TrainLoader:
 
         m = self._micro_batch_size
         # Steps and their micro-steps are contiguous, so one counter covers all micro-steps.
-        first = itertools.count(self._start + self._rank * m, self._world_size * m)
+        starts = itertools.count(self._start + self._rank * m, self._world_size * m)
+        micro_batches = (range(start, start + m) for start in starts)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # called by torchdata
+            # torchdata calls the deprecated function.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = StatefulDataLoader(
                 _Stacked(self.samples),
                 batch_size=None,
-                sampler=(range(start, start + m) for start in first),
+                sampler=micro_batches,
                 worker_init_fn=ignore_signals,
                 # A separate generator: drawing worker seeds must not advance the model's generator.
                 generator=torch.Generator(),

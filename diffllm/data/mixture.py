@@ -44,23 +44,37 @@ class MixtureData:
         The corpus hash depends on the names and corpus hashes of all sources. The unigram entropy
         is the mean over the sources, weighted by the number of held-out tokens of each source.
         """
-        by_name = {name: data.manifest for name, data in self.sources.items()}
-        manifests = list(by_name.values())
-        entropies = [manifest.heldout_unigram_entropy for manifest in manifests]
-        heldout = [manifest.splits["heldout"].tokens for manifest in manifests]
+        manifests = [data.manifest for data in self.sources.values()]
         splits: dict[str, Split] = {}
         for split in manifests[0].splits:
             splits[split] = together([manifest.splits[split] for manifest in manifests])
-        notes = [f"{name}: {manifest.note}" for name, manifest in by_name.items() if manifest.note]
+        corpora = []
+        notes = []
+        entropies = []
+        heldout_tokens = []
+        skipped_empty = 0
+        skipped_undecodable = 0
+        is_cut = False
+        for name, manifest in zip(self.sources, manifests, strict=True):
+            corpora.append([name, manifest.corpus])
+            if manifest.note:
+                notes.append(f"{name}: {manifest.note}")
+            entropies.append(manifest.heldout_unigram_entropy)
+            heldout_tokens.append(manifest.splits["heldout"].tokens)
+            skipped_empty += manifest.skipped_empty
+            skipped_undecodable += manifest.skipped_undecodable
+            is_cut = is_cut or manifest.cut
+        mean_entropy = float(np.average(entropies, weights=heldout_tokens))
+        # The other fields are equal, because all sources share one tokenizer.
         return replace(
             manifests[0],
-            source=f"a mixture of {', '.join(by_name)}",
-            corpus=combined_hash([[name, manifest.corpus] for name, manifest in by_name.items()]),
-            skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
-            skipped_undecodable=sum(manifest.skipped_undecodable for manifest in manifests),
-            heldout_unigram_entropy=float(np.average(entropies, weights=heldout)),
+            source=f"a mixture of {', '.join(self.sources)}",
+            corpus=combined_hash(corpora),
+            skipped_empty=skipped_empty,
+            skipped_undecodable=skipped_undecodable,
+            heldout_unigram_entropy=mean_entropy,
             splits=splits,
-            cut=any(manifest.cut for manifest in manifests),
+            cut=is_cut,
             note="; ".join(notes),
         )
 
@@ -73,7 +87,7 @@ class MixtureData:
             with of_source(name):
                 data.check()
         hashes = {name: data.manifest.pieces_hash[:12] for name, data in self.sources.items()}
-        if len({*hashes.values()}) > 1:
+        if len(set(hashes.values())) > 1:
             raise DataError(
                 "data.sources: all sources must use one tokenizer, but their tokenizers have the "
                 f"hashes {hashes}; set data.tokenizer to the tokenizer that encoded the token "

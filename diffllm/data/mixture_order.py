@@ -17,25 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from diffllm.core.errors import ConfigError
 from diffllm.core.typed import made
-from diffllm.data.config import Between, DataConfig
 
-Segments = list[tuple[int, tuple[float, ...]]]
-"""First sample of each segment, with one weight per source."""
 SUM_OF_WEIGHTS = 10**9
 LEAST_WEIGHT = 1e-4
 """Sources with a smaller share are not read."""
 SHORTEST_BLOCK, LONGEST_BLOCK = 64, 65_536
 RAREST_SAMPLES = 8
 """Minimum samples per block of the rarest source, for each other source."""
-MOST_STEPS = 256
-"""Maximum segments between two points of a linear curriculum."""
 MOST_SAMPLES = 2**53
 
 
@@ -49,8 +42,10 @@ class Segment:
     @property
     def block(self) -> int:
         rarest = min(weight for weight in self.weights if weight)
-        size = RAREST_SAMPLES * (len(self.weights) - 1) * sum(self.weights) // rarest
-        return min(max(1 << size.bit_length(), SHORTEST_BLOCK), LONGEST_BLOCK)
+        other_sources = len(self.weights) - 1
+        size = RAREST_SAMPLES * other_sources * sum(self.weights) // rarest
+        power_of_two = 1 << size.bit_length()
+        return min(max(power_of_two, SHORTEST_BLOCK), LONGEST_BLOCK)
 
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return how many samples each source has provided up to a position in this segment.
@@ -74,11 +69,15 @@ class MixtureOrder:
         self, segments: Sequence[tuple[int, Sequence[float]]], before: Sequence[int] = ()
     ) -> None:
         self.segments: list[Segment] = []
-        counts = tuple(before) or (0,) * len(segments[0][1])
+        counts = tuple(before)
+        if not counts:
+            _, first_weights = segments[0]
+            counts = (0,) * len(first_weights)
         for i, (start, weights) in enumerate(segments):
             # A segment begins with the counts at the end of the previous segment.
             if i:
-                counts = self.segments[-1].counts(start - self.segments[-1].start)
+                previous = self.segments[-1]
+                counts = previous.counts(start - previous.start)
             self.segments.append(Segment(start, in_parts(weights), counts))
         self._starts = [segment.start for segment in self.segments]
 
@@ -91,14 +90,16 @@ class MixtureOrder:
         numbers = np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
             start, (order, ranks), before = self._at(sample)
-            source = int(order[sample - start])
+            place = sample - start
+            source = int(order[place])
             sources[i] = source
-            numbers[i] = before[source] + int(ranks[sample - start])
+            numbers[i] = before[source] + int(ranks[place])
         return sources, numbers
 
     def counts(self, samples: int) -> list[int]:
         start, (order, _), before = self._at(samples)
-        in_block = np.bincount(order[: samples - start], minlength=len(before))
+        begun_block = order[: samples - start]
+        in_block = np.bincount(begun_block, minlength=len(before))
         return (in_block + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
@@ -113,7 +114,8 @@ class MixtureOrder:
             remaining = most - segment.before[source]
             if not weight or remaining == math.inf:
                 continue
-            place = segment.start + int(max(remaining, 0)) * sum(segment.weights) // weight
+            samples_of_source = int(max(remaining, 0))
+            place = segment.start + samples_of_source * sum(segment.weights) // weight
             if place < end:
                 return place
         return None
@@ -133,8 +135,11 @@ class MixtureOrder:
         if number + 1 < len(self.segments):
             after = min(after, self._starts[number + 1] - segment.start)
         before = segment.counts(first)
-        content = tuple(b - a for a, b in zip(before, segment.counts(after), strict=True))
-        return segment.start + first, block_of(content), before
+        ends = segment.counts(after)
+        # Only these counts determine a block, so blocks with equal counts share an entry of the
+        # cache.
+        counts = tuple(end - start for start, end in zip(before, ends, strict=True))
+        return segment.start + first, block_of(counts), before
 
 
 # Cached, because consecutive samples are usually in the same block.
@@ -177,8 +182,9 @@ def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
     total = sum(weights)
     shares = [samples * weight // total for weight in weights]
     missing = samples - sum(shares)
+    remainders = [samples * weight % total for weight in weights]
     # The sort is stable: of sources with equal remainders, the first gets the sample.
-    by_remainder = sorted(range(len(weights)), key=lambda k: -(samples * weights[k] % total))
+    by_remainder = sorted(range(len(weights)), key=lambda k: -remainders[k])
     for k in by_remainder[:missing]:
         shares[k] += 1
     return shares
@@ -198,109 +204,36 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
     latest position.
     """
     size = sum(counts)
-    used = [k for k, count in enumerate(counts) if count]
-    parts = max(2 * len(used) - 2, 1)
+    used_sources = [k for k, count in enumerate(counts) if count]
+    # A source alone has K = 1, for which 2K - 2 would be 0.
+    parts = max(2 * len(used_sources) - 2, 1)
 
     def first_position(count: int, n: int, part: int) -> int:
         # The first position p at which count * p / size - n is at least part / parts.
-        return -(-size * (parts * n + part) // (parts * count))
+        numerator = size * (parts * n + part)
+        return -(-numerator // (parts * count))
 
-    # `waiting` is ordered by the earliest position of a sample, `ready` by the latest position.
-    waiting = [(first_position(counts[k], 0, 1), k, 0) for k in used]
-    heapq.heapify(waiting)
+    # A queue contains (position, source k, number n of the sample in its source). `waiting` is
+    # ordered by the earliest position of a sample, `ready` by the latest position. Each source has
+    # one sample in a queue: the next sample waits only after this one has a position.
+    waiting: list[tuple[int, int, int]] = []
     ready: list[tuple[int, int, int]] = []
+    for k in used_sources:
+        earliest = first_position(counts[k], 0, 1)
+        heapq.heappush(waiting, (earliest, k, 0))
     order = np.empty(size, np.int16)
     for place in range(1, size + 1):
         while waiting and waiting[0][0] <= place:
             _, k, n = heapq.heappop(waiting)
-            heapq.heappush(ready, (first_position(counts[k], n, parts - 1), k, n))
+            latest = first_position(counts[k], n, parts - 1)
+            heapq.heappush(ready, (latest, k, n))
         _, k, n = heapq.heappop(ready)
         order[place - 1] = k
-        if n + 1 < counts[k]:
-            heapq.heappush(waiting, (first_position(counts[k], n + 1, 1), k, n + 1))
+        following = n + 1
+        if following < counts[k]:
+            earliest = first_position(counts[k], following, 1)
+            heapq.heappush(waiting, (earliest, k, following))
     return order
-
-
-def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
-    """Divide a run of `samples` samples of `seq_len` tokens into segments with constant weights.
-
-    Returns one pair per segment: (index of the first sample, weights of the sources). With
-    data.between=linear, at most 256 segments lie between two points of the curriculum. Each of
-    these segments uses the weights interpolated at its midpoint.
-    """
-    points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
-    for point in cfg.curriculum:
-        place = round(point.at * samples) if point.at <= 1 else round(point.at / seq_len)
-        weights = [point.weights.get(name, 0.0) for name in cfg.sources]
-        # A share of tokens and a number of tokens can be in the wrong order for a short run.
-        points.append((max(place, points[-1][0]), as_shares(weights)))
-    if cfg.between is Between.constant:
-        return points
-    plan: Segments = []
-    for (start, first), (stop, last) in pairwise(points):
-        steps = min(MOST_STEPS, max(1, (stop - start) // SHORTEST_BLOCK))
-        for i in range(steps):
-            midpoint = (2 * i + 1) / (2 * steps)
-            weights = [a + midpoint * (b - a) for a, b in zip(first, last, strict=True)]
-            plan.append((start + i * (stop - start) // steps, as_shares(weights)))
-    plan.append(points[-1])
-    return plan
-
-
-def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Set weights below LEAST_WEIGHT times the sum to 0, then scale all weights to a sum of 1."""
-    total = sum(weights)
-    # MixtureOrder refuses positive weights below this limit.
-    used = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
-    return tuple(weight / sum(used) for weight in used)
-
-
-def limited(
-    plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
-) -> Segments:
-    """Return the segments of `plan` from sample `first` on, with a maximum of samples per source.
-
-    A source that reaches its maximum gets weight 0; the other weights keep their ratios. Raises
-    ConfigError if all sources with positive weight reach their maximum before the end of the run.
-
-    Args:
-        plan: pairs (first sample, weights of the sources) of the run.
-        first: index of the sample at which the returned part starts.
-        last: number of samples of the run.
-        before: number of samples that each source provides before sample `first` of the run.
-        most: maximum number of samples of each source, including `before`; inf for no maximum.
-    """
-    plan = from_sample(plan, first)
-    spent: set[int] = set()
-    # Each round removes the sources that reach their maximum first. The other sources then get
-    # larger weights, so their ends must be computed again.
-    while True:
-        order = MixtureOrder(plan, before)
-        ends: dict[int, int] = {}
-        for k in range(len(most)):
-            source_end = None if k in spent else order.reaches(k, most[k])
-            if source_end is not None and source_end < last:
-                ends[k] = source_end
-        if not ends:
-            return plan
-        end = min(ends.values())
-        spent |= {k for k, source_end in ends.items() if source_end == end}
-        later = []
-        for start, weights in from_sample(plan, end):
-            remaining = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
-            if not any(remaining):
-                raise ConfigError(
-                    f"data.sources: the run needs {last:,} samples, but no data is left after "
-                    f"sample {end:,}, because all sources with a weight reach epochs_at_most; "
-                    "increase epochs_at_most or shorten the run"
-                )
-            later.append((start, as_shares(remaining)))
-        plan = [segment for segment in plan if segment[0] < end] + later
-
-
-def from_sample(plan: Segments, first: int) -> Segments:
-    past = [weights for start, weights in plan if start <= first]
-    return [(first, past[-1]), *(segment for segment in plan if segment[0] > first)]
 
 
 @dataclass(frozen=True)
@@ -323,28 +256,36 @@ class MixturePlace:
     """One row per segment: first sample (ascending), then the share of every source."""
 
     def check(self) -> None:
-        check_sample_counts(
-            [self.sample, self.since, *self.consumed.values(), *self.before.values()]
-        )
-        sums = sum(self.consumed.values()), sum(self.before.values())
-        if [*self.before] != [*self.consumed] or sums != (self.sample, self.since):
+        check_sample_counts([self.sample, self.since])
+        check_sample_counts([*self.consumed.values(), *self.before.values()])
+        # The order of the names is compared too, because weights has one share per name in order.
+        has_same_names = list(self.before) == list(self.consumed)
+        has_right_sample = sum(self.consumed.values()) == self.sample
+        has_right_since = sum(self.before.values()) == self.since
+        if not (has_same_names and has_right_sample and has_right_since):
             raise ValueError(
                 "consumed must add up to sample, and before, by the same names, to since"
             )
         for row in self.weights:
-            start, *shares = row or [0.5]  # 0.5 is an invalid start
-            has_all_shares = len(shares) == len(self.consumed) and abs(sum(shares) - 1) < 1e-6
-            if not (has_all_shares and start == int(start)):
+            # An empty row has no shares, so it is refused before its start is read.
+            shares = row[1:]
+            has_all_shares = len(shares) == len(self.consumed)
+            is_valid = has_all_shares and abs(sum(shares) - 1) < 1e-6
+            if not is_valid or row[0] != int(row[0]):
                 raise ValueError(f"weights has {row}; must be a start and one share per source")
             in_parts(shares)
-        starts = [int(start) for start, *_ in self.weights]
+        starts = [int(row[0]) for row in self.weights]
         check_sample_counts(starts)
-        if sorted(starts) != starts or starts[:1] > [self.since] or self.since > self.sample:
+        is_ascending = sorted(starts) == starts
+        begins_late = bool(starts) and starts[0] > self.since
+        if not is_ascending or begins_late or self.since > self.sample:
             raise ValueError("starts in weights must ascend; first start <= since <= sample")
 
 
 def check_sample_counts(counts: list[int]) -> None:
-    if not 0 <= min(counts, default=0) <= max(counts, default=0) < MOST_SAMPLES:
+    least = min(counts, default=0)
+    most = max(counts, default=0)
+    if not 0 <= least <= most < MOST_SAMPLES:
         raise ValueError(f"sample counts must be from 0 to {MOST_SAMPLES - 1}")
 
 

@@ -49,35 +49,47 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
         sizes: (n,) integers from 1 to `capacity`.
         capacity: size of an empty bin.
     """
-    assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
+    if not len(sizes):
+        return np.empty(0, np.int64), 0
+    assert sizes.min() >= 1
+    assert sizes.max() <= capacity
     bins = np.empty(len(sizes), np.int64)
     open_bins = Bins()
     count = 0
-    # NumPy's stable sort of 16-bit numbers is a radix sort, which is faster.
-    dtype = np.uint16 if capacity <= 2**16 else np.int64
-    order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
-    per_size = np.bincount(sizes, minlength=capacity + 1)[::-1]
-    # `order` divided into groups of equal size; without items, np.split returns an empty group.
-    groups = np.split(order, np.cumsum(per_size[per_size > 0])[:-1]) if len(sizes) else []
-    for items in groups:
+    for items in groups_by_size(sizes, capacity):
         size = int(sizes[items[0]])
         while len(items):
             room, fullest = open_bins.take(size)
             if not room:
                 room = capacity
-                fullest = np.arange(count, count - (-len(items) // (capacity // size)))
-                count += len(fullest)
+                new_bins = -(-len(items) // (capacity // size))
+                fullest = np.arange(count, count + new_bins)
+                count += new_bins
             per_bin = room // size
-            used = min(len(fullest), -(-len(items) // per_bin))
-            taken = min(len(items), used * per_bin)
-            bins[items[:taken]] = np.repeat(fullest[:used], per_bin)[:taken]
-            items = items[taken:]
+            needed_bins = -(-len(items) // per_bin)
+            used = min(len(fullest), needed_bins)
+            packed = min(len(items), used * per_bin)
+            bin_of_place = np.repeat(fullest[:used], per_bin)
+            bins[items[:packed]] = bin_of_place[:packed]
+            items = items[packed:]
             # The last used bin may get fewer items than the others.
-            in_last = taken - (used - 1) * per_bin
+            in_last = packed - (used - 1) * per_bin
             open_bins.put(room - per_bin * size, fullest[: used - 1])
             open_bins.put(room - in_last * size, fullest[used - 1 : used])
             open_bins.put(room, fullest[used:])
     return bins, count
+
+
+def groups_by_size(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Return the indices of the items of each size, largest items first."""
+    # NumPy's stable sort of 16-bit numbers is a radix sort, which is faster.
+    dtype = np.uint16 if capacity <= 2**16 else np.int64
+    # Descending order by an ascending sort, which keeps the order of equal items.
+    sort_keys = (capacity - sizes).astype(dtype)
+    order = np.argsort(sort_keys, kind="stable")
+    items_per_size = np.bincount(sizes, minlength=capacity + 1)[::-1]
+    group_ends = np.cumsum(items_per_size[items_per_size > 0])
+    return np.split(order, group_ends[:-1])
 
 
 class Bins:
@@ -97,7 +109,9 @@ class Bins:
         if place == len(self._rooms):
             return 0, np.empty(0, np.int64)
         room = self._rooms.pop(place)
-        return room, np.sort(np.concatenate(self._bins.pop(room)), kind="stable")
+        bins = np.concatenate(self._bins.pop(room))
+        # NumPy's stable sort is fast here, because it merges ascending runs.
+        return room, np.sort(bins, kind="stable")
 
     def put(self, room: int, bins: np.ndarray) -> None:
         """Add bins with equal free space `room`; bins without free space are not added."""
@@ -127,10 +141,15 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
             open_end -= (stop - int(places[-1])) % seq_len
         tokens = np.append(ends, open_end) - places
         counts = -(-tokens // seq_len)
-        cut = seq_len * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
-        starts = np.repeat(places, counts) + cut
-        lengths = np.minimum(np.repeat(tokens, counts) - cut, seq_len)
-        yield np.stack((starts, lengths, starts - np.repeat(documents, counts)))
+        # Pieces of the block before each document, then the number of each piece in its document.
+        pieces_before = np.cumsum(counts) - counts
+        piece_numbers = np.arange(counts.sum()) - np.repeat(pieces_before, counts)
+        cut_tokens = seq_len * piece_numbers
+        starts = np.repeat(places, counts) + cut_tokens
+        remaining = np.repeat(tokens, counts) - cut_tokens
+        lengths = np.minimum(remaining, seq_len)
+        positions = starts - np.repeat(documents, counts)
+        yield np.stack((starts, lengths, positions))
         document = int(documents[-1])
         place = open_end
 
@@ -140,11 +159,14 @@ def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
     pending: list[np.ndarray] = []
     for part in parts:
         pending.append(part)
-        if sum(array.shape[1] for array in pending) >= size:
-            joined = np.concatenate(pending, axis=1)
-            full = joined.shape[1] // size * size
-            yield from np.split(joined[:, :full], full // size, axis=1)
-            pending = [joined[:, full:]]
+        columns = sum(array.shape[1] for array in pending)
+        if columns < size:
+            continue
+        joined = np.concatenate(pending, axis=1)
+        full_windows = columns // size
+        full = full_windows * size
+        yield from np.split(joined[:, :full], full_windows, axis=1)
+        pending = [joined[:, full:]]
     rest = np.concatenate(pending, axis=1)
     if rest.size:
         yield rest
@@ -175,7 +197,8 @@ class PackingCounts:
         return {**asdict(self), "padding_share": self.padding_share}
 
     def __add__(self, other: "PackingCounts") -> "PackingCounts":
-        return PackingCounts(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+        totals = {name: count + getattr(other, name) for name, count in vars(self).items()}
+        return PackingCounts(**totals)
 
 
 @dataclass(frozen=True)
@@ -190,13 +213,15 @@ class PlanRecord:
     files: dict[str, PlanFile]
 
     def check(self, directory: Path) -> None:
-        if min(vars(self.counts).values()) < 0 or self.files.keys() != ARRAYS.keys():
+        least_count = min(vars(self.counts).values())
+        if least_count < 0 or self.files.keys() != ARRAYS.keys():
             raise ValueError(f"counts must be at least 0, and files must be {', '.join(ARRAYS)}")
         for name in ARRAYS:
             check_size(directory / name, self.files[name].bytes)
         # Sizes in bytes: an element has 8 bytes in `starts` and `firsts`, 4 in `lengths`.
-        starts, lengths, firsts = (self.files[name].bytes for name in ARRAYS)
-        if starts != 2 * lengths or firsts != 8 * (self.counts.sequences + 1):
+        starts, lengths, firsts = [self.files[name].bytes for name in ARRAYS]
+        expected_firsts = 8 * (self.counts.sequences + 1)
+        if starts != 2 * lengths or firsts != expected_firsts:
             raise ValueError("the file sizes do not match each other or counts.sequences")
 
 
@@ -204,7 +229,10 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     """Pack the documents of a stream into sequences, and write the packing plan to a directory."""
     started = time.monotonic()
     to_stderr(f"packing documents into sequences of {seq_len:,} tokens")
-    documents = cut = sequences = packed = 0
+    documents = 0
+    cut_documents = 0
+    sequences = 0
+    pieces = 0
     files = [HashedFile(directory / name) for name in ARRAYS]
 
     def write(*arrays: Any) -> None:
@@ -212,33 +240,39 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
             file.write(np.ascontiguousarray(values, dtype))
 
     with track("packing", len(stream)) as advance:
-        for window in windows(pieces_of_documents(stream, eos_id, seq_len), WINDOW):
-            _, lengths, before = window
+        all_pieces = pieces_of_documents(stream, eos_id, seq_len)
+        for window in windows(all_pieces, WINDOW):
+            _, lengths, positions = window
             # The last piece of a cut document takes one more place: an EOS without a target
             # separates the piece from the document before. A piece of T tokens needs no EOS.
-            slots = lengths + ((before > 0) & (lengths < seq_len))
-            bins, count = best_fit_decreasing(slots, seq_len)
+            needs_eos = (positions > 0) & (lengths < seq_len)
+            bins, count = best_fit_decreasing(lengths + needs_eos, seq_len)
             # A stable sort keeps the pieces of a sequence in corpus order.
-            starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
+            by_sequence = np.argsort(bins, kind="stable")
+            starts, lengths, positions = window[:, by_sequence]
             per_sequence = np.bincount(bins)
-            write(starts, lengths, packed + np.cumsum(per_sequence) - per_sequence)
-            documents += int((before == 0).sum())
-            cut += int((before == seq_len).sum())
+            firsts = pieces + np.cumsum(per_sequence) - per_sequence
+            write(starts, lengths, firsts)
+            documents += int((positions == 0).sum())
+            # A document longer than a sequence has exactly one piece at this position.
+            cut_documents += int((positions == seq_len).sum())
             sequences += count
-            packed += len(bins)
+            pieces += len(bins)
             advance(int(lengths.sum()))
     # `firsts` has one entry more than there are sequences: the end of the last sequence.
-    write([], [], [packed])
+    write([], [], [pieces])
     padding = sequences * seq_len - len(stream)
-    counts = PackingCounts(documents, cut, len(stream), sequences, padding)
+    counts = PackingCounts(documents, cut_documents, len(stream), sequences, padding)
     plan_files: dict[str, PlanFile] = {}
     for file in files:
         name, sha256 = file.close()
-        plan_files[name] = PlanFile((directory / name).stat().st_size, sha256)
+        path = directory / name
+        plan_files[name] = PlanFile(path.stat().st_size, sha256)
         # The hash was computed while writing, so the first reader need not hash the file again.
-        leave_mark(directory / name, sha256, identity_of(directory / name))
+        leave_mark(path, sha256, identity_of(path))
     record = PlanRecord(counts, plan_files)
-    (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(asdict(record), indent=2) + "\n"
+    (directory / PLAN).write_text(text, encoding="utf-8")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
 
@@ -260,7 +294,9 @@ class PackingPlan:
         """
         starts, lengths, firsts = self._arrays
         first, stop = firsts[sequence : sequence + 2].tolist()
-        return list(zip(starts[first:stop].tolist(), lengths[first:stop].tolist(), strict=True))
+        piece_starts = starts[first:stop].tolist()
+        piece_lengths = lengths[first:stop].tolist()
+        return list(zip(piece_starts, piece_lengths, strict=True))
 
     def require(self, fits: bool) -> None:
         with usable(self._directory / PLAN, self._directory):
@@ -269,10 +305,11 @@ class PackingPlan:
 
     @cached_property
     def _arrays(self) -> list[FileArray]:
-        return [
-            checked_array(self._directory / name, dtype, self._files[name].sha256)
-            for name, dtype in ARRAYS.items()
-        ]
+        arrays = []
+        for name, dtype in ARRAYS.items():
+            arrays.append(checked_array(self._directory / name, dtype, self._files[name].sha256))
+        return arrays
 
+    # File descriptors are valid in one process only, so a copy opens the files again.
     def __reduce__(self) -> tuple[object, ...]:
         return PackingPlan, (self._directory,)

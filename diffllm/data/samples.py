@@ -16,15 +16,8 @@ from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.typed import made
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture import MixtureData, Prepared, of_source
-from diffllm.data.mixture_order import (
-    MOST_SAMPLES,
-    MixtureOrder,
-    MixturePlace,
-    Segments,
-    from_sample,
-    limited,
-    segments,
-)
+from diffllm.data.mixture_order import MOST_SAMPLES, MixtureOrder, MixturePlace
+from diffllm.data.mixture_plan import Segments, from_sample, limited, segments
 from diffllm.data.sequences import Batch, Sequences, training_sequences
 from diffllm.data.shards import Split
 

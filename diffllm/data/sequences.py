@@ -62,14 +62,15 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
     stream has fewer than seq_len + 1 tokens. Raises ConfigError if `seq_len` is below 1.
     """
     check_counts(least=1, seq_len=seq_len)
-    n = (len(stream) - 1) // seq_len
-    if n < 1:
+    # Minus 1: the last input has the token after it as target.
+    sequences = (len(stream) - 1) // seq_len
+    if sequences < 1:
         raise DataError(
             f"the corpus is shorter than one sequence: its {stream.split} split has "
             f"{len(stream)} tokens, but seq_len={seq_len} needs {seq_len + 1}; "
             "reduce seq_len or add documents"
         )
-    return n
+    return sequences
 
 
 class PackedSequences:
@@ -82,7 +83,10 @@ class PackedSequences:
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
-        self.stream, self.eos_id, self.seq_len, self.plan = stream, eos_id, seq_len, plan
+        self.stream = stream
+        self.eos_id = eos_id
+        self.seq_len = seq_len
+        self.plan = plan
 
     def __len__(self) -> int:
         return self.plan.counts.sequences
@@ -91,21 +95,24 @@ class PackedSequences:
         inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
         targets = np.full_like(inputs, PADDING)
         for row, place in enumerate(places.tolist()):
-            used = 0
+            begin = 0
             for start, length in self.plan[place]:
+                stop = start + length
                 # The plan is a cache file: a damaged plan must not read other tokens silently.
-                self.plan.require(0 <= start < start + length <= len(self.stream))
-                tokens = self.stream.tokens(max(start - 1, 0), start + length)
+                self.plan.require(0 <= start < stop <= len(self.stream))
+                # The first token of a piece is predicted from the token before.
+                tokens = self.stream.tokens(max(start - 1, 0), stop)
                 if not start:
                     # No EOS precedes the first document of the corpus.
                     tokens = np.append(self.eos_id, tokens)
                 if tokens[0] != self.eos_id and length < self.seq_len:
                     # An EOS separates the last piece of a cut document from the document before.
-                    used += 1
-                self.plan.require(used + length <= self.seq_len)
-                inputs[row, used : used + length] = tokens[:-1]
-                targets[row, used : used + length] = as_targets(self.stream, start, tokens[1:])
-                used += length
+                    begin += 1
+                end = begin + length
+                self.plan.require(end <= self.seq_len)
+                inputs[row, begin:end] = tokens[:-1]
+                targets[row, begin:end] = as_targets(self.stream, start, tokens[1:])
+                begin = end
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
@@ -136,12 +143,17 @@ def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequen
 def plan_key(manifest: Manifest, seq_len: int) -> str:
     shards = [[shard.sha256, shard.tokens] for shard in manifest.splits["train"].shards]
     tokens = [manifest.corpus, manifest.pieces_hash, manifest.eos_id, shards]
-    return combined_hash([PLAN_VERSION, WINDOW, *tokens, seq_len])[:32]
+    # Everything that determines a plan, in an order that must not change: stored plans would not
+    # be found again.
+    plan_hash = combined_hash([PLAN_VERSION, WINDOW, *tokens, seq_len])
+    return plan_hash[:32]
 
 
 def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
     counts = packing_counts(data, cfg, seq_len)
-    return counts.sequences if counts else sequences_in(data.split("train"), seq_len)
+    if counts is None:
+        return sequences_in(data.split("train"), seq_len)
+    return counts.sequences
 
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
@@ -152,15 +164,18 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
     if cfg.packing is Packing.stream:
         return None
     if isinstance(data, MixtureData):
-        sequences = []
+        sequences_by_source = []
         for name, source in data.sources.items():
             with of_source(name):
-                sequences.append(training_sequences(source, cfg, seq_len))
+                sequences_by_source.append(training_sequences(source, cfg, seq_len))
     else:
-        sequences = [training_sequences(data, cfg, seq_len)]
-    return reduce(
-        add, (item.plan.counts for item in sequences if isinstance(item, PackedSequences))
-    )
+        sequences_by_source = [training_sequences(data, cfg, seq_len)]
+    counts = []
+    for sequences in sequences_by_source:
+        # Always true here; it tells the type checker that there is a plan.
+        if isinstance(sequences, PackedSequences):
+            counts.append(sequences.plan.counts)
+    return reduce(add, counts)
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:

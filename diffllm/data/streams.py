@@ -44,18 +44,24 @@ class FileArray:
             count: length n of the array; None reads up to the end of the file.
             advice: text that is appended to error messages.
         """
-        self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.offset = offset
+        self.advice = advice
         with usable(path):
-            stream = open_regular(path, 2**63, follow=True)
-        weakref.finalize(self, stream.close)
-        self._file = stream.fileno()
-        stat = os.fstat(self._file)
+            file = open_regular(path, 2**63, follow=True)
+        # This reference keeps the file open until the array is deleted.
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        stat = os.fstat(self._descriptor)
         self.identity = identity_in(stat)
         """Size, times and inode of the file at opening; every later write changes the times."""
-        self._written = stat.st_size, stat.st_mtime_ns
+        self._written = (stat.st_size, stat.st_mtime_ns)
         available, rest = divmod(stat.st_size - offset, self.dtype.itemsize)
         self._count = available if count is None else count
-        if not 0 <= self._count <= available or (count is None and rest):
+        fits = 0 <= self._count <= available
+        is_last_incomplete = count is None and rest > 0
+        if not fits or is_last_incomplete:
             raise self._unusable(
                 f"{stat.st_size:,} bytes, which are not {self._count:,} numbers of "
                 f"{self.dtype.itemsize} bytes after byte {offset:,}: truncated, or of another type"
@@ -80,31 +86,35 @@ class FileArray:
         if isinstance(index, np.ndarray):
             least = int(index.min(initial=self._count))
             most = int(index.max(initial=0))
+            is_inside = 0 <= least <= most < self._count
             # One read of nearby numbers is faster than many small reads.
-            if 0 <= least <= most < min(self._count, least + 64 * len(index)):
-                return self._read(least, most + 1)[index - least]
+            if is_inside and most < least + 64 * len(index):
+                numbers = self._read(least, most + 1)
+                return numbers[index - least]
             return np.array([self[int(i)] for i in index], self.dtype)
         start = index + self._count if index < 0 else index
         if not 0 <= start < self._count:
             raise self._unusable(f"index {index} is outside its {self._count} numbers")
-        return self._read(start, start + 1)[0]
+        numbers = self._read(start, start + 1)
+        return numbers[0]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        out = np.empty(stop - start, self.dtype)
+        numbers = np.empty(stop - start, self.dtype)
         place = self.offset + start * self.dtype.itemsize
-        filled = 0
+        read_bytes = 0
         with usable(self.path):
             # On Linux, one call reads at most 2 GiB.
-            while filled < out.nbytes:
-                read = os.preadv(self._file, [out.view(np.uint8)[filled:].data], place + filled)
-                if not read:
+            while read_bytes < numbers.nbytes:
+                unread = numbers.view(np.uint8)[read_bytes:]
+                size = os.preadv(self._descriptor, [unread.data], place + read_bytes)
+                if not size:
                     raise self._unusable("truncated after it was opened")
-                filled += read
-            now = os.fstat(self._file)
+                read_bytes += size
+            stat = os.fstat(self._descriptor)
         # Compare after the read, so that a write during the read is also detected.
-        if (now.st_size, now.st_mtime_ns) != self._written:
+        if (stat.st_size, stat.st_mtime_ns) != self._written:
             raise self._unusable("changed after it was opened")
-        return out
+        return numbers
 
     def _unusable(self, problem: str) -> DataError:
         return DataError(f"{self.path}: {problem}{self.advice}")
@@ -117,6 +127,7 @@ def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
     """
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
     with usable(path):
+        # The identity shows that the opened file is the one that was hashed.
         if not matches(path, sha256) or identity_of(path) != array.identity:
             raise array._unusable(f"damaged: its sha256 is not the manifest's {sha256[:12]}...")
     return array
@@ -155,7 +166,8 @@ def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
     """
     if not stream.masked:
         return tokens
-    return np.where(stream.loss_mask(start, start + len(tokens)), tokens, CONTEXT)
+    is_predicted = stream.loss_mask(start, start + len(tokens))
+    return np.where(is_predicted, tokens, CONTEXT)
 
 
 def token_counts(
@@ -182,7 +194,9 @@ def document_ends(
     """
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
-        yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
+        # The tokens have no name: they would stay in memory while the caller uses the ends.
+        is_eos = stream.tokens(begin, stop) == eos_id
+        yield stop, begin + 1 + np.flatnonzero(is_eos)
 
 
 def document_end(stream: Readable, eos_id: int, position: int) -> int:
@@ -230,28 +244,34 @@ def read_joined(
     `ends[i]` is the end of array i in the concatenation. `read(i, a, b)` must return the elements
     [a, b) of array i.
     """
-    check_range(start, stop, int(ends[-1]) if len(ends) else 0)
-    out = np.empty(stop - start, dtype)
-    filled = 0
+    length = int(ends[-1]) if len(ends) else 0
+    check_range(start, stop, length)
+    # Not np.concatenate, which needs at least one array and keeps the type of the arrays: shards
+    # contain unsigned integers, but tokens are int64.
+    joined = np.empty(stop - start, dtype)
+    place = 0
     for number, first, last in spans(ends, start, stop):
-        out[filled : filled + last - first] = read(number, first, last)
-        filled += last - first
-    return out
+        size = last - first
+        joined[place : place + size] = read(number, first, last)
+        place += size
+    return joined
 
 
 class JoinedTokens:
     def __init__(self, parts: Sequence[Readable]) -> None:
         self.parts = list(parts)
-        self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        lengths = [len(part) for part in parts]
+        self.ends = np.cumsum(lengths, dtype=np.int64)
         """Place after the last token of each part, (parts,)."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        return read_joined(
-            self.ends, start, stop, np.int64, lambda i, a, b: self.parts[i].tokens(a, b)
-        )
+        def read(number: int, start: int, stop: int) -> np.ndarray:
+            return self.parts[number].tokens(start, stop)
+
+        return read_joined(self.ends, start, stop, np.int64, read)
 
 
 class JoinedStream(JoinedTokens):
@@ -262,9 +282,10 @@ class JoinedStream(JoinedTokens):
         self.masked = any(stream.masked for stream in streams)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        return read_joined(
-            self.ends, start, stop, np.bool_, lambda i, a, b: self.streams[i].loss_mask(a, b)
-        )
+        def read(number: int, start: int, stop: int) -> np.ndarray:
+            return self.streams[number].loss_mask(start, stop)
+
+        return read_joined(self.ends, start, stop, np.bool_, read)
 
 
 class TokenStream:
@@ -280,7 +301,8 @@ class TokenStream:
         self._shards = manifest.split(split).shards
         self.masked = manifest.splits[split].masked
         self._dtype = token_dtype(manifest.vocab_size)
-        self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        shard_tokens = [shard.tokens for shard in self._shards]
+        self._ends = np.cumsum(shard_tokens, dtype=np.int64)
         # The cache closes the oldest files: a process can open only a limited number of files.
         self._array = lru_cache(MOST_OPEN)(checked_array)
         for shard in self._shards:
@@ -294,8 +316,8 @@ class TokenStream:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         def read(number: int, start: int, stop: int) -> np.ndarray:
             shard = self._shards[number]
-            path = self._directory / shard.file
-            return self._array(path, self._dtype, shard.sha256)[start:stop]
+            array = self._array(self._directory / shard.file, self._dtype, shard.sha256)
+            return array[start:stop]
 
         return read_joined(self._ends, start, stop, np.int64, read)
 
@@ -304,7 +326,8 @@ class TokenStream:
             shard = self._shards[number]
             if shard.mask is None or shard.mask_sha256 is None:
                 return np.ones(stop - start, np.bool_)
-            return self._array(self._directory / shard.mask, "u1", shard.mask_sha256)[start:stop]
+            mask = self._array(self._directory / shard.mask, "u1", shard.mask_sha256)
+            return mask[start:stop]
 
         return read_joined(self._ends, start, stop, np.bool_, read)
 

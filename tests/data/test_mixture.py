@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
-from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
+from diffllm.data.config import DataConfig, SampleBy, SourceConfig
+from diffllm.data.curriculum import Between, Point
 from diffllm.data.mixture import MixtureData
 from diffllm.data.mixture_order import check_place
 from diffllm.data.preparation.prepare import prepare

@@ -8,16 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffllm.core.errors import ConfigError
-from diffllm.data.config import Between, DataConfig, Point, SourceConfig
-from diffllm.data.mixture_order import (
-    MixtureOrder,
-    from_sample,
-    in_parts,
-    laid_out,
-    limited,
-    segments,
-    shared_out,
-)
+from diffllm.data.config import DataConfig, SourceConfig
+from diffllm.data.curriculum import Between, Point
+from diffllm.data.mixture_order import MixtureOrder, in_parts, laid_out, shared_out
+from diffllm.data.mixture_plan import from_sample, limited, segments
 
 SHARES = st.lists(st.floats(0.002, 1), min_size=1, max_size=8)
 

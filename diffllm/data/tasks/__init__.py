@@ -3,9 +3,9 @@
 Importing this package registers the built-in tasks.
 """
 
-from diffllm.data.tasks import generators
+from diffllm.data.tasks import generators, icl
 
 VERSION = 6
 """Changed whenever examples change, so that results of older examples are not reused."""
 
-__all__ = ["VERSION", "generators"]
+__all__ = ["VERSION", "generators", "icl"]

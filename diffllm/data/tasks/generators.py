@@ -1,6 +1,6 @@
-"""Built-in tasks: associative recall (mqar), needles in a haystack, many-shot classification (icl).
+"""Built-in tasks of retrieval: associative recall (mqar) and needles in a haystack.
 
-The tasks needle and icl use invented words of four letters, such as "bako". Tokenizers usually
+The cities of the task needle are invented words of four letters, such as "Bako". Tokenizers usually
 split such a word into several tokens.
 """
 
@@ -10,29 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
+from diffllm.data.tasks.words import FILLER, KEYS, OBJECTS, SUBJECTS, SYLLABLES, VALUES, VERBS
 
 PAIRS = (2, 4, 8, 16)
 QUERIES = 4
-KEYS = (
-    "arg", "base", "block", "byte", "case", "child", "class", "code", "command", "data", "dir",
-    "element", "error", "event", "file", "format", "frame", "handler", "header", "line", "list",
-    "loop", "message", "method", "mode", "module", "name", "node", "number", "object", "path",
-    "print",
-)  # fmt: skip
-VALUES = (
-    "count", "current", "default", "dict", "first", "float", "given", "int", "lambda", "last",
-    "local", "max", "memory", "mock", "next", "offset", "option", "output", "range", "result",
-    "server", "set", "sign", "size", "socket", "source", "state", "string", "text", "thread",
-    "time", "tuple",
-)  # fmt: skip
-FILLER = (
-    "add", "after", "all", "and", "any", "are", "but", "can", "does", "for", "from", "get", "have",
-    "into", "more", "must", "not", "one", "only", "other", "over", "same", "should", "some", "than",
-    "that", "the", "then", "this", "was", "when", "with",
-)  # fmt: skip
-"""Words that most tokenizers of English text or source code encode as one token."""
-CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
-SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
 LEAST_LENGTH, LENGTHS = 512, 5
 NEEDLES, QUERIED_NEEDLES, DEPTHS = 6, 2, 5
 SAMPLES_PER_DEPTH = 50
@@ -40,20 +21,6 @@ LEAST_HAY = 20
 DIGITS = 4
 ROOM = 8
 """Reserve of tokens per context, for tokenizers that merge or split where texts are joined."""
-SUBJECTS = (
-    "The old man", "A small bird", "The tall tree", "My sister", "The green boat", "A quiet dog",
-    "The long road", "Our teacher", "The cold rain", "A bright star",
-)  # fmt: skip
-VERBS = (
-    "goes to", "looks at", "waits for", "thinks of", "moves past", "stands near", "turns from",
-    "sings about", "sleeps by", "comes back to",
-)  # fmt: skip
-OBJECTS = (
-    "the river", "the market", "an open door", "the hill", "the stone wall", "a garden", "the sea",
-    "the last house", "the field", "a window",
-)  # fmt: skip
-RULES, ORDERS = 50, 4
-LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 
 
 @lru_cache(maxsize=4)
@@ -71,7 +38,8 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
     kinds = []
     for words in (KEYS, VALUES, FILLER):
         single_tokens = tuple(filter(is_token, words))
-        kinds.append(single_tokens if len(single_tokens) >= PAIRS[-1] else words)
+        has_enough = len(single_tokens) >= PAIRS[-1]
+        kinds.append(single_tokens if has_enough else words)
     return tuple(kinds)
 
 
@@ -104,11 +72,14 @@ class Mqar(Task):
         for i in range(number):
             rng = self.generator(level, seed, i)
             # Four consecutive examples have all numbers of pairs, so `longest` measures all.
-            recall = self.drawn(rng, PAIRS[-1 - i % len(PAIRS)], level, count)
+            pairs = PAIRS[-1 - i % len(PAIRS)]
+            recall = self.recall(rng, pairs, level, count)
             yield self.example_of(recall, rng)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        return self.example_of(self.drawn(rng, rng.choice(PAIRS), level, count), rng)
+        pairs = rng.choice(PAIRS)
+        recall = self.recall(rng, pairs, level, count)
+        return self.example_of(recall, rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: key-value pairs and filler, then queries with their answers.
@@ -116,26 +87,32 @@ class Mqar(Task):
         Return strings that alternate between context and answer; the loss applies to answers.
         About 75% of the texts contain only two pairs, which small models learn first.
         """
-        (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
-        recall = self.drawn(rng, pairs, level, count)
+        probabilities = [pairs**-2 for pairs in PAIRS]
+        (pairs,) = rng.choices(PAIRS, probabilities)
+        recall = self.recall(rng, pairs, level, count)
         pieces = [recall.context]
         for i in recall.queried:
             pieces[-1] += f" {recall.keys[i]}"
-            pieces += [f" {recall.values[i]}", ""]
+            pieces.append(f" {recall.values[i]}")
+            pieces.append("")
         # The last piece is the empty context after the last answer.
         return tuple(pieces[:-1])
 
-    def drawn(self, rng: random.Random, pairs: int, level: Level, count: Count) -> Recall:
+    def recall(self, rng: random.Random, pairs: int, level: Level, count: Count) -> Recall:
         all_keys, all_values, all_filler = vocabulary(count)
         keys = rng.sample(all_keys, pairs)
         values = rng.sample(all_values, pairs)
         words: list[str] = []
-        for pair in zip(keys, values, strict=True):
-            words += pair
-        words += rng.choices(all_filler, k=int(level["filler"]))
+        for key, value in zip(keys, values, strict=True):
+            words.append(key)
+            words.append(value)
+        filler = int(level["filler"])
+        words += rng.choices(all_filler, k=filler)
         # At most half of the keys, so that elimination does not find the answer.
-        queried = rng.sample(range(pairs), min(QUERIES, pairs // 2))
-        return Recall("".join(f" {word}" for word in words), keys, values, queried)
+        queries = min(QUERIES, pairs // 2)
+        queried = rng.sample(range(pairs), queries)
+        context = "".join(f" {word}" for word in words)
+        return Recall(context, keys, values, queried)
 
     def example_of(self, recall: Recall, rng: random.Random) -> Example:
         """Make an example from the pairs and queries in `recall`; only the last query is scored.
@@ -143,15 +120,25 @@ class Mqar(Task):
         The answers of earlier queries are not candidates, because the prompt repeats these answers
         and models tend to choose repeated values.
         """
-        context, keys, values, (*before, last) = recall
-        others = [f" {value}" for i, value in enumerate(values) if i not in recall.queried]
-        candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
-        answered = "".join(f" {keys[i]} {values[i]}" for i in before)
+        context, keys, values, queried = recall
+        *answered, last = queried
+        other_values = []
+        for i, value in enumerate(values):
+            if i not in queried:
+                other_values.append(f" {value}")
+        candidates, answer = shuffled_candidates(rng, f" {values[last]}", other_values)
+        prompt = context
+        for i in answered:
+            prompt += f" {keys[i]} {values[i]}"
+        prompt += f" {keys[last]}"
         pair = f"{keys[last]} {values[last]}"
+        # The evidence begins after the space.
         start = context.index(f" {pair}") + 1
-        facts = {"pairs": len(keys), "place": last / (len(keys) - 1)}
         evidence = (start, start + len(pair))
-        return Example(f"{context}{answered} {keys[last]}", candidates, answer, facts, evidence)
+        # From 0 for the first pair to 1 for the last pair.
+        place = last / (len(keys) - 1)
+        facts = {"pairs": len(keys), "place": place}
+        return Example(prompt, candidates, answer, facts, evidence)
 
 
 class Haystack(NamedTuple):
@@ -182,8 +169,10 @@ class Needle(Task):
         lengths = [LEAST_LENGTH]
         while 2 * lengths[-1] <= length + 1:
             lengths.append(2 * lengths[-1])
-        settings = {"needles": NEEDLES, "queries": QUERIED_NEEDLES}
-        return [{"length": length, **settings} for length in lengths[-LENGTHS:]]
+        levels: list[Level] = []
+        for level_length in lengths[-LENGTHS:]:
+            levels.append({"length": level_length, "needles": NEEDLES, "queries": QUERIED_NEEDLES})
+        return levels
 
     def longest(self, level: Level, count: Count) -> int:
         # Raises for an impossible level.
@@ -196,22 +185,28 @@ class Needle(Task):
             rng = self.generator(level, seed, i)
             # Equally many examples per depth, because accuracy is reported by depth.
             depth = i % DEPTHS
-            yield self.example_of(self.haystack(rng, depth, level, count), depth, rng)
+            haystack = self.haystack(rng, depth, level, count)
+            yield self.example_of(haystack, depth, rng)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         depth = rng.randrange(DEPTHS)
-        return self.example_of(self.haystack(rng, depth, level, count), depth, rng)
+        haystack = self.haystack(rng, depth, level, count)
+        return self.example_of(haystack, depth, rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text: a haystack, then queries with their answers.
 
         Return strings that alternate between context and answer; the loss applies to answers.
         """
-        text, needles, queried = self.haystack(rng, rng.randrange(DEPTHS), level, count)
+        depth = rng.randrange(DEPTHS)
+        text, needles, queried = self.haystack(rng, depth, level, count)
         pieces = [text]
         for city in queried:
             pieces[-1] += f" {question(city)}"
-            pieces += [f" {needles[city]}", "."]
+            pieces.append(f" {needles[city]}")
+            # The next context begins with the full stop of this answer.
+            pieces.append(".")
+        # The text ends with the last answer.
         return tuple(pieces[:-1])
 
     def haystack(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
@@ -225,22 +220,22 @@ class Needle(Task):
         queries = int(level["queries"])
         if not 1 <= queries <= number:
             raise ValueError(f"queries={queries:,} must be between 1 and needles={number:,}")
-        cities: list[str] = []
-        for pair in rng.sample(range(len(SYLLABLES) ** 2), number):
-            first, second = divmod(pair, len(SYLLABLES))
-            cities.append(f"{SYLLABLES[first]}{SYLLABLES[second]}".capitalize())
-        numbers = rng.sample(range(10**DIGITS), number)
-        needles = {c: f"{n:0{DIGITS}d}" for c, n in zip(cities, numbers, strict=True)}
+        needles = self.needles(rng, number)
+        cities = list(needles)
         queried = rng.sample(cities, queries)
-        depth_of = {city: rng.randrange(DEPTHS) for city in cities}
-        depth_of[queried[-1]] = depth
+        depths = {city: rng.randrange(DEPTHS) for city in cities}
+        depths[queried[-1]] = depth
         # A queried city occurs twice in a prompt: as a needle and as a query with its answer.
-        sentences = [sentence(city, needles[city]) for city in (*cities, *queried)]
+        sentences = [sentence(city, needles[city]) for city in cities + queried]
+        needle_tokens = count(" ".join(sentences))
         # Minus 1, because an EOS precedes the text.
-        remaining = int(level["length"]) - 1 - ROOM - count(" ".join(sentences))
+        remaining = int(level["length"]) - 1 - ROOM - needle_tokens
         hay: list[str] = []
         while True:
-            straw = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
+            subject = rng.choice(SUBJECTS)
+            verb = rng.choice(VERBS)
+            complement = rng.choice(OBJECTS)
+            straw = f"{subject} {verb} {complement}."
             remaining -= tokens_of_straw(count, straw)
             if remaining < 0:
                 break
@@ -249,9 +244,22 @@ class Needle(Task):
         if straws < LEAST_HAY:
             raise ValueError(f"{straws} sentences of hay fit; at least {LEAST_HAY} are needed")
         # Insert the deepest needles first, so that earlier places do not move.
-        for city in sorted(cities, key=lambda city: -depth_of[city]):
-            hay.insert(round(depth_of[city] / (DEPTHS - 1) * straws), sentence(city, needles[city]))
+        for city in sorted(cities, key=lambda city: -depths[city]):
+            place = round(depths[city] / (DEPTHS - 1) * straws)
+            hay.insert(place, sentence(city, needles[city]))
         return Haystack(" ".join(hay), needles, queried)
+
+    def needles(self, rng: random.Random, number: int) -> dict[str, str]:
+        """Draw `number` invented cities with numbers; return the numbers by city."""
+        # A pair of syllables is drawn as one number, so that all cities differ.
+        pairs = rng.sample(range(len(SYLLABLES) ** 2), number)
+        values = rng.sample(range(10**DIGITS), number)
+        needles: dict[str, str] = {}
+        for pair, value in zip(pairs, values, strict=True):
+            first, second = divmod(pair, len(SYLLABLES))
+            city = SYLLABLES[first] + SYLLABLES[second]
+            needles[city.capitalize()] = f"{value:0{DIGITS}d}"
+        return needles
 
     def example_of(self, haystack: Haystack, depth: int, rng: random.Random) -> Example:
         """Make an example from `haystack`; only the last query is scored.
@@ -259,18 +267,27 @@ class Needle(Task):
         The answers of earlier queries are not candidates, because the prompt repeats these answers
         and models tend to choose repeated numbers. `depth` is stored in `Example.facts`.
         """
-        text, needles, (*before, last) = haystack
-        others = [f" {number}" for city, number in needles.items() if city not in haystack.queried]
-        candidates, answer = shuffled_candidates(rng, f" {needles[last]}", others)
-        answered = [sentence(city, needles[city]) for city in before]
-        prompt = " ".join([text, *answered, question(last)])
+        text, needles, queried = haystack
+        *answered, last = queried
+        other_numbers = []
+        for city, number in needles.items():
+            if city not in queried:
+                other_numbers.append(f" {number}")
+        candidates, answer = shuffled_candidates(rng, f" {needles[last]}", other_numbers)
+        prompt = text
+        for city in answered:
+            prompt += f" {sentence(city, needles[city])}"
+        prompt += f" {question(last)}"
         needle = sentence(last, needles[last])
         start = text.index(needle)
         evidence = (start, start + len(needle))
-        return Example(prompt, candidates, answer, {"depth": depth / (DEPTHS - 1)}, evidence)
+        # From 0 for the start of the text to 1 for its end.
+        facts = {"depth": depth / (DEPTHS - 1)}
+        return Example(prompt, candidates, answer, facts, evidence)
 
 
-@lru_cache(len(SUBJECTS) * len(VERBS) * len(OBJECTS))  # Counting takes most of the time.
+# Counting takes most of the time, and the same sentences occur again in every haystack.
+@lru_cache(len(SUBJECTS) * len(VERBS) * len(OBJECTS))
 def tokens_of_straw(count: Count, straw: str) -> int:
     return count(f" {straw}")
 
@@ -281,105 +298,3 @@ def sentence(city: str, number: str) -> str:
 
 def question(city: str) -> str:
     return f"The magic number of {city} is"
-
-
-class Shots(NamedTuple):
-    """Labelled words and a query word.
-
-    `shown` contains pairs of a word and its label (0 or 1). `right` is the label of `query`.
-    """
-
-    shown: list[tuple[str, int]]
-    query: str
-    right: int
-
-
-@task("icl", shots=(4, 8, 16, 32, 64, 128))
-class Icl(Task):
-    """Many-shot classification in context.
-
-    A prompt contains words with labels, then a word to classify. The first consonant of a word
-    determines its label by a random rule. The examples form groups of four. The examples of a group
-    are not independent: they have the same words and rule, but different word orders and label
-    names.
-    """
-
-    by = ("order", "labels")
-    cluster = "rule"
-
-    def number(self, level: Level) -> int:
-        return RULES * ORDERS
-
-    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Generate `number` examples of difficulty `level`, in blocks of 200 examples.
-
-        A block uses 50 random sets of words, each with a rule that assigns labels to words. Each
-        set occurs in four examples, 50 examples apart, with different word orders and label names.
-        """
-        for i in range(number):
-            block, place = divmod(i, RULES * ORDERS)
-            order, rule = divmod(place, RULES)
-            rule += RULES * block
-            # Seeded by the rule, not by the example, so that four examples share words and rule.
-            rng = random.Random(f"{self.name}/{level['shots']}/{seed}/{rule}")
-            shots = self.drawn(rng, int(level["shots"]), rule % 2)
-            names = (rule // 2 + order) % len(LABELS)
-            random.Random(f"{level['shots']}/{seed}/{rule}/{order}").shuffle(shots.shown)
-            facts = {"rule": rule, "order": order, "labels": "/".join(LABELS[names])}
-            yield self.example_of(shots, LABELS[names], facts)
-
-    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
-        rng.shuffle(shots.shown)
-        return self.example_of(shots, rng.choice(LABELS), {})
-
-    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text: words, each followed by its label.
-
-        Return strings that alternate between context and label; the loss applies to labels. If no
-        earlier word begins with the same consonant, the label is part of the context instead.
-        """
-        shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
-        rng.shuffle(shots.shown)
-        names = rng.choice(LABELS)
-        pieces = [""]
-        seen = set()
-        for word, label in (*shots.shown, (shots.query, shots.right)):
-            pieces[-1] += f" {word} ->"
-            if word[0] in seen:
-                pieces += [f" {names[label]}", ""]
-            else:
-                pieces[-1] += f" {names[label]}"
-            seen.add(word[0])
-        return tuple(pieces[:-1])
-
-    def drawn(self, rng: random.Random, shots: int, right: int) -> Shots:
-        consonants = rng.sample(CONSONANTS, 2 * (len(CONSONANTS) // 2))
-        half = len(consonants) // 2
-        of_label = (consonants[:half], consonants[half:])
-        labels = [0, 1] * (shots // 2)
-        shown = [(self.word(rng, of_label[label]), label) for label in labels]
-        first = rng.choice(of_label[right])
-        query = self.word(rng, [first])
-        seen = {word for word, _ in shown if word.startswith(first)}
-        if len(seen) == len(VOWELS) ** 2 * len(CONSONANTS):
-            raise ValueError(f"{shots:,} shots leave no other word that begins with {first}")
-        while query in seen:
-            query = self.word(rng, [first])
-        # At least one shot begins with the consonant of the query, which determines the label.
-        place = rng.choice([i for i, (_, label) in enumerate(shown) if label == right])
-        shown[place] = (self.word(rng, [first], query), right)
-        return Shots(shown, query, right)
-
-    def example_of(self, shots: Shots, names: tuple[str, str], facts: dict[str, object]) -> Example:
-        context = "".join(f" {word} -> {names[label]}" for word, label in shots.shown)
-        candidates = (f" {names[0]}", f" {names[1]}")
-        return Example(f"{context} {shots.query} ->", candidates, shots.right, facts)
-
-    def word(self, rng: random.Random, consonants: list[str], other: str = "") -> str:
-        """Draw an invented word that begins with one of `consonants` and differs from `other`."""
-        while True:
-            first = rng.choice(consonants) + rng.choice(VOWELS)
-            word = first + rng.choice(CONSONANTS) + rng.choice(VOWELS)
-            if word != other:
-                return word

@@ -65,16 +65,24 @@ def levels_of(settings: Any, key: str) -> list[Level]:
     is the name of the settings in error messages. Raises ConfigError for invalid settings or more
     than 1000 combinations.
     """
+    # A single None is no valid value, so it raises the error below.
     axes = settings.values() if isinstance(settings, Mapping) else [None]
-    values = [axis if isinstance(axis, list) else [axis] for axis in axes]
-    for axis in values:
-        if not axis or not all(isinstance(value, int | float | str) for value in axis):
+    values_by_axis = []
+    for axis in axes:
+        values = axis if isinstance(axis, list) else [axis]
+        has_valid_types = all(isinstance(value, int | float | str) for value in values)
+        if not values or not has_valid_types:
             raise ConfigError(
                 f"{key} must be a mapping such as {{filler: 64}} or {{filler: [0, 64]}}"
             )
+        values_by_axis.append(values)
     # Before the levels are listed: a few long lists have billions of combinations.
-    at_most(f"combinations of {key}", prod(map(len, values)), MOST_LEVELS)
-    return [dict(zip(settings, level, strict=True)) for level in product(*values)]
+    combinations = prod(map(len, values_by_axis))
+    at_most(f"combinations of {key}", combinations, MOST_LEVELS)
+    levels: list[Level] = []
+    for combination in product(*values_by_axis):
+        levels.append(dict(zip(settings, combination, strict=True)))
+    return levels
 
 
 class ExamplesFile(NamedTuple):
@@ -123,7 +131,11 @@ class Task(ABC):
 
     def settings(self, length: int) -> tuple[str, ...]:
         """Return the setting names of the levels for a context of `length` tokens."""
-        return tuple((self.levels(length) or self.levels(4096))[0])
+        levels = self.levels(length)
+        # A task may have no level for a short context. All levels have the same settings.
+        if not levels:
+            levels = self.levels(4096)
+        return tuple(levels[0])
 
     def number(self, level: Level) -> int | None:
         """Return the default number of examples of `level`; None means the general default."""
@@ -131,8 +143,10 @@ class Task(ABC):
 
     def levels(self, length: int) -> list[Level]:
         """List the levels of difficulty for a context of `length` tokens, easiest first."""
-        combinations = product(*self.sizes.values())
-        return [dict(zip(self.sizes, values, strict=True)) for values in combinations]
+        levels: list[Level] = []
+        for combination in product(*self.sizes.values()):
+            levels.append(dict(zip(self.sizes, combination, strict=True)))
+        return levels
 
     @abstractmethod
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
@@ -189,7 +203,8 @@ class Task(ABC):
                 )
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
-                # Reject a huge size before generating examples of that size.
+                # Reject a huge size before generating examples of that size. Each item of a size
+                # has at least one token.
                 tokens = size if size > 2 * length else self.longest(level, count)
             except (ValueError, IndexError, TypeError, ArithmeticError) as error:
                 raise ConfigError(
@@ -208,19 +223,22 @@ class Task(ABC):
         """
         sizes = []
         for example in self.examples(level, MEASURED_EXAMPLES, 0, count):
-            sizes.append(count(example.prompt) + max(map(count, example.candidates)))
+            answer_size = max(map(count, example.candidates))
+            sizes.append(count(example.prompt) + answer_size)
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         """Generate `number` examples; example i depends only on the task, `level`, `seed` and i."""
         for i in range(number):
-            yield self.example(self.generator(level, seed, i), level, count)
+            rng = self.generator(level, seed, i)
+            yield self.example(rng, level, count)
 
     def documents(
         self, level: Level, number: int, seed: Seed, count: Count
     ) -> Iterator[tuple[str, ...]]:
         for i in range(number):
-            yield self.document(self.generator(level, seed, i), level, count)
+            rng = self.generator(level, seed, i)
+            yield self.document(rng, level, count)
 
     def generator(self, level: Level, seed: Seed, place: int) -> random.Random:
         # Sorted, because the order of the settings in a config must not change the examples.
@@ -258,7 +276,8 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
 
 def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tuple[Any, int]:
     """Shuffle `right` with at most 15 random `others`; return (candidates, index of `right`)."""
-    candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
+    number = min(len(others), MOST_CANDIDATES - 1)
+    candidates = [right, *rng.sample(others, number)]
     rng.shuffle(candidates)
     return tuple(candidates), candidates.index(right)
 
@@ -293,13 +312,16 @@ class OwnFile(Task):
         self.by_level: dict[str, tuple[Level, list[Example]]] = {}
         lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    level, example = example_in(line)
-                except ValueError as error:
-                    raise ConfigError(f"tasks: {path}, line {number}: {error}") from None
-                key = repr(sorted(level.items()))
-                self.by_level.setdefault(key, (level, []))[1].append(example)
+            if not line.strip():
+                continue
+            try:
+                level, example = example_in(line)
+            except ValueError as error:
+                raise ConfigError(f"tasks: {path}, line {number}: {error}") from None
+            key = key_of(level)
+            if key not in self.by_level:
+                self.by_level[key] = (level, [])
+            self.of_level(level).append(example)
         if not self.by_level:
             raise ConfigError(
                 f"tasks: {path} is empty; each line must be an object with prompt and answer"
@@ -312,7 +334,8 @@ class OwnFile(Task):
         return len(self.of_level(level))
 
     def of_level(self, level: Level) -> list[Example]:
-        return self.by_level[repr(sorted(level.items()))][1]
+        _, examples = self.by_level[key_of(level)]
+        return examples
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         return rng.choice(self.of_level(level))
@@ -326,20 +349,31 @@ class OwnFile(Task):
         return min(count(example.prompt + example.candidates[0]) for example in examples)
 
 
+def key_of(level: Level) -> str:
+    # Sorted, because two lines of a file may name the same settings in different orders.
+    return repr(sorted(level.items()))
+
+
 def example_in(line: bytes) -> tuple[Level, Example]:
     content = parse_json(line.decode())
     stored = made(ExampleLine, content)
-    candidates = [stored.answer] if stored.candidates is None else stored.candidates
+    candidates = stored.candidates
+    if candidates is None:
+        candidates = [stored.answer]
     if not stored.prompt or not all(candidates):
         raise ValueError("prompt, answer and candidates must not be empty")
-    if stored.answer not in candidates or len(set(candidates)) < len(candidates):
+    has_duplicates = len(set(candidates)) < len(candidates)
+    if stored.answer not in candidates or has_duplicates:
         raise ValueError("candidates must differ, and answer must be one of them")
     level = content.get("level", {})
     if not isinstance(level, dict) or not all(map(is_setting, level.values())):
         raise ValueError("level must map names to finite numbers and texts")
-    return level, Example(stored.prompt, tuple(candidates), candidates.index(stored.answer))
+    answer = candidates.index(stored.answer)
+    return level, Example(stored.prompt, tuple(candidates), answer)
 
 
 def is_setting(value: Any) -> bool:
     """Return whether a JSON value is a text or a finite number."""
-    return isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
+    if isinstance(value, str):
+        return True
+    return isinstance(value, int | float) and math.isfinite(value)
