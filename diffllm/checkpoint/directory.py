@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from diffllm.checkpoint.manifest import faults, read_manifest
-from diffllm.core.atomic_directories import numbered
 from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError, UserError, listed
+from diffllm.core.held_directories import numbered
 from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
 

@@ -1,19 +1,17 @@
-"""Directories that appear only with complete content, and directories with new names."""
+"""Directories that appear only with complete content."""
 
 import errno
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 from filelock import Timeout
 
 from diffllm.core.errors import InUseError
-from diffllm.core.files import acquire, holder, not_writable, sync
+from diffllm.core.files import acquire, holder, sync
 
 
 def build_once(final: Path, build: Callable[[Path], None]) -> None:
@@ -100,49 +98,3 @@ def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
 def refuse_existing(final: Path) -> None:
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-
-
-def numbered(path: Path) -> Iterator[Path]:
-    """Yield `path`, `path`-2, `path`-3, and so on."""
-    yield path
-    for number in count(2):
-        yield path.with_name(f"{path.name}-{number}")
-
-
-def reserve(path: Path, kind: str, instead: str) -> tuple[Path, list[Path]]:
-    """Create the directory `path`, or else the first of `path`-2, `path`-3, ... that is unused.
-
-    Processes that call this function at the same time get different directories. Return the new
-    directory and the list of all created paths, innermost first, for `hold` and `take_back`. Raises
-    ConfigError if the directory cannot be created. For `kind` and `instead`, see `hold`.
-    """
-    parents = [parent for parent in path.parents if not os.path.lexists(parent)]
-    try:
-        directory = next(name for name in numbered(path) if create(name))
-    except OSError as error:
-        raise not_writable(path, kind, instead, error) from error
-    return directory, [directory, *parents]
-
-
-def create(directory: Path) -> bool:
-    """Create a directory and its parents; return False if the directory already exists.
-
-    Only one of several processes creates a directory, because the system does so atomically.
-    """
-    while True:
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:
-            # A file, or a directory that another process took back before mkdir saw its kind.
-            with suppress(FileNotFoundError):
-                if not stat.S_ISDIR(os.lstat(error.filename).st_mode):
-                    raise
-            continue
-        try:
-            directory.mkdir()
-        except FileExistsError:
-            return False
-        except FileNotFoundError:
-            # Another process has just taken back the empty parent.
-            continue
-        return True

@@ -45,16 +45,18 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     The key prefix is `prefix` for `config` itself, and f"{prefix}model." for `config.model`.
     """
     yield prefix, config
-    for f in fields(config):
-        value = getattr(config, f.name)
-        parts = [(f.name, value)]
+    for config_field in fields(config):
+        name = config_field.name
+        value = getattr(config, name)
         if isinstance(value, dict):
-            parts = [(f"{f.name}.{key}", part) for key, part in value.items()]
+            parts = [(f"{name}.{key}", part) for key, part in value.items()]
         elif isinstance(value, list):
-            parts = [(f"{f.name}[{i}]", part) for i, part in enumerate(value)]
-        for name, part in parts:
+            parts = [(f"{name}[{i}]", part) for i, part in enumerate(value)]
+        else:
+            parts = [(name, value)]
+        for part_name, part in parts:
             if is_dataclass(part):
-                yield from sections(part, f"{prefix}{name}.")
+                yield from sections(part, f"{prefix}{part_name}.")
 
 
 def metadata_of(config_class: type, name: str) -> dict[str, Any]:
@@ -81,26 +83,29 @@ def check_bounds(prefix: str, config: Any) -> None:
         prefix: text before the field names in the error, such as "model."; "" for a whole config.
     """
     for section, node in sections(config, prefix):
-        for f in fields(node):
-            value = getattr(node, f.name)
-            metadata = metadata_of(type(node), f.name)
+        for config_field in fields(node):
+            value = getattr(node, config_field.name)
+            metadata = metadata_of(type(node), config_field.name)
             # A field has an underscore if its name is a word of Python, such as `lambda_`.
-            name = f"{section}{f.name.rstrip('_')}"
-            entries = [(name, value)]
+            name = f"{section}{config_field.name.rstrip('_')}"
             if "entries" in metadata and value is not None:
                 at_most(f"entries in {name}", len(value), metadata["entries"])
+            entries = [(name, value)]
             if isinstance(value, list):
                 entries = [(f"{name}[{i}]", entry) for i, entry in enumerate(value)]
             for rule in RULES:
-                if rule in metadata:
-                    for entry_name, entry in entries:
-                        check_bound(entry_name, entry, rule, metadata[rule])
+                if rule not in metadata:
+                    continue
+                for entry_name, entry in entries:
+                    check_bound(entry_name, entry, rule, metadata[rule])
 
 
 def check_bound(name: str, value: Any, rule: str, bound: Any) -> None:
+    if value is None:
+        return
     is_within, words = RULES[rule]
     # `not is_within` instead of the opposite comparison: NaN is never within.
-    if value is not None and not is_within(value, bound):
+    if not is_within(value, bound):
         limit = ", ".join(bound) if rule == "choices" else bound
         condition = AT_ZERO.get((rule, bound), f"{words} {limit}")
         raise ConfigError(f"{name}={value} must {condition}")
@@ -109,8 +114,9 @@ def check_bound(name: str, value: Any, rule: str, bound: Any) -> None:
 def check_counts(least: int, **counts: int) -> None:
     """Raise ConfigError unless all `counts` are whole numbers of at least `least`."""
     for name, count in counts.items():
-        # Python counts booleans as integers.
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
+        # Integral includes the integers of NumPy; Python counts booleans as integers.
+        is_whole = isinstance(count, Integral) and not isinstance(count, bool)
+        if not is_whole or count < least:
             raise ConfigError(f"{name}={count!r} must be a whole number of at least {least}")
 
 

@@ -7,18 +7,16 @@ import difflib
 import errno
 import json
 import os
-import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from diffllm.core.errors import CheckpointError, ConfigError, InUseError, printable
-from diffllm.core.printing import to_stderr
+from diffllm.core.errors import CheckpointError, ConfigError, printable
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096 - 128
 """Limits in bytes; names below a run directory need up to 128 bytes."""
@@ -61,9 +59,11 @@ def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     for directory in ("outputs" / path.parent, path.parent):
         with suppress(OSError):
             candidates |= {candidate.name: candidate for candidate in directory.iterdir()}
-    similar = [candidates[name] for name in difflib.get_close_matches(path.name, candidates)]
-    suggestion = next(filter(fits, similar), None)
-    return f"; did you mean {suggestion}?" if suggestion and not os.path.lexists(path) else ""
+    for name in difflib.get_close_matches(path.name, candidates):
+        similar = candidates[name]
+        if fits(similar):
+            return "" if os.path.lexists(path) else f"; did you mean {similar}?"
+    return ""
 
 
 def check_absent(path: Path, key: str) -> None:
@@ -126,8 +126,10 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         # ELOOP means a link at `path` itself, or a circle of links among the parent directories.
-        circle = error.errno == errno.ELOOP and not path.is_symlink()
-        if error.errno in (errno.ELOOP, errno.ENXIO) and not (follow or circle):
+        # ENXIO means a named pipe without a reader, or a socket.
+        is_circle = error.errno == errno.ELOOP and not path.is_symlink()
+        is_other_kind = error.errno in (errno.ELOOP, errno.ENXIO) and not is_circle
+        if is_other_kind and not follow:
             raise OSError(errno.EINVAL, "Link or not a regular file", str(path)) from error
         raise
     # The check is on the descriptor, because another process could replace the file at `path`.
@@ -217,8 +219,9 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
     if isinstance(value, dict | list):
         if not depth:
             raise ValueError("is nested too deeply")
-        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            check_plain(inner, depth - 1)
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        for part in parts:
+            check_plain(part, depth - 1)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("contains a number beyond 64 bits")
     elif isinstance(value, str):
@@ -234,8 +237,9 @@ def acquire(path: Path, wait: bool = True) -> FileLock:
     If another process holds the lock, wait if `wait` is true, otherwise raise Timeout. Raises
     OSError if the file cannot be locked.
     """
-    if wrong := why_no_file(path):
-        raise OSError(errno.EINVAL, f"its lock {wrong}", str(path))
+    problem = why_no_file(path)
+    if problem:
+        raise OSError(errno.EINVAL, f"its lock {problem}", str(path))
     lock = FileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=sign)
     try:
         lock.acquire(timeout=-1 if wait else 0)
@@ -262,7 +266,8 @@ def sign(descriptor: int) -> None:
     # The lock works without this text, for example on a full disk.
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        text = f"process {os.getpid()} on {socket.gethostname()}"
+        os.write(descriptor, text.encode())
 
 
 def holder(path: Path) -> str:
@@ -275,74 +280,13 @@ def holder(path: Path) -> str:
     return "another process"
 
 
-def not_writable(path: Path, kind: str, instead: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{kind} {path} cannot be written ({error.strerror}); choose {instead}")
-
-
-def hold(
-    path: Path, kind: str, instead: str, wait: bool = False, created: Sequence[Path] = ()
-) -> FileLock:
-    """Create the directory `path` if missing, and lock `path` until this process ends.
-
-    Return the lock. If another process holds the lock, wait if `wait` is true, otherwise raise
-    InUseError. Raises ConfigError if the directory cannot be created or locked.
-
-    Args:
-        kind: term for the directory in messages, such as "run directory".
-        instead: text after "choose" in error messages, such as "another run.dir".
-        created: paths that `reserve` has created for this process; removed again after a failure.
-    """
-    lock = path / ".lock"
-    new_paths = [*missing(path), *created]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        try:
-            return acquire(lock, wait=False)
-        except Timeout:
-            if not wait:
-                raise InUseError(
-                    f"{kind} {path} is in use by {holder(lock)}; wait, or choose {instead}"
-                ) from None
-            to_stderr(f"waiting until {holder(lock)} releases {path}")
-            return acquire(lock)
-    except OSError as error:
-        for part in new_paths:
-            # The part is missing, or another process uses the directory.
-            with suppress(OSError):
-                part.unlink() if part == lock else part.rmdir()
-        raise not_writable(path, kind, instead, error) from error
-
-
-def missing(path: Path) -> list[Path]:
-    """List the paths that `hold(path)` would create, innermost first.
-
-    These are the lock file in `path`, `path` itself and all parent directories, if missing.
-    """
-    return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
-
-
-def take_back(path: Path, created: list[Path]) -> None:
-    """Delete the paths in `created`, which `hold(path)` has created.
-
-    If `path` itself is in `created`, delete `path` with all its content. Delete a parent directory
-    only if it is empty.
-    """
-    for part in created:
-        with suppress(OSError):
-            if part == path:
-                shutil.rmtree(path)
-            elif part in path.parents:
-                part.rmdir()
-            else:
-                part.unlink()
-
-
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: after a power failure the file has the old or the new content.
 
     If `path` is a symbolic link, replace the link itself. On failure, remove the partial file and
     raise OSError.
     """
+    # The rename would replace a named pipe or a device, such as /dev/null.
     if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")

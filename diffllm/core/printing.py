@@ -24,7 +24,9 @@ def echo(
     text: object = "", end: str = "\n", file: TextIO | None = None, flush: bool = False
 ) -> None:
     """Print a text, to stdout by default, with unprintable characters escaped."""
-    print(printable(str(text).replace("\r\n", "\n"), KEPT), end=end, file=file, flush=flush)
+    # `printable` would escape the carriage returns of Windows line ends.
+    unix_text = str(text).replace("\r\n", "\n")
+    print(printable(unix_text, KEPT), end=end, file=file, flush=flush)
 
 
 def echo_json(content: Any) -> None:
@@ -44,7 +46,8 @@ def finite_values(content: Any) -> Any:
 
 
 def to_stderr(text: str) -> None:
-    echo(" ".join(line.strip() for line in text.splitlines()), file=sys.stderr, flush=True)
+    line = " ".join(part.strip() for part in text.splitlines())
+    echo(line, file=sys.stderr, flush=True)
 
 
 SEPARATOR = "  "
@@ -68,16 +71,24 @@ class Cell:
     @property
     def line(self) -> str:
         """`text`, `small` and `tag` as one line: "4.064 (4.027 to 4.102), 1 seed diverged"."""
-        details = [f"({part})" for part in self.small]
-        words = " ".join([self.text, *details] if self.text else details)
-        return ", ".join(part for part in (words, self.tag) if part)
+        words = [self.text] if self.text else []
+        words += [f"({part})" for part in self.small]
+        line = " ".join(words)
+        if not self.tag:
+            return line
+        return f"{line}, {self.tag}" if line else self.tag
 
     def html(self) -> str:
-        text = f"<span>{breakable(self.text)}</span>" if self.text else ""
-        text += "".join(f"<small>{breakable(part)}</small>" for part in self.small)
+        html = ""
+        if self.text:
+            html = f"<span>{breakable(self.text)}</span>"
+        for part in self.small:
+            html += f"<small>{breakable(part)}</small>"
         if self.icon:
-            text = f'<span class="name">{self.icon}<span>{text}</span></span>'
-        return f'{text}<small class="tag">{escape(self.tag)}</small>' if self.tag else text
+            html = f'<span class="name">{self.icon}<span>{html}</span></span>'
+        if self.tag:
+            html += f'<small class="tag">{escape(self.tag)}</small>'
+        return html
 
 
 @dataclass(frozen=True)
@@ -118,13 +129,16 @@ class Table:
         """
         cells_by_row = []
         for row in rows:
-            cells_by_row.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in row])
+            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            cells_by_row.append(cells)
+        cells_by_column = list(zip(*cells_by_row, strict=True))
         # Without rows, `zip` yields no columns.
-        cells_by_column = list(zip(*cells_by_row, strict=True)) or [()] * len(heads)
+        if not cells_by_column:
+            cells_by_column = [()] * len(heads)
         columns = []
-        for i, (head, cells) in enumerate(zip(heads, cells_by_column, strict=True)):
+        for i, (head, column_cells) in enumerate(zip(heads, cells_by_column, strict=True)):
             title, unit = head if isinstance(head, tuple) else (head, "")
-            columns.append(TableColumn(title, cells, unit, left=i in left))
+            columns.append(TableColumn(title, column_cells, unit, left=i in left))
         return cls(columns)
 
     @property
@@ -148,15 +162,16 @@ class Table:
         total_width = sum(widths) + len(SEPARATOR) * (len(widths) - 1)
         is_too_wide = width is not None and total_width > width
         text = []
-        for line in lines:
+        for cells in lines:
             padded = []
-            for cell, column, size in zip(line, self.columns, widths, strict=True):
+            for cell, column, size in zip(cells, self.columns, widths, strict=True):
                 padded.append(cell.ljust(size) if column.left else cell.rjust(size))
             if is_too_wide:
-                if line[0]:
-                    text.append(line[0])
+                if cells[0]:
+                    text.append(cells[0])
                 padded[0] = "  "
-            text.append(SEPARATOR.join(padded).rstrip())
+            line = SEPARATOR.join(padded)
+            text.append(line.rstrip())
         return text
 
     def __str__(self) -> str:
@@ -206,7 +221,9 @@ class Table:
             rows += f'<tr><th scope="row">{first.html()}</th>'
             for cell, column in zip(others, self.columns[1:], strict=True):
                 kind = attribute("class", "text" if column.left else "")
-                rows += f"<td{kind}{attribute('data-title', column.head)}>{cell.html()}</td>"
+                # Narrow screens show the title of the column before each cell.
+                title = attribute("data-title", column.head)
+                rows += f"<td{kind}{title}>{cell.html()}</td>"
             rows += "</tr>\n"
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">\n'
@@ -225,7 +242,8 @@ BLOCK_START = re.compile(r"^(\d*)([#>=]|[-+.)](?=[\s-]|$))")
 
 def markdown_text(text: str) -> str:
     """Return a text as one line of Markdown, in which only code spans are markup."""
-    parts = CODE.split(" ".join(text.split()))
+    one_line = " ".join(text.split())
+    parts = CODE.split(one_line)
     for i, part in enumerate(parts):
         # CODE has one group, so that every second part is the content of a code span.
         parts[i] = f"`{part}`" if i % 2 else MARKUP.sub(r"\\\g<0>", part)

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -46,24 +46,26 @@ def made(
     """
     if not isinstance(content, dict):
         raise ValueError(f"{parent_key or 'its content'} must be a mapping of keys to values")
-    by_name = {f.name: f for f in fields(cls) if f.name not in omit}  # type: ignore[arg-type]
+    declared: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
+    field_by_name = {field.name: field for field in declared if field.name not in omit}
     prefix = f"{parent_key}." if parent_key else ""
-    for key in content:
-        if key not in by_name and strict:
-            hint = choose_from(f"{prefix}{key}", [f"{prefix}{name}" for name in by_name])
-            raise ValueError(f"unknown key {prefix}{key}{hint}")
+    if strict:
+        for key in content:
+            if key not in field_by_name:
+                hint = choose_from(f"{prefix}{key}", [f"{prefix}{name}" for name in field_by_name])
+                raise ValueError(f"unknown key {prefix}{key}{hint}")
     # Name all missing keys before any wrong type.
-    missing = []
-    for name, f in by_name.items():
-        is_required = f.default is f.default_factory is MISSING
+    missing_keys = []
+    for name, field in field_by_name.items():
+        is_required = field.default is MISSING and field.default_factory is MISSING
         if is_required and name not in content:
-            missing.append(f"{prefix}{name}")
-    if missing:
-        raise ValueError(f"{', '.join(missing)} is missing")
+            missing_keys.append(f"{prefix}{name}")
+    if missing_keys:
+        raise ValueError(f"{', '.join(missing_keys)} is missing")
     values = {}
-    for name, f in by_name.items():
+    for name, field in field_by_name.items():
         if name in content:
-            values[name] = typed(content[name], f.type, f"{prefix}{name}", strict)
+            values[name] = typed(content[name], field.type, f"{prefix}{name}", strict)
     return cls(**values)
 
 
@@ -71,7 +73,8 @@ def without_null(declared: Any) -> Any:
     """Return T for the type T | None; return any other type unchanged."""
     kinds = get_args(declared)
     others = [kind for kind in kinds if kind is not NoneType]
-    return others[0] if NoneType in kinds and len(others) == 1 else declared
+    is_optional = NoneType in kinds and len(others) == 1
+    return others[0] if is_optional else declared
 
 
 def typed(value: Any, kind: Any, key: str, strict: bool = False) -> Any:
@@ -109,16 +112,19 @@ def typed(value: Any, kind: Any, key: str, strict: bool = False) -> Any:
             if isinstance(name, bool | float):
                 raise ValueError(f"{key}: the name {name} must be text in quotes")
         _, inner = get_args(kind)
-        return {
-            str(name): typed(entry, inner, f"{key}.{name}", strict) for name, entry in value.items()
-        }
+        entries = {}
+        for name, entry in value.items():
+            entries[str(name)] = typed(entry, inner, f"{key}.{name}", strict)
+        return entries
     if kind is float and isinstance(value, str):
         # YAML 1.1 reads 1e-3 as text.
         with suppress(ValueError):
             value = float(value)
-    has_type = isinstance(value, (int, float) if kind is float else kind)
+    # A whole number can be written without a point.
+    has_type = isinstance(value, int | float if kind is float else kind)
     # Python counts booleans as integers.
-    if not has_type or (isinstance(value, bool) and kind is not bool):
+    is_other_bool = isinstance(value, bool) and kind is not bool
+    if not has_type or is_other_bool:
         raise ValueError(f"{key}={value!r} must be {TYPES[kind]}")
     # `not <=` also rejects NaN.
     if kind is float and not abs(value) <= sys.float_info.max:

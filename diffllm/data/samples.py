@@ -67,9 +67,10 @@ class ShuffledSequences:
         If the data is unreadable, return a DataError instead of raising it, because PyTorch adds a
         traceback to the message of a raised error.
         """
-        places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.order_seed)
+        numbers = np.asarray(samples, np.int64)
+        indices = shuffled(numbers, len(self.sequences), self.order_seed)
         try:
-            return self.sequences.read(places)
+            return self.sequences.read(indices)
         except DataError as error:
             return error
 
@@ -121,11 +122,12 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
     Each epoch contains all sequences of the source, in a new random order.
     """
     epochs, positions = np.divmod(samples, sequences)
-    places = np.empty_like(positions)
+    indices = np.empty_like(positions)
+    # A range of samples can extend over the end of an epoch.
     for epoch in np.unique(epochs).tolist():
         is_in_epoch = epochs == epoch
-        places[is_in_epoch] = permute(positions[is_in_epoch], sequences, seed, epoch)
-    return places
+        indices[is_in_epoch] = permute(positions[is_in_epoch], sequences, seed, epoch)
+    return indices
 
 
 def check_source(place: Place, sources: list[str]) -> None:
@@ -156,29 +158,35 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
     `indices` may have any shape; the result is int64 of the same shape. Only integer arithmetic is
     used, so the result is equal on every platform.
     """
-    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    message = f"{seed}:{epoch}".encode()
+    digest = hashlib.blake2b(message, digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    out = _feistel(np.asarray(indices, dtype=np.uint64), keys, half)
-    is_outside = out >= n
+    # Half of the bits of n - 1, rounded up, because both halves of the network are equally wide.
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    values = np.asarray(indices, dtype=np.uint64)
+    permuted = _feistel(values, keys, half_bits)
+    is_outside = permuted >= n
     while is_outside.any():
-        out[is_outside] = _feistel(out[is_outside], keys, half)
-        is_outside = out >= n
-    return out.astype(np.int64)
+        permuted[is_outside] = _feistel(permuted[is_outside], keys, half_bits)
+        is_outside = permuted >= n
+    return permuted.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """Permute uint64 values below 2**(2 * half) by a Feistel network with one key per round."""
-    mask = np.uint64((1 << half) - 1)
-    bits = np.uint64(half)
-    upper = values >> bits
+def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
+    """Permute uint64 values of 2 * half_bits bits by a Feistel network with one key per round."""
+    mask = np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    upper = values >> shift
     lower = values & mask
     for key in keys:
-        upper, lower = lower, upper ^ (_splitmix64_hash(lower ^ key) & mask)
-    return (upper << bits) | lower
+        # Each round can be undone whatever the hash is, so the network is a permutation.
+        round_bits = _splitmix64_hash(lower ^ key) & mask
+        upper, lower = lower, upper ^ round_bits
+    return (upper << shift) | lower
 
 
 def _splitmix64_hash(x: np.ndarray) -> np.ndarray:
+    # Products wrap around at 2**64, as the hash intends.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -217,37 +225,40 @@ class MixedSequences:
         self.most: list[float] = []
         for source_cfg, count in zip(cfg.sources.values(), self.sequences, strict=True):
             epochs = source_cfg.epochs_at_most
-            self.most.append(math.inf if epochs is None else math.floor(epochs * count))
+            most = math.inf if epochs is None else math.floor(epochs * count)
+            self.most.append(most)
         self.plan = segments(cfg, total, seq_len)
         self._order_from(0, [0] * len(self.names))
 
     def __getitem__(self, samples: range) -> Batch | DataError:
+        # For each sample: the index of its source, and its number within this source.
         sources, numbers = self.order.places(np.asarray(samples, np.int64))
         inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
-        for k in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == k)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
             try:
-                _, (source_inputs, source_targets) = self._read(k, numbers[rows])
+                placed = self._read(source, numbers[rows])
             except DataError as error:
                 # The error is returned, not raised, as by `ShuffledSequences`.
                 return error
-            inputs[rows] = source_inputs
-            targets[rows] = source_targets
+            inputs[rows], targets[rows] = placed.batch
         return inputs, targets
 
     def _read(self, source: int, numbers: np.ndarray) -> PlacedBatch:
         name = self.names[source]
         # The seed contains the name: sources of equal length are shuffled differently, and the
         # order of a source does not depend on the other sources.
-        places = shuffled(numbers, self.sequences[source], f"{self.order_seed}/{name}")
+        seed = f"{self.order_seed}/{name}"
+        indices = shuffled(numbers, self.sequences[source], seed)
         with of_source(name):
-            return PlacedBatch(places, self.sources[source].read(places))
+            batch = self.sources[source].read(indices)
+        return PlacedBatch(indices, batch)
 
     def places(self, samples: range) -> list[Place]:
-        before = self.order.counts(samples.start)
-        after = self.order.counts(samples.stop)
+        counts_before = self.order.counts(samples.start)
+        counts_after = self.order.counts(samples.stop)
         places = []
-        for name, first, stop in zip(self.names, before, after, strict=True):
+        for name, first, stop in zip(self.names, counts_before, counts_after, strict=True):
             if stop > first:
                 places.append(Place(name, first, stop))
         return places
@@ -258,16 +269,17 @@ class MixedSequences:
         return self._read(self.names.index(place.source), numbers)
 
     def consumed(self, sample: int) -> dict[str, float]:
+        counts = self.order.counts(sample)
         values: dict[str, float] = {}
-        rows = zip(self.names, self.order.counts(sample), self.sequences, strict=True)
-        for name, samples, sequences in rows:
+        for name, samples, sequences in zip(self.names, counts, self.sequences, strict=True):
             values[f"data/tokens/{name}"] = samples * self.seq_len
             values[f"data/epochs/{name}"] = samples / sequences
         return values
 
     def bits_per_nat(self, sample: int) -> float | None:
         splits = [data.manifest.splits["train"] for data in self.data.sources.values()]
-        return mean_bits_per_nat(splits, [n * self.seq_len for n in self.order.counts(sample)])
+        tokens = [count * self.seq_len for count in self.order.counts(sample)]
+        return mean_bits_per_nat(splits, tokens)
 
     def state(self, sample: int) -> dict[str, Any]:
         return {
@@ -287,7 +299,7 @@ class MixedSequences:
         another seed, other sources or an invalid state.
         """
         check_seed(state, self.seed)
-        names = [*state.get("consumed", {})]
+        names = list(state.get("consumed", {}))
         if names != self.names:
             raise CheckpointError(
                 f"the checkpoint has data.sources {', '.join(names) or '(no mixture)'}, but this "
@@ -302,7 +314,9 @@ class MixedSequences:
                 f"{error}; resume from another checkpoint"
             ) from error
         sample = place.sample
-        former: Segments = [(int(start), tuple(weights)) for start, *weights in place.weights]
+        former: Segments = []
+        for start, *weights in place.weights:
+            former.append((int(start), tuple(weights)))
         # With unchanged weights, keep the plan of the checkpoint: its blocks begin elsewhere than
         # those of a plan that begins at this sample.
         if former and from_sample(former, sample) == from_sample(self.plan, sample):
@@ -336,8 +350,11 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
         if not bits:
             return None
         predicted_tokens.append(predicted)
+        # Proportional to the bytes of text of these tokens.
         text_sizes.append(predicted / bits)
-    return sum(predicted_tokens) / sum(text_sizes) if predicted_tokens else None
+    if not predicted_tokens:
+        return None
+    return sum(predicted_tokens) / sum(text_sizes)
 
 
 Samples = ShuffledSequences | MixedSequences

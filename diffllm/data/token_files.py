@@ -57,10 +57,12 @@ class TokenFile:
         Raises DataError for a token id outside the vocabulary.
         """
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
+        # Minimum and maximum first: they need no array of booleans for valid tokens.
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
-            invalid = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
+            is_invalid = (tokens >= self.pieces) | (tokens < 0)
+            first_invalid = tokens[is_invalid][0]
             raise DataError(
-                f"{self.path}: token id {invalid} is not in the tokenizer's vocabulary of "
+                f"{self.path}: token id {first_invalid} is not in the tokenizer's vocabulary of "
                 f"{self.pieces:,} tokens; set data.tokenizer to the tokenizer of this file"
             )
         return tokens
@@ -92,11 +94,13 @@ class WithEnds:
                     f"{self.path}: its index file has gaps or overlaps between documents; create "
                     "both files again"
                 )
-            last = min(stop, end - 1)  # the token at end - 1 is the added EOS
-            if start < last:
+            # The token at end - 1 is the added EOS.
+            text_stop = min(stop, end - 1)
+            if start < text_stop:
+                # Each earlier document has no EOS in the file, so places in the file are smaller.
+                stored_tokens = self.file.tokens(start - document, text_stop - document)
                 place = len(out) - (stop - start)
-                read = self.file.tokens(start - document, last - document)
-                out[place : place + last - start] = read
+                out[place : place + text_stop - start] = stored_tokens
             start = end
             document += 1
         return out
@@ -114,7 +118,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     of the checked documents end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
-    checked = np.unique(np.linspace(0, file.documents - 1, CHECKED_DOCUMENTS).astype(np.int64))
+    checked = evenly_spaced(file.documents - 1, CHECKED_DOCUMENTS)
     ends = [file.end_of(int(document)) for document in checked]
     # Check only a sample of ends: reading all ends at every start would take too long.
     if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
@@ -139,8 +143,9 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     index = path.with_suffix(".idx")
     with usable(index), open_regular(index, 2**63, follow=True) as file:
         head = file.read(MEGATRON_HEADER.size)
-    header = MEGATRON_HEADER.unpack(head.ljust(MEGATRON_HEADER.size))
-    magic, version, code, sequences, marks = header
+    # The padding of a file that is too short fails one of the following checks.
+    header = head.ljust(MEGATRON_HEADER.size)
+    magic, version, code, sequences, marks = MEGATRON_HEADER.unpack(header)
     if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
         raise DataError(
             f"{index}: not a Megatron index of version 1 with an integer token type; "
@@ -150,12 +155,14 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     places = FileArray(index, "<i8", lengths.end, sequences)
     firsts = FileArray(index, "<i8", places.end, marks)
     content = FileArray(path, MEGATRON_TYPES[code])
-    size = content.dtype.itemsize
-    # Compare only a sample of sequences: comparing all sequences would take too long.
-    last = max(sequences - 2, 0)
-    checked = np.unique(np.linspace(0, last, CHECKED_DOCUMENTS).astype(np.int64))
-    ends = places[checked] + lengths[checked].astype(np.int64) * size if sequences else []
-    is_contiguous = sequences == 1 or (sequences and (ends == places[checked + 1]).all())
+    bytes_per_token = content.dtype.itemsize
+    is_contiguous = sequences == 1
+    if sequences > 1:
+        # Compare only a sample of sequences: comparing all sequences would take too long.
+        checked = evenly_spaced(sequences - 2, CHECKED_DOCUMENTS)
+        sizes = lengths[checked].astype(np.int64) * bytes_per_token
+        ends = places[checked] + sizes
+        is_contiguous = (ends == places[checked + 1]).all()
     if not is_contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
         raise DataError(
             f"{index}: the index has gaps or overlaps between the documents of {path.name}; "
@@ -163,8 +170,11 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
         )
 
     def end_of(document: Any) -> Any:
-        last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
-        return (places[last] // size + lengths[last]) * (last >= 0)
+        last_sequence = firsts[document + 1] - 1
+        end = places[last_sequence] // bytes_per_token + lengths[last_sequence]
+        # Empty documents at the beginning have the last sequence -1 and the end 0. A product,
+        # because `document` may be an array.
+        return end * (last_sequence >= 0)
 
     return TokenFile(path, content, end_of, marks - 1, vocab_size)
 
@@ -179,7 +189,8 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.is_file():
         with usable(metadata):
-            size = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
+            first_line = read_text(metadata, follow=True).partition("\n")[0]
+            size = first_line.rpartition("|")[2]
         if size not in DATATROVE_TYPES:
             raise DataError(
                 f"{metadata}: the number of bytes per token is {size!r}, but must be 2 or 4; "
@@ -199,7 +210,14 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
 OPENERS = {".bin": open_megatron, ".ds": open_datatrove}
 
 
+def evenly_spaced(last: int, count: int) -> np.ndarray:
+    """Return up to `count` distinct integers from 0 to `last` in ascending order, (n,) int64."""
+    numbers = np.linspace(0, last, count).astype(np.int64)
+    return np.unique(numbers)
+
+
 def documents_in(file: Tokens, start: int, stop: int) -> int:
+    """Return the number of documents that have tokens in the range [start, stop) of a file."""
     count = 0
     begin = 0
     for first in range(0, file.documents, DOCUMENTS_AT_ONCE):
@@ -207,16 +225,15 @@ def documents_in(file: Tokens, start: int, stop: int) -> int:
         ends = file.end_of(np.arange(first, last))
         begins = np.append(begin, ends[:-1])
         begin = ends[-1]
-        count += int((np.minimum(ends, stop) > np.maximum(begins, start)).sum())
+        has_tokens = np.minimum(ends, stop) > np.maximum(begins, start)
+        count += int(has_tokens.sum())
     return count
 
 
 def fingerprint(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    starts = np.unique(
-        np.linspace(0, max(0, size - SAMPLE_BYTES), SAMPLES_PER_FILE).astype(np.int64)
-    )
+    starts = evenly_spaced(max(0, size - SAMPLE_BYTES), SAMPLES_PER_FILE)
     with usable(path), open_regular(path, 2**63, follow=True) as file:
         for start in starts.tolist():
             file.seek(start)

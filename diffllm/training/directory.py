@@ -19,19 +19,16 @@ from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, changes_training, is_within, what_differs
 from diffllm.config.saved import differences, load_run_config, with_lengths
 from diffllm.config.words import former_text
-from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import (
     NO_FLOCK,
     check_length,
-    hold,
-    missing,
     open_regular,
-    take_back,
     user_path,
     why_no_file,
     write_atomic,
 )
+from diffllm.core.held_directories import hold, missing, reserve, take_back
 from diffllm.core.printing import to_stderr
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.metrics.events import EVENTS

@@ -16,16 +16,15 @@ from filelock import Timeout
 from processes import PATIENCE_S, call_together, wait_until
 from runs.ranks import forked
 
-from diffllm.core.atomic_directories import new_directory, publish, reserve, scratch_directory
+from diffllm.core.atomic_directories import new_directory, publish, scratch_directory
 from diffllm.core.errors import ConfigError, InUseError
 from diffllm.core.files import (
     acquire,
-    hold,
     open_to_append,
     replace_file,
-    take_back,
     why_no_file,
 )
+from diffllm.core.held_directories import hold, reserve, take_back
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
 

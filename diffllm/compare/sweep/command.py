@@ -15,9 +15,8 @@ from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.directory import MESSAGE_WORDS, SweepDirectory
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import experiment_words, plan_sweep, split_overrides
-from diffllm.core.atomic_directories import reserve
 from diffllm.core.errors import CheckpointError, UserError
-from diffllm.core.files import take_back
+from diffllm.core.held_directories import reserve, take_back
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join

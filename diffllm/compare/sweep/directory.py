@@ -12,7 +12,8 @@ from diffllm.config.loading import without_imports
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import differences, load_run_config, with_lengths
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
-from diffllm.core.files import hold, missing, take_back, why_no_file, write_atomic
+from diffllm.core.files import why_no_file, write_atomic
+from diffllm.core.held_directories import hold, missing, take_back
 from diffllm.metrics.records import read_record
 from diffllm.training.directory import check_kind
 

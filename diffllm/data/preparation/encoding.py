@@ -88,17 +88,15 @@ class Encoding:
         Returns False if a file of the part is missing or incomplete. Also returns False if the part
         was encoded with another `heldout_below` and may now have other held-out documents.
         """
-        size = token_dtype(self.tokenizer.vocab_size).itemsize
+        bytes_per_token = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
             record = PartRecord.load(self.partial, number)
-            shards = [shard for split in record.splits.values() for shard in split.shards]
-            is_complete = all(
-                (self.directory / shard.file).stat().st_size == shard.tokens * size
-                for shard in shards
-            )
+            for split in record.splits.values():
+                for shard in split.shards:
+                    file_bytes = (self.directory / shard.file).stat().st_size
+                    if file_bytes != shard.tokens * bytes_per_token:
+                        return False
         except (OSError, ValueError):
-            return False
-        if not is_complete:
             return False
         if record.least is None or record.most is None:
             return True
@@ -127,49 +125,70 @@ class Encoding:
         # for threads that exist only in its parent.
         if threads == 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        vocab_size = self.tokenizer.vocab_size
-        masked = self.corpus.has_prompts
-        writers = {
-            split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
-            for split in SPLITS
-        }
-        empty = 0
-        range_of_hashes: list[int] = []
+        writers: dict[str, ShardWriter] = {}
+        for split in SPLITS:
+            file_prefix = f"{split}-{number:05d}"
+            writers[split] = ShardWriter(
+                self.directory, file_prefix, self.tokenizer.vocab_size, self.corpus.has_prompts
+            )
+        is_last_part = number == len(self.corpus.parts) - 1
+        skipped_empty = 0
+        extreme_hashes: list[int] = []
         held = np.zeros(2, np.int64)
         following = np.zeros((0, 3), np.int64)
         for documents, blank in batches(self.corpus.parts[number]):
-            empty += blank
+            skipped_empty += blank
+            # The last batch is empty if the part ends with blank documents.
             if not documents:
                 continue
             hashes = document_hashes(documents)
-            range_of_hashes += [int(hashes.min()), int(hashes.max())]
+            extreme_hashes += [int(hashes.min()), int(hashes.max())]
             tokens, sizes = self.tokens_of(documents, threads)
             is_heldout = hashes < self.heldout_below
             # Pieces of a single document are divided by their part, not by their hashes.
             if self.cut:
-                is_heldout[:] = number == len(self.corpus.parts) - 1
-            rows = np.array([[h, 1, len(ids)] for h, ids in zip(hashes, tokens, strict=True)])
+                is_heldout[:] = is_last_part
+            token_counts = [len(ids) for ids in tokens]
+            rows = np.column_stack([hashes, np.ones_like(hashes), token_counts])
             held += rows[is_heldout, 1:].sum(axis=0)
             # Drop rows that cannot be needed, so that memory does not grow with the part.
-            following = next_held_out(np.concatenate([following, rows[~is_heldout]]), held)
+            candidates = np.concatenate([following, rows[~is_heldout]])
+            following = next_held_out(candidates, held)
             for split, is_chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
                 chosen = np.flatnonzero(is_chosen).tolist()
-                chosen_tokens = [tokens[i] for i in chosen]
-                text_bytes = sum(documents[i].predicted_bytes for i in chosen)
-                mask = loss_mask([sizes[i] for i in chosen]) if masked else None
-                ids = np.fromiter(chain.from_iterable(chosen_tokens), dtype=np.uint32)
-                writers[split].add(ids, text_bytes, len(chosen), mask)
+                self.write(writers[split], documents, tokens, sizes, chosen)
             counts.text_bytes[number] += sum(document.predicted_bytes for document in documents)
-            counts.tokens[number] += sum(map(len, tokens))
+            counts.tokens[number] += sum(token_counts)
         record = PartRecord(
             splits={split: writer.finish() for split, writer in writers.items()},
-            skipped_empty=empty,
+            skipped_empty=skipped_empty,
             below=self.heldout_below,
-            least=min(range_of_hashes, default=None),
-            most=max(range_of_hashes, default=None),
+            least=min(extreme_hashes, default=None),
+            most=max(extreme_hashes, default=None),
             following=following.tolist(),
         )
+        # Only after the shards are on disk: a part with a record is not encoded again.
         replace_file(record_path(self.partial, number), json.dumps(asdict(record)))
+
+    def write(
+        self,
+        writer: ShardWriter,
+        documents: Sequence[Document],
+        tokens: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        chosen: Sequence[int],
+    ) -> None:
+        """Append the documents with the indices `chosen` to the shards of `writer`.
+
+        `tokens` and `sizes` are the results of `tokens_of` for `documents`.
+        """
+        chosen_tokens = [tokens[i] for i in chosen]
+        ids = np.fromiter(chain.from_iterable(chosen_tokens), dtype=np.uint32)
+        text_bytes = sum(documents[i].predicted_bytes for i in chosen)
+        mask = None
+        if self.corpus.has_prompts:
+            mask = loss_mask([sizes[i] for i in chosen])
+        writer.add(ids, text_bytes, len(chosen), mask)
 
     def tokens_of(
         self, documents: Sequence[Document], threads: int
@@ -193,10 +212,12 @@ class Encoding:
         joined: list[list[int]] = []
         sizes: list[list[int]] = []
         for document, ids in zip(documents, tokens, strict=True):
+            sections = list(islice(encoded_pieces, len(document.prompt)))
             # The first section is context; this section is empty for a document without a prompt.
-            sections = list(islice(encoded_pieces, len(document.prompt))) or [[]]
+            if not sections:
+                sections.append([])
             sections.append(ids)
-            joined.append(list(chain(*sections)))
+            joined.append(list(chain.from_iterable(sections)))
             sizes.append([len(section) for section in sections])
         return joined, sizes
 
@@ -211,27 +232,30 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
     Raises DataError if the part is unreadable, or if UTF-8 cannot encode a document.
     """
     batch: list[Document] = []
-    empty = size = 0
+    blank = 0
+    size = 0
     for texts in part.read():
         for text, prompt in zip(texts.texts, texts.before, strict=True):
             if not text or text.isspace():
-                empty += 1
+                blank += 1
                 continue
             try:
-                batch.append(Document(text.encode(), tuple(map(str.encode, prompt))))
+                encoded_text = text.encode()
+                encoded_prompt = tuple(piece.encode() for piece in prompt)
             except UnicodeEncodeError as error:
                 raise DataError(
                     f"{part.name}: a document has a character that UTF-8 cannot encode ({error}); "
                     "remove the character"
                 ) from error
+            batch.append(Document(encoded_text, encoded_prompt))
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-                yield batch, empty
+                yield batch, blank
                 batch = []
                 size = 0
-                empty = 0
-    if batch or empty:
-        yield batch, empty
+                blank = 0
+    if batch or blank:
+        yield batch, blank
 
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
@@ -239,9 +263,12 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 
     The hashed content is all prompt pieces and the text of the document, joined by zero bytes.
     """
-    contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
-    hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
-    return np.fromiter(hashes, np.int64, len(documents))
+    hashes = np.empty(len(documents), np.int64)
+    for i, document in enumerate(documents):
+        content = b"\0".join((*document.prompt, document.text))
+        digest = hashlib.sha256(content).digest()
+        hashes[i] = int.from_bytes(digest[:8]) - HALF
+    return hashes
 
 
 def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -258,10 +285,13 @@ def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
     """
     hashes, places = np.unique(training[:, 0], return_inverse=True)
     counts = np.zeros((len(hashes), 2), np.int64)
+    # Equal documents have equal hashes; `counts[places] +=` would count only one of them.
     np.add.at(counts, places, training[:, 1:])
-    before = held + counts.cumsum(axis=0) - counts
-    missing = (before < (LEAST_DOCUMENTS, LEAST_TOKENS)).any(axis=1)
-    return np.column_stack([hashes, counts])[missing]
+    # The size of the held-out split before the documents of each hash are added.
+    held_before = held + counts.cumsum(axis=0) - counts
+    is_too_small = held_before < (LEAST_DOCUMENTS, LEAST_TOKENS)
+    is_needed = is_too_small.any(axis=1)
+    return np.column_stack([hashes, counts])[is_needed]
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
@@ -271,4 +301,6 @@ def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
     context, the second is predicted text, and so on alternately.
     """
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
-    return np.repeat(np.resize([False, True], len(lengths)), lengths)
+    # Each document has an even number of sections, so the sections of all documents alternate.
+    is_predicted = np.resize([False, True], len(lengths))
+    return np.repeat(is_predicted, lengths)

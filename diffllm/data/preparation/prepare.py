@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +94,9 @@ def prepare(
         data.check()
         return data
     except OSError as error:
-        file = f"{error.filename}: " if error.filename not in (None, str(cache_dir)) else ""
+        # The message already contains the cache directory.
+        is_other_file = error.filename not in (None, str(cache_dir))
+        file = f"{error.filename}: " if is_other_file else ""
         raise DataError(f"data.cache_dir={cache_dir}: {file}{error.strerror or error}") from error
 
 
@@ -211,35 +213,37 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
     )
     if corpus.has_prompts:
         return None
+    # A large corpus is read only up to the first document that differs, usually the second.
     texts = corpus.texts()
     text = next(texts, None)
     if text is None:
         raise DataError(f"{corpus.description}: no document contains text; add documents with text")
-    second = next(texts, None)
-    if second is not None:
-        if all(text == other for other in chain([second], texts)):
-            raise too_few
-        return None
+    has_equal_documents = False
+    for other in texts:
+        if other != text:
+            return None
+        has_equal_documents = True
+    if has_equal_documents:
+        raise too_few
     least = min(LARGEST_SHARE, LEAST_TOKENS * CHARACTERS_PER_TOKEN / len(text))
-    cuts = [0, *held_out_borders(text, max(fraction, least)), len(text)]
-    pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+    borders = held_out_borders(text, max(fraction, least))
+    train: list[str] = []
+    heldout: list[str] = []
     # The pieces alternate: the first is for training, the second is held out.
-    train = [piece for piece in pieces[::2] if piece and not piece.isspace()]
-    heldout = [piece for piece in pieces[1::2] if piece and not piece.isspace()]
+    for number, (start, stop) in enumerate(pairwise([0, *borders, len(text)])):
+        piece = text[start:stop]
+        if piece and not piece.isspace():
+            pieces = heldout if number % 2 else train
+            pieces.append(piece)
     if not train:
         raise too_few
     parts = [TextsPart("training pieces", train), TextsPart("held-out pieces", heldout)]
     # The new parts contain no blank document, so blank documents must be counted here.
-    skipped_empty = corpus.skipped_empty + blank_documents(corpus)
-    return replace(corpus, list_parts=lambda: parts, skipped_empty=skipped_empty)
-
-
-def blank_documents(corpus: Corpus) -> int:
-    count = 0
+    skipped_empty = corpus.skipped_empty
     for part in corpus.parts:
         for documents in part.read():
-            count += sum(not text or text.isspace() for text in documents.texts)
-    return count
+            skipped_empty += sum(not text or text.isspace() for text in documents.texts)
+    return replace(corpus, list_parts=lambda: parts, skipped_empty=skipped_empty)
 
 
 def held_out_borders(text: str, fraction: float) -> list[int]:

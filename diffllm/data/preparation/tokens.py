@@ -89,26 +89,30 @@ class TokensJob:
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
             return
-        cores = usable_cpus()
         counts = Counts(len(parts))
+        cores = usable_cpus()
         processes = min(prepare_cfg.processes or cores, len(todo))
         # With fewer parts than cores, the tokenizer uses several threads per part.
         threads = max(1, cores // processes)
+        # Parts of a hub dataset have the unknown size 0; each of them counts the same.
         sizes = [max(1, part.size) for part in parts]
-        before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
+        corpus_size = sum(sizes)
+        share_before = 1 - sum(sizes[number] for number in todo) / corpus_size
+        if share_before:
+            to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
+        started = time.monotonic()
 
+        # These functions run in this process, and see the states that the workers write.
         def reading() -> str:
             names = {parts[number].name for number in todo if counts.state[number] == READING}
             return ", ".join(sorted(names))
 
-        started = time.monotonic()
-        if before:
-            to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
-
         def tick() -> None:
-            done = sum(sizes[number] for number in todo if counts.state[number] == DONE)
-            share = min(before + done / sum(sizes), 1.0)
-            report(counts, share, before, time.monotonic() - started, reading())
+            finished_size = sum(sizes[number] for number in todo if counts.state[number] == DONE)
+            # Rounding could give a share slightly above 1.
+            share = min(share_before + finished_size / corpus_size, 1.0)
+            seconds = time.monotonic() - started
+            report(counts, share, share_before, seconds, reading())
 
         work = partial(encoding.work, counts=counts, threads=threads)
         work_through(todo, work, processes, tick, reading)
@@ -118,8 +122,8 @@ class TokensJob:
         if not self.cut:
             # The final limit depends on the counts of all parts. With this limit, only parts with
             # documents between the two limits are encoded again.
-            below = heldout_limit(records, encoding.heldout_below)
-            self.encode(replace(encoding, heldout_below=below), prepare_cfg)
+            limit = heldout_limit(records, encoding.heldout_below)
+            self.encode(replace(encoding, heldout_below=limit), prepare_cfg)
             records = self.records()
         manifest = self.manifest(records, encoding)
         hashes: dict[str, str] = {}
@@ -149,20 +153,22 @@ class TokensJob:
         )
 
     def records(self) -> list[PartRecord]:
+        numbers = range(len(self.corpus.parts))
         with usable(self.partial, self.partial):
-            return [PartRecord.load(self.partial, i) for i in range(len(self.corpus.parts))]
+            return [PartRecord.load(self.partial, number) for number in numbers]
 
     def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
         splits: dict[str, Split] = {}
         for name in SPLITS:
             splits[name] = together([record.splits[name] for record in records])
+        blank_documents = sum(record.skipped_empty for record in records)
+        # Without token counts: they are counted below with a stream, which needs a manifest.
         manifest = Manifest.of(
             encoding.tokenizer,
             np.zeros(1),
             source=self.corpus.description,
             corpus=self.corpus.identity,
-            skipped_empty=self.corpus.skipped_empty
-            + sum(record.skipped_empty for record in records),
+            skipped_empty=self.corpus.skipped_empty + blank_documents,
             skipped_undecodable=self.corpus.skipped_undecodable,
             splits=splits,
             cut=self.cut,
@@ -187,28 +193,38 @@ def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
       size but at most LARGEST_SHARE of the corpus.
     Raises DataError if the corpus has fewer than two distinct documents.
     """
-    hashes: list[int] = []
+    extreme_hashes: list[int] = []
+    following: list[list[int]] = []
     for record in records:
-        hashes += [value for value in (record.least, record.most) if value is not None]
-    least = min(hashes, default=0)
-    most = max(hashes, default=0)
+        following += record.following
+        for value in (record.least, record.most):
+            if value is not None:
+                extreme_hashes.append(value)
+    least = min(extreme_hashes, default=0)
+    most = max(extreme_hashes, default=0)
     if least == most:
         raise DataError(
             "the corpus must contain at least two different documents with text, because "
             "one document is held out; add documents"
         )
-    below = least + 1 if least >= below else min(below, most)
+    # At least one distinct document is on each side of the limit.
+    limit = least + 1 if least >= below else min(below, most)
     train, held = (documents_and_tokens(records, split) for split in SPLITS)
-    following = []
-    for record in records:
-        following += record.following
-    rows = next_held_out(np.array(following, np.int64).reshape(-1, 3), held)
-    allowed = held + rows[:, 1:].cumsum(axis=0) <= LARGEST_SHARE * (train + held)
-    chosen = rows[allowed.all(axis=1), 0]
-    return max(below, int(chosen[-1]) + 1) if len(chosen) else below
+    # Without any row, the array would not have three columns.
+    candidates = np.array(following, np.int64).reshape(-1, 3)
+    rows = next_held_out(candidates, held)
+    held_afterwards = held + rows[:, 1:].cumsum(axis=0)
+    is_allowed = held_afterwards <= LARGEST_SHARE * (train + held)
+    chosen_hashes = rows[is_allowed.all(axis=1), 0]
+    if not len(chosen_hashes):
+        return limit
+    return max(limit, int(chosen_hashes[-1]) + 1)
 
 
 def documents_and_tokens(records: Sequence[PartRecord], name: str) -> np.ndarray:
     """Return the numbers of documents and tokens of a split in all parts, (2,) int64."""
-    splits = [record.splits[name] for record in records]
-    return np.array([[split.documents, split.tokens] for split in splits]).sum(axis=0)
+    counts = []
+    for record in records:
+        split = record.splits[name]
+        counts.append([split.documents, split.tokens])
+    return np.array(counts).sum(axis=0)

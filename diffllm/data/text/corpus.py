@@ -96,7 +96,9 @@ class Corpus:
     def texts(self) -> Iterator[str]:
         for part in self.parts:
             for documents in part.read():
-                yield from (text for text in documents.texts if text and not text.isspace())
+                for text in documents.texts:
+                    if text and not text.isspace():
+                        yield text
 
 
 class TextsPart(Part):
@@ -135,11 +137,16 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     if cfg.prompt_column is None:
         return corpus
     # Only here, so that a corpus without prompts keeps the hash that older versions gave it.
-    with_prompts = []
-    for identity in (corpus.identity, *corpus.former_identities):
-        with_prompts.append(combined_hash([identity, "prompts", cfg.prompt_column]))
-    identity, *former = with_prompts
-    return replace(corpus, identity=identity, former_identities=tuple(former), has_prompts=True)
+    prompts_key = ("prompts", cfg.prompt_column)
+    former_identities: list[str] = []
+    for former in corpus.former_identities:
+        former_identities.append(combined_hash([former, *prompts_key]))
+    return replace(
+        corpus,
+        identity=combined_hash([corpus.identity, *prompts_key]),
+        former_identities=tuple(former_identities),
+        has_prompts=True,
+    )
 
 
 def check_columns(kinds: dict[str, str], columns: Sequence[str], origin: str) -> None:
@@ -148,23 +155,27 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], origin: str) ->
     `kinds` maps existing columns to type names. `columns` contains the text column and, optionally,
     the prompt column. `origin` names the file or dataset in the error message.
     """
-    texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
+    text_columns = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
+    # `columns` is shorter than the keys if the corpus has no prompts.
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
-        if column not in texts:
-            hint = " or ".join(f"data.{key}={name}" for name in texts if name not in columns)
-            fix = f"use {hint}" if hint else "none of them contains text"
-            raise DataError(
-                f"{origin} has no column {column!r} that contains text (columns: "
-                f"{', '.join(kinds)}); {fix}"
-            )
+        if column in text_columns:
+            continue
+        settings = [f"data.{key}={name}" for name in text_columns if name not in columns]
+        fix = f"use {' or '.join(settings)}" if settings else "none of them contains text"
+        raise DataError(
+            f"{origin} has no column {column!r} that contains text (columns: "
+            f"{', '.join(kinds)}); {fix}"
+        )
 
 
 def reason(error: BaseException) -> str:
-    cause: Any = error.__cause__ or error
+    cause = error.__cause__ or error
     if isinstance(cause, UnicodeDecodeError):
         return "not UTF-8 text"
-    has_strerror = isinstance(cause, OSError) and cause.strerror
-    text = str(cause.strerror if has_strerror else cause)
+    text = str(cause)
+    # Without the number and the file name, which the text of an OSError contains.
+    if isinstance(cause, OSError) and cause.strerror:
+        text = str(cause.strerror)
     # Messages of libraries can have many lines; the first line names the problem.
     lines = text.strip().splitlines()
     return lines[0] if lines else type(cause).__name__

@@ -66,20 +66,23 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
     """
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
-    if not all(_is_known(path, index) for path in paths):
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
-            # Another process may have extended the index while this process waited for the lock.
-            index = _read_index(index_path)
-            unknown = [path for path in paths if not _is_known(path, index)]
-            with (
-                track("hashing the corpus", len(unknown)) as advance,
-                ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
-            ):
-                for path, facts in zip(unknown, pool.map(_read_facts, unknown), strict=True):
-                    index[str(path)] = facts
-                    advance(1)
-            replace_file(index_path, json.dumps({"version": INDEX_VERSION, "files": index}))
+    # Without a lock in the usual case that all files are in the index.
+    if all(_is_known(path, index) for path in paths):
+        return [index[str(path)] for path in paths]
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
+        # Another process may have extended the index while this process waited for the lock.
+        index = _read_index(index_path)
+        unknown = [path for path in paths if not _is_known(path, index)]
+        with (
+            track("hashing the corpus", len(unknown)) as advance,
+            ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
+        ):
+            for path, facts in zip(unknown, pool.map(_read_facts, unknown), strict=True):
+                index[str(path)] = facts
+                advance(1)
+        content = json.dumps({"version": INDEX_VERSION, "files": index})
+        replace_file(index_path, content)
     return [index[str(path)] for path in paths]
 
 
@@ -94,22 +97,24 @@ def _is_known(path: Path, index: dict[str, FileFacts]) -> bool:
 
 def _read_facts(path: Path) -> FileFacts:
     digest = hashlib.sha256()
+    # An incremental decoder, because a block may end within a character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     is_utf8 = True
     is_blank = True
-    block = b"begin"
+    is_at_end = False
     with usable(path):
         # Before reading, to detect concurrent changes.
         identity = settled_identity(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            while block:
+            while not is_at_end:
                 block = file.read(BLOCK_BYTES)
+                is_at_end = not block
                 digest.update(block)
                 is_blank = is_blank and not block.strip()
-                # An incremental decoder, because a block may end within a character.
+                # The empty block at the end, too: `final` detects an incomplete last character.
                 try:
-                    decoder.decode(block, final=not block)
+                    decoder.decode(block, final=is_at_end)
                 except UnicodeDecodeError:
                     is_utf8 = False
     return FileFacts(size, identity, digest.hexdigest(), is_utf8, is_blank)
@@ -124,7 +129,7 @@ def _read_index(path: Path) -> dict[str, FileFacts]:
     # A damaged index or one of another version costs only time: all files are hashed again.
     try:
         stored = read_json(path, LARGEST_INDEX, follow=True)
-        types = [*FileFacts.__annotations__.values()]
+        types = list(FileFacts.__annotations__.values())
         if stored["version"] != INDEX_VERSION:
             return {}
         index: dict[str, FileFacts] = {}

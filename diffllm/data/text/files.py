@@ -59,23 +59,29 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     problems = problems_of(roots, facts, cfg)
     usable_facts = {path: facts[path] for path in supported if path not in problems}
     other = other_kinds(usable_facts, local_files, cfg)
-    read_facts = {path: usable_facts[path] for path in usable_facts if path not in other}
+    read_facts = {path: file for path, file in usable_facts.items() if path not in other}
     check_columns_exist(cfg, list(read_facts), list(problems.values()))
     skipped = {**other, **problems, **local_files.skipped}
     # Only the first reasons are printed; empty and hidden files are the least surprising ones.
     skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
     check_has_text(list(read_facts), roots, skipped, cfg)
-    contents = {path: content_of(path, file) for path, file in usable_facts.items()}
-    # Older versions read all kinds, and skipped most .json files of directories.
-    without_json = []
-    for path, content in contents.items():
+    contents: list[list[str]] = []
+    contents_read: list[list[str]] = []
+    contents_without_json: list[list[str]] = []
+    for path, file in usable_facts.items():
+        content = content_of(path, file)
+        contents.append(content)
+        if path in read_facts:
+            contents_read.append(content)
         if roots[path] is None or path.suffix != ".json":
-            without_json.append(content)
+            contents_without_json.append(content)
+    # Older versions read all kinds, and skipped most .json files of directories.
+    former_identities = (hash_of(contents, cfg), hash_of(contents_without_json, cfg))
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
         description=description_of({path: roots[path] for path in read_facts}),
-        identity=hash_of([contents[path] for path in read_facts], cfg),
-        former_identities=(hash_of([*contents.values()], cfg), hash_of(without_json, cfg)),
+        identity=hash_of(contents_read, cfg),
+        former_identities=former_identities,
         list_parts=lambda: parts_of(read_facts, cfg),
         check=partial(check_all, read_facts),
         skipped_empty=empty,
@@ -115,14 +121,16 @@ def hash_of(contents: Sequence[list[str]], cfg: DataConfig) -> str:
 
 def description_of(roots: Mapping[Path, Path | None]) -> str:
     """Describe the files of a corpus, such as "2 parquet files in corpus/" or "1 file: a.txt"."""
-    unique_names = dict.fromkeys(
-        f"{root.name}/" if root else path.name for path, root in roots.items()
-    )
+    # A dict, because it removes repeated names but keeps their order.
+    unique_names: dict[str, None] = {}
+    for path, root in roots.items():
+        name = f"{root.name}/" if root else path.name
+        unique_names[name] = None
     names = names_of(list(unique_names))
     files_word = "file" if len(roots) == 1 else "files"
-    kinds = {format_of(path) for path in roots}
     if None in roots.values():
         return f"{len(roots)} {files_word}: {names}"
+    kinds = {format_of(path) for path in roots}
     if len(kinds) > 1:
         return f"{len(roots)} {files_word} in {names}"
     return f"{len(roots)} {KINDS[kinds.pop()]} {files_word} in {names}"
@@ -157,26 +165,29 @@ def other_kinds(
     disk is read. Plain text is not read if `cfg` names a text column and the entry also finds files
     with columns. A listed file is always read; its bytes count for its kind.
     """
-    skipped = {}
-    read = {path for path, root in local_files.roots.items() if root is None}
-    for directory, found_files in local_files.groups:
-        paths = [path for path in found_files if path in facts]
-        by_kind: Counter[str] = Counter()
+    skipped: Skipped = {}
+    paths_to_read = {path for path, root in local_files.roots.items() if root is None}
+    for directory, files_in_directory in local_files.groups:
+        paths = [path for path in files_in_directory if path in facts]
+        bytes_of_kind: Counter[str] = Counter()
         for path in paths:
-            by_kind[format_of(path)] += facts[path].size
-        candidates = [kind for kind in KINDS if kind in by_kind]
+            bytes_of_kind[format_of(path)] += facts[path].size
+        # In the order of KINDS, because `max` returns the first of several largest kinds.
+        candidates = [kind for kind in KINDS if kind in bytes_of_kind]
         if cfg.text_column != DataConfig.text_column and len(candidates) > 1:
             candidates = [kind for kind in candidates if kind != "text"]
-        chosen = max(candidates, key=by_kind.__getitem__, default="")
+        chosen = max(candidates, key=bytes_of_kind.__getitem__, default="")
+        total = bytes_of_kind.total()
         for path in paths:
             kind = format_of(path)
             if kind == chosen:
-                read.add(path)
-            else:
-                skipped[path] = other_kind(
-                    KINDS[kind], directory, KINDS[chosen], by_kind[chosen], by_kind.total()
-                )
-    return {path: problem for path, problem in skipped.items() if path not in read}
+                paths_to_read.add(path)
+                continue
+            skipped[path] = other_kind(
+                KINDS[kind], directory, KINDS[chosen], bytes_of_kind[chosen], total
+            )
+    # Another entry of data.paths may list a file or find it in another directory.
+    return {path: problem for path, problem in skipped.items() if path not in paths_to_read}
 
 
 def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:

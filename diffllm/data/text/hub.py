@@ -82,20 +82,25 @@ def files_of(cfg: DataConfig, revision: str, cache_dir: Path) -> list[Part]:
     with naming(label):
         rows = library().load_dataset(cfg.dataset, streaming=streaming, cache_dir=cache, **options)
         if rows.features:
-            features = rows.features.items()
-            kinds = {name: str(getattr(feature, "dtype", feature)) for name, feature in features}
+            kinds: dict[str, str] = {}
+            for name, feature in rows.features.items():
+                # Nested features, such as lists, have no dtype.
+                kinds[name] = str(getattr(feature, "dtype", feature))
         else:
+            # A streamed dataset may have no types, so they are those of its first row.
             kinds = kinds_of_rows(islice(rows, 1))
     check_columns(kinds, columns, label)
     if not streaming:
         rows = rows.to_iterable_dataset()
     rows = rows.select_columns(columns)
-    number = min(rows.num_shards, MOST_PARTS)
+    count = min(rows.num_shards, MOST_PARTS)
     parts: list[Part] = []
-    for i in range(number):
-        name = f"{label}, file {i + 1} of {number}"
-        shard = rows.shard(num_shards=number, index=i)
-        parts.append(Part(name, 0, partial(read_rows, shard, columns, name)))
+    for i in range(count):
+        name = f"{label}, file {i + 1} of {count}"
+        shard = rows.shard(num_shards=count, index=i)
+        read = partial(read_rows, shard, columns, name)
+        # The size is unknown before a file is downloaded.
+        parts.append(Part(name, 0, read))
     return parts
 
 

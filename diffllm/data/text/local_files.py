@@ -45,7 +45,10 @@ def paths_of(cfg: DataConfig) -> LocalFiles:
             with usable(path), open_regular(path, 2**63, follow=True):
                 roots[path] = None
             continue
-        names = [path] if exists else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        names = [path]
+        if not exists:
+            matches = glob.glob(str(path), recursive=True)
+            names = sorted(Path(match) for match in matches)
         if not names:
             near = similar_path(Path(pattern), os.path.exists)
             raise DataError(f"data.paths: {pattern} matches no file or directory{near}")
@@ -57,9 +60,10 @@ def paths_of(cfg: DataConfig) -> LocalFiles:
         else:
             files_by_root, skipped_matches = matches_by_directory(path, names)
             skipped |= skipped_matches
-        groups += files_by_root.items()
-        for root, below in files_by_root.items():
-            for file in below:
+        for root, files in files_by_root.items():
+            groups.append((root, files))
+            for file in files:
+                # The root of an earlier entry stays, also None of a file that is an entry itself.
                 roots.setdefault(file, root)
     # One entry of data.paths may list a file or search a directory that another entry skips.
     searched = roots.keys() | {directory for directory, _ in groups}
@@ -76,13 +80,18 @@ def matches_by_directory(
     pattern, the directory at which the recursion begins. Directories that contain no match, and
     entries that are neither files nor directories, are skipped.
     """
+    # Without "**", a directory consists of all parts but the last one.
     depth = pattern.parts.index("**") if "**" in pattern.parts else -1
-    searched = {parent for name in names if not name.is_dir() for parent in name.parents}
+    searched: set[Path] = set()
+    for name in names:
+        if not name.is_dir():
+            searched.update(name.parents)
     matches: dict[Path, list[Path]] = {}
     skipped: Skipped = {}
     for name in names:
         if name.is_file():
-            matches.setdefault(Path(*name.parts[:depth]), []).append(name)
+            directory = Path(*name.parts[:depth])
+            matches.setdefault(directory, []).append(name)
         elif not name.is_dir():
             skipped[name] = NOT_REGULAR
         elif name not in searched:
@@ -106,13 +115,15 @@ def files_below(root: Path) -> tuple[list[Path], Skipped]:
             if name.startswith("."):
                 skipped[Path(directory, name)] = HIDDEN
         # In reverse order, so that of several links to one directory the first name is used.
-        targets = {
-            os.path.realpath(os.path.join(directory, name)): name
-            for name in sorted(subdirectories, reverse=True)
-            if not name.startswith(".")
-        }
-        subdirectories[:] = sorted(targets[target] for target in targets.keys() - seen)
-        seen |= targets.keys()
+        name_by_target: dict[str, str] = {}
+        for name in sorted(subdirectories, reverse=True):
+            if not name.startswith("."):
+                target = os.path.realpath(os.path.join(directory, name))
+                name_by_target[target] = name
+        unseen = name_by_target.keys() - seen
+        # `os.walk` searches the directories that remain in its list, in this order.
+        subdirectories[:] = sorted(name_by_target[target] for target in unseen)
+        seen |= unseen
         for name in names:
             path = Path(directory, name)
             if path in skipped:

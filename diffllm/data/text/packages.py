@@ -46,6 +46,7 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     files_by_package = {name: package_files(name) for name in REFERENCE}
     paths = list(chain.from_iterable(files_by_package.values()))
     facts, text_paths = with_text(paths, cache_dir)
+    # Of several files with the same text, only the first is read.
     path_by_text: dict[str, Path] = {}
     for path in text_paths:
         path_by_text.setdefault(facts[path].sha256, path)
@@ -75,14 +76,17 @@ def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
     facts, paths = with_text(python_files(root), cache_dir)
     if not paths:
         raise DataError(f"data=stdlib: {root} contains no .py files; use data=files")
-    identity = combined_hash(["stdlib", *(facts[path].sha256 for path in paths)])
+    hashes = [facts[path].sha256 for path in paths]
+    identity = combined_hash(["stdlib", *hashes])
     origin = f"standard library of Python {platform.python_version()}"
     return corpus_of(cfg, facts, paths, origin, identity)
 
 
 def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFacts], list[Path]]:
+    """Return the properties of all files, and the paths of the UTF-8 files that are not blank."""
     facts = dict(zip(paths, file_facts(paths, cache_dir), strict=True))
-    return facts, [path for path, file in facts.items() if file.is_utf8 and not file.is_blank]
+    text_paths = [path for path, file in facts.items() if file.is_utf8 and not file.is_blank]
+    return facts, text_paths
 
 
 def corpus_of(
@@ -111,8 +115,10 @@ def python_files(root: Path) -> list[Path]:
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     paths = []
     for directory, subdirectories, names in os.walk(root):
+        # `os.walk` searches only the directories that remain in its list.
         subdirectories[:] = [name for name in subdirectories if name not in excluded]
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
+    # As POSIX paths, so that the order and the hash of the corpus do not depend on the system.
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -126,13 +132,17 @@ def package_files(name: str) -> list[Path]:
     if spec is None or not spec.submodule_search_locations:
         return []
     root = Path(spec.submodule_search_locations[0])
-    return [
-        path
-        for path in python_files(root)
-        if path.name not in GENERATED
-        and path != root / "__init__.py"
-        and not path.relative_to(root.parent).as_posix().startswith(ONLY_SOME_BUILDS)
-    ]
+    files = []
+    for path in python_files(root):
+        place = path.relative_to(root.parent).as_posix()
+        is_excluded = (
+            path.name in GENERATED
+            or path == root / "__init__.py"
+            or place.startswith(ONLY_SOME_BUILDS)
+        )
+        if not is_excluded:
+            files.append(path)
+    return files
 
 
 def texts_hash(facts: Sequence[FileFacts]) -> str:
@@ -148,6 +158,7 @@ def difference(hashes: dict[str, str]) -> str:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed = "missing"
-        edited = " with other files" if installed == version else ""
-        differing.append(f"{name} {installed}{edited} (reference {version})")
+        # An edited or repackaged installation has the version of the reference.
+        files_note = " with other files" if installed == version else ""
+        differing.append(f"{name} {installed}{files_note} (reference {version})")
     return f"not the reference corpus: {', '.join(differing)}"

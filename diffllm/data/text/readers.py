@@ -57,23 +57,28 @@ def slices_of(
     as a compressed text file, is one slice. `form` is "parquet", "json" or "text".
     """
     columns = tuple(columns_of(cfg))
-    start = path, facts, columns
     if form == "parquet":
-        for size, first, last in row_groups(path, columns, least):
-            yield Slice(*start, size, _read_rows, first, last)
+        for size, first, stop in row_groups(path, columns, least):
+            yield Slice(path, facts, columns, size, _read_rows, first, stop)
         return
+    read = reader_of(path, form, cfg)
     is_compressed = path.suffix.lower() in COMPRESSIONS
-    size = facts.size * (COMPRESSED_TEXT if is_compressed else 1)
-    read = _read_lines if form == "text" else _read_json_lines
-    if form == "text" and cfg.sample_by is not SampleBy.line:
-        read = _read_text if cfg.sample_by is SampleBy.document else _read_paragraphs
-    elif form == "json" and begins_with(path) == b"[":
-        read = _read_json_array
-    elif not is_compressed:
-        for first, last in pairwise(line_starts(path, size, least)):
-            yield Slice(*start, last - first, read, first, last)
+    # A slice begins at a line, which may be inside a paragraph, a document or a JSON array.
+    if read in (_read_lines, _read_json_lines) and not is_compressed:
+        for start, stop in pairwise(line_starts(path, facts.size, least)):
+            yield Slice(path, facts, columns, stop - start, read, start, stop)
         return
-    yield Slice(*start, size, read)
+    size = facts.size * COMPRESSED_TEXT if is_compressed else facts.size
+    yield Slice(path, facts, columns, size, read)
+
+
+def reader_of(path: Path, form: str, cfg: DataConfig) -> Callable[[Slice], Iterator[TextBatch]]:
+    """Return the function that reads slices of a file of the format "json" or "text"."""
+    if form == "json":
+        return _read_json_array if begins_with(path) == b"[" else _read_json_lines
+    if cfg.sample_by is SampleBy.line:
+        return _read_lines
+    return _read_text if cfg.sample_by is SampleBy.document else _read_paragraphs
 
 
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
@@ -84,24 +89,26 @@ def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tup
     Raises DataError if a column is missing or is not text.
     """
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
-        types = {field.name: field.type for field in file.schema_arrow}
         kinds: dict[str, str] = {}
-        for name, kind in types.items():
+        for field in file.schema_arrow:
+            kind = field.type
             # A dictionary column contains text if its values are text.
-            is_dictionary = pyarrow.types.is_dictionary(kind)
-            kinds[name] = str(kind.value_type if is_dictionary else kind)
+            if pyarrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            kinds[field.name] = str(kind)
         check_columns(kinds, columns, str(path))
-        size = first = 0
-        for i in range(file.num_row_groups):
-            group = file.metadata.row_group(i)
+        size = 0
+        first = 0
+        for stop in range(1, file.num_row_groups + 1):
+            group = file.metadata.row_group(stop - 1)
             for k in range(group.num_columns):
                 chunk = group.column(k)
                 if chunk.path_in_schema in columns:
                     size += chunk.total_uncompressed_size
-            if size >= least or i + 1 == file.num_row_groups:
-                yield size, first, i + 1
+            if size >= least or stop == file.num_row_groups:
+                yield size, first, stop
                 size = 0
-                first = i + 1
+                first = stop
 
 
 def _read_rows(part: Slice) -> Iterator[TextBatch]:
@@ -110,6 +117,7 @@ def _read_rows(part: Slice) -> Iterator[TextBatch]:
     columns = list(part.columns)
     with raw(part.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         for batch in file.iter_batches(ROWS, row_groups=groups, columns=columns):
+            # With a prompt column, the batch has two columns: texts and prompts.
             yield TextBatch(*(batch.column(name).to_pylist() for name in columns))
 
 
@@ -123,20 +131,32 @@ def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
             lines += 1
             try:
                 if line.strip():
-                    rows.append(json.loads(line.decode()))
-                    texts.append(texts_in(rows[-1], part.columns))
+                    row = json.loads(line.decode())
+                    rows.append(row)
+                    texts.append(texts_in(row, part.columns))
             except (ValueError, RecursionError) as error:
                 # Lines before the slice are counted only now, because no other case needs them.
-                before = sum(skipped.count(b"\n") for skipped in blocks(part.path, 0, part.start))
+                lines_before = 0
+                for skipped in blocks(part.path, 0, part.start):
+                    lines_before += skipped.count(b"\n")
                 message = getattr(error, "msg", reason(error))
                 raise DataError(
-                    f"line {before + lines:,} of {part.path} cannot be read: {message}"
+                    f"line {lines_before + lines:,} of {part.path} cannot be read: {message}"
                 ) from error
-        kinds = {} if is_checked else kinds_of_rows(rows)
-        if kinds:
-            check_columns(kinds, part.columns, str(part.path))
-            is_checked = True
-        yield TextBatch(*map(list, zip(*texts, strict=True))) if texts else TextBatch([])
+        # Rows that are all null have no columns, so the next block is checked too.
+        if not is_checked:
+            kinds = kinds_of_rows(rows)
+            if kinds:
+                check_columns(kinds, part.columns, str(part.path))
+                is_checked = True
+        yield batch_of(texts)
+
+
+def batch_of(texts: Sequence[Sequence[str | None]]) -> TextBatch:
+    """Return the documents of rows, which contain a text and, with prompts, also a prompt."""
+    columns = [list(column) for column in zip(*texts, strict=True)]
+    # Without rows, no column exists.
+    return TextBatch(*columns) if columns else TextBatch([])
 
 
 def _read_json_array(part: Slice) -> Iterator[TextBatch]:
@@ -151,8 +171,7 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
     if kinds:
         check_columns(kinds, part.columns[:1], str(part.path))
     for start in range(0, len(rows), ROWS):
-        texts = [texts_in(row, part.columns) for row in rows[start : start + ROWS]]
-        yield TextBatch(*map(list, zip(*texts, strict=True)))
+        yield batch_of([texts_in(row, part.columns) for row in rows[start : start + ROWS]])
 
 
 def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
@@ -163,12 +182,16 @@ def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
     """
     if row is not None and not isinstance(row, dict):
         raise ValueError(f"the JSON value must be an object, not {type(row).__name__}")
-    texts = [(row or {}).get(name) for name in columns]
-    for name, text in zip(columns, texts, strict=True):
+    values = row or {}
+    texts: list[str | None] = []
+    for name in columns:
+        text = values.get(name)
         if not isinstance(text, str | None):
             raise ValueError(f"column {name!r} contains {type(text).__name__}, not text")
-        # Raises for half of a surrogate pair, which JSON allows and UTF-8 does not.
-        (text or "").encode()
+        if text is not None:
+            # Raises for half of a surrogate pair, which JSON allows and UTF-8 does not.
+            text.encode()
+        texts.append(text)
     return texts
 
 
@@ -180,14 +203,16 @@ def _read_lines(part: Slice) -> Iterator[TextBatch]:
 def _read_paragraphs(part: Slice) -> Iterator[TextBatch]:
     rest = ""
     for block in text_blocks(part):
+        text = rest + decoded(block).read()
         # The last paragraph of a block may continue in the next block.
-        *paragraphs, rest = (rest + decoded(block).read()).split("\n\n")
+        *paragraphs, rest = text.split("\n\n")
         yield TextBatch([paragraph for paragraph in paragraphs if paragraph])
     yield TextBatch([rest] if rest else [])
 
 
 def _read_text(part: Slice) -> Iterator[TextBatch]:
-    yield TextBatch([decoded(b"".join(text_blocks(part))).read()])
+    content = b"".join(text_blocks(part))
+    yield TextBatch([decoded(content).read()])
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
@@ -199,9 +224,10 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
             # One byte before: if `place` is the start of a line, no line is skipped.
             file.seek(place - 1)
             file.readline()
-            if file.tell() < size:
-                yield file.tell()
-            place = file.tell() + least
+            line_start = file.tell()
+            if line_start < size:
+                yield line_start
+            place = line_start + least
     yield size
 
 
@@ -216,22 +242,25 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
             file.seek(start)
         remaining = math.inf if stop is None else stop - start
         # A list of blocks, because repeated joining of a long line would take quadratic time.
-        rest: list[bytes] = []
+        pieces: list[bytes] = []
         while block := file.read(int(min(remaining, BLOCK_BYTES))):
             remaining -= len(block)
-            end = block.rfind(b"\n") + 1
-            if end:
-                yield b"".join([*rest, block[:end]])
-                rest = []
-            rest.append(block[end:])
-        if any(rest):
-            yield b"".join(rest)
+            lines_end = block.rfind(b"\n") + 1
+            if lines_end:
+                yield b"".join([*pieces, block[:lines_end]])
+                pieces = []
+            pieces.append(block[lines_end:])
+        # The last line of a file may have no line break.
+        if any(pieces):
+            yield b"".join(pieces)
 
 
 def text_blocks(part: Slice) -> Iterator[bytes]:
-    # A byte order mark can only be at the start of the file.
-    for number, block in enumerate(blocks(part.path, part.start, part.stop)):
-        yield block if part.start or number else block.removeprefix(codecs.BOM_UTF8)
+    is_file_start = part.start == 0
+    for block in blocks(part.path, part.start, part.stop):
+        # A byte order mark can only be at the start of the file.
+        yield block.removeprefix(codecs.BOM_UTF8) if is_file_start else block
+        is_file_start = False
 
 
 def unpacked(path: Path) -> IO[bytes]:
@@ -254,9 +283,11 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises ValueError or RecursionError for another line.
     """
     for number, block in enumerate(blocks(path, 0, None)):
-        text = block if number else block.removeprefix(codecs.BOM_UTF8)
+        text = block.removeprefix(codecs.BOM_UTF8) if number == 0 else block
         for line in io.BytesIO(text):
-            row = json.loads(line.decode()) if line.strip() else None
+            if not line.strip():
+                continue
+            row = json.loads(line.decode())
             if isinstance(row, dict):
                 yield row
             elif row is not None:
@@ -266,7 +297,8 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
 def begins_with(path: Path) -> bytes:
     with unpacked(path) as file:
         while block := file.read(1 << 16):
-            if text := block.removeprefix(codecs.BOM_UTF8).strip():
+            text = block.removeprefix(codecs.BOM_UTF8).strip()
+            if text:
                 return text[:1]
     return b""
 
