@@ -4,7 +4,6 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +12,11 @@ from markupsafe import Markup
 from diffllm.compare.arms.run import Series
 from diffllm.compare.arms.sentences import (
     compact,
-    short,
     with_minus,
 )
 from diffllm.compare.report.curves import Band, Spike, envelope
+from diffllm.compare.report.scales import FEW, hide_nonpositive, logarithmic, scale_limits
 from diffllm.compare.report.styles import RowStyle
-from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate
 
 if TYPE_CHECKING:
@@ -37,10 +35,6 @@ LEGEND_LINE, HANDLE = 16, 40
 """Height of a line and width of a handle in a legend, in pixels."""
 MARGIN, GAP_LINE = 60, 26
 """Height of a figure of gaps without and per gap, in pixels."""
-OUTLYING = 8
-"""The scale of gaps ends at this multiple of the (lower) median reach of an interval."""
-FEW = 24
-"""Curves of at most this number of points have markers."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
     # Texts stay texts: the browser draws them, and readers can search for them.
@@ -303,30 +297,6 @@ def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
     )
 
 
-def hide_nonpositive(values: np.ndarray, log: bool) -> np.ndarray:
-    """Return values (n,) with NaN in place of those that a logarithmic axis cannot show."""
-    if not log:
-        return values
-    # Smaller positive values occur only in damaged files; the axis would get infinite limits.
-    return np.where(values > 1 / LARGEST, values, np.nan)
-
-
-def logarithmic(axes: "Axes") -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    # A short scale contains few powers of ten, or none, and needs ticks between them.
-    subs: tuple[float, ...] = (1,)
-    if high < 4 * low:
-        subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    elif high < 100 * low:
-        subs = (1, 2, 5)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(lambda y, _: short(y, 4))
-
-
 def draw_gaps(
     gaps: list[Estimate],
     styles: list[RowStyle],
@@ -389,30 +359,6 @@ def draw_interval(axes: "Axes", y: int, gap: Estimate, colour: str, label: str) 
         axes.text(low, y - 0.1, value, horizontalalignment="left")
     elif gap.mean > high:
         axes.text(high, y - 0.1, value, horizontalalignment="right")
-
-
-def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return the lower and upper end of an axis for the mean gaps and their intervals.
-
-    The axis contains 0, but no values beyond a limit. The limit is OUTLYING times the median size
-    of the gaps with the most seeds; the size of a gap is the largest absolute value of its mean and
-    its interval ends. The intervals of gaps with fewer seeds are ignored, because they are wider.
-    """
-    most_seeds = max(gap.seeds for gap in gaps)
-    values: list[float] = []
-    sizes = []
-    for gap in gaps:
-        if gap.seeds == most_seeds:
-            ends = [gap.mean, *(gap.interval or ())]
-            values += ends
-            sizes.append(max(map(abs, ends)))
-    # All gaps can be 0; an axis needs some length.
-    limit = OUTLYING * median_low(sizes) or 1.0
-    values = np.clip(values, -limit, limit).tolist()
-    values += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
-    low, high = min(0.0, *values), max(0.0, *values)
-    margin = 0.12 * (high - low) or 1.0
-    return low - margin, high + margin
 
 
 def to_svg(figure: "Figure", title: str) -> bytes:

@@ -1,9 +1,8 @@
 """Find the config keys and the facts of run.json that distinguish the rows of a report."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -20,10 +19,14 @@ from diffllm.compare.arms.comparable import (
     role,
     shown_value,
     starting_point,
-    value_text,
 )
 from diffllm.compare.arms.heldout import HELDOUT
 from diffllm.compare.arms.run import Run
+from diffllm.compare.report.seed_facts import (
+    conditions_of,
+    text_of_values,
+    with_facts_of_seeds,
+)
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import variant_config
@@ -158,91 +161,6 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
         if is_deciding(name, declaration):
             names.add(name)
     return names
-
-
-def conditions_of(names: Collection[str], declared: Declarations) -> list[str]:
-    """Return the names of keys and facts that must agree in compared rows, sorted."""
-    conditions = []
-    for name in sorted(names):
-        if role(name, declaration_of(name, declared), REPORT) == "condition":
-            conditions.append(name)
-    return conditions
-
-
-def with_facts_of_seeds(
-    values: Sequence[dict[str, Any]],
-    runs: Sequence[Run],
-    differing: Collection[str],
-    declared: Declarations,
-) -> list[dict[str, Any]]:
-    """Combine the values of facts of the machine in arms whose runs of each seed agree.
-
-    Such a fact does not distinguish these arms: a later version of torch may have trained more
-    seeds. The fact of each run becomes a text of all values in these arms, "2.13 or 2.14". Only
-    arms that agree in all other conditions are united, so that other runs of the report have no
-    influence.
-    """
-    facts = sorted(set(machine_facts()).intersection(differing))
-    others = sorted({*differing}.difference(facts))
-    groups = []
-    for places in places_by_values(conditions_of(others, declared), values, range(len(runs))):
-        groups.append(places_by_values(others, values, places))
-    combined = list(values)
-    for fact in facts:
-        united = arms_equal_by_seed(fact, list(chain.from_iterable(groups)), runs, values)
-        # Arms that differ in other conditions are united only if this unites all runs.
-        if not united or len(united[0][1]) < len(runs):
-            united = []
-            for arms in groups:
-                united += arms_equal_by_seed(fact, arms, runs, values)
-        for text, places in united:
-            for i in places:
-                combined[i] = combined[i] | {fact: text}
-    return combined
-
-
-def places_by_values(
-    names: Sequence[str], values: Sequence[Mapping[str, Any]], places: Iterable[int]
-) -> list[list[int]]:
-    """Divide places of runs into lists of runs with equal values of `names`."""
-    divided: dict[str, list[int]] = {}
-    for i in places:
-        divided.setdefault(text_of_values(names, values[i]), []).append(i)
-    return list(divided.values())
-
-
-def arms_equal_by_seed(
-    fact: str, arms: Sequence[list[int]], runs: Sequence[Run], values: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, list[int]]]:
-    """Unite arms, given as places of runs, whose runs of each common seed agree in a fact.
-
-    Return a text of all values and the runs of each union. Omit arms that agree with no other arm,
-    except if there is only one arm.
-    """
-    united: list[tuple[dict[int, str], list[list[int]]]] = []
-    for places in arms:
-        by_seed: dict[int, set[str]] = {}
-        for i in places:
-            by_seed.setdefault(runs[i].cfg.seed, set()).add(value_text(fact, values[i][fact]))
-        if any(len(texts) > 1 for texts in by_seed.values()):
-            continue
-        facts_of_arm = {seed: texts.pop() for seed, texts in by_seed.items()}
-        for facts_by_seed, members in united:
-            common = facts_by_seed.keys() & facts_of_arm.keys()
-            if all(facts_by_seed[seed] == facts_of_arm[seed] for seed in common):
-                # The next arm must also agree in the seeds that only this arm has.
-                facts_by_seed.update(facts_of_arm)
-                members.append(places)
-                break
-        else:
-            united.append((facts_of_arm, [places]))
-    unions: dict[str, list[int]] = {}
-    for facts_by_seed, members in united:
-        texts = sorted({*facts_by_seed.values()})
-        if len(texts) > 1 and (len(members) > 1 or len(arms) == 1):
-            # Two unions can have the same values in other seeds; only the first gets the text.
-            unions.setdefault(" or ".join(texts), list(chain.from_iterable(members)))
-    return list(unions.items())
 
 
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:
@@ -401,8 +319,3 @@ def can_determine(keys: Collection[str], key: str, values: Sequence[Mapping[str,
         texts.add(shown_value(run_values.get(key)))
     is_function = all(len(texts) == 1 for texts in texts_by_cause.values())
     return is_function and has_differences(key, values)
-
-
-def text_of_values(names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a text that is equal for two runs with equal values of `names`."""
-    return shown_value([values.get(name) for name in names])

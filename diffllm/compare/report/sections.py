@@ -21,7 +21,7 @@ from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.curves import Band, Spike
-from diffllm.compare.report.figures import FEW, Bands, draw_curves, draw_gaps, to_image
+from diffllm.compare.report.figures import Bands, draw_curves, draw_gaps, to_image
 from diffllm.compare.report.results import (
     has_gaps,
     has_intervals,
@@ -33,6 +33,7 @@ from diffllm.compare.report.results import (
     trend_sentences,
 )
 from diffllm.compare.report.rows import keys_apart
+from diffllm.compare.report.scales import top_of, value_range
 from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
@@ -47,10 +48,6 @@ from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import GAPS, METRICS, metric_of
-
-FIRST_STEPS = 0.2
-"""Share of a run that counts as first steps, whose high losses would flatten the scale of the rest.
-Curves of few points have no first steps."""
 
 
 def page_sections(
@@ -379,12 +376,6 @@ def spikes_text(plot: Curve | Layers, bands: list[Band]) -> str:
     return text
 
 
-def value_range(bands: list[Band]) -> tuple[float, float]:
-    """Return the least and the largest finite value of bands."""
-    values = np.concatenate([band.drawn for band in bands])
-    return float(values.min()), float(values.max())
-
-
 def largest_text(bands: list[Band]) -> str:
     """Describe the largest value of a figure, and its step if the figure shows every step."""
     peaks = [band.peak for band in bands if band.peak]
@@ -393,27 +384,3 @@ def largest_text(bands: list[Band]) -> str:
         return f"the largest value is {short(largest)}"
     value, step = max(peaks)
     return f"the largest unmarked value is {short(value)}, at step {step:,}"
-
-
-def top_of(bands: list[Band]) -> float:
-    """Return the upper end of a linear loss axis, or infinity if there is no finite loss.
-
-    The axis ignores the first 20% of training and marked spikes, and includes all other losses.
-    """
-    end = max(band.x[-1] for band in bands)
-    tops = []
-    for band in bands:
-        # Where the band has a gap, single seeds are drawn.
-        values = np.fmax.reduce([band.high, *band.singles])
-        start = FIRST_STEPS * end if len(band.x) > FEW else 0
-        is_included = np.isfinite(values) & (band.x >= start)
-        for spike in band.spikes:
-            first, last = np.searchsorted(band.x, (spike.x, spike.end))
-            is_included[first : last + 1] = False
-        if is_included.any():
-            tops.append(float(values[is_included].max()))
-    if not tops:
-        return np.inf
-    low, _ = value_range(bands)
-    # A margin below the edge, so that the highest curve does not touch it.
-    return max(tops) + 0.08 * (max(tops) - low)
