@@ -105,10 +105,12 @@ def distinguish(runs: list[Run]) -> Keys:
     swept = ["attention", *sorted(differing - explained - {"attention"})]
     # Groups of comparable rows need all conditions, also those that another key explains.
     incomparable = conditions_of(differing, declared)
-    shown_values = []
+    names = [*swept, *incomparable]
+    values_of_runs = []
     for run_values in values:
-        shown_values.append({name: run_values.get(name) for name in (*swept, *incomparable)})
-    return Keys(swept, incomparable, shown_values, keys_of_model_choice(runs, swept, values))
+        values_of_runs.append({name: run_values.get(name) for name in names})
+    of_model = keys_of_model_choice(runs, swept, values)
+    return Keys(swept, incomparable, values_of_runs, of_model)
 
 
 def keys_of_model_choice(
@@ -125,7 +127,8 @@ def keys_of_model_choice(
     """
     values_and_choice = []
     for run, run_values in zip(runs, values, strict=True):
-        values_and_choice.append(run_values | {"choice": run.cfg.resolved.choices["model"]})
+        choice = run.cfg.resolved.choices["model"]
+        values_and_choice.append(run_values | {"choice": choice})
     # The choice must determine the keys, and the keys the choice: a label with the choice alone
     # then says as much as a label with all keys.
     determined = set()
@@ -151,6 +154,7 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
     Args:
         values: for each run, the values by name.
     """
+    # With one arm per run, and one seed, any two runs with different values differ.
     comparands = [Comparand(str(i), 0, run_values) for i, run_values in enumerate(values)]
     names = set()
     for difference in differences(comparands, REPORT, declared):
@@ -165,7 +169,8 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
 
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:
     """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
-    return strictest([COMPUTED, fact_declarations(), *(run.declarations for run in runs)])
+    of_runs = [run.declarations for run in runs]
+    return strictest([COMPUTED, fact_declarations(), *of_runs])
 
 
 def is_deciding(key: str, declared: Declaration) -> bool:
@@ -187,12 +192,15 @@ def values_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     several = several_versions([run.plugin_code for run in runs])
     result = []
     for run in runs:
-        values = compared_values(run.config, run.declarations) | vars(facts_of(run.facts))
+        values = compared_values(run.config, run.declarations)
+        values |= vars(facts_of(run.facts))
         values["attention"] = run.variant
         values["resume"] = starting_point(run.cfg, run.path, run.facts.get("previous"))
-        values[CHANGED] = run.changes or None
-        versions = versions_text(run.plugin_code, run.plugin_code.keys() & several.keys())
-        values["plugins"] = versions or None
+        values[CHANGED] = run.changes if run.changes else None
+        # Plugins of which all runs use one version do not distinguish runs.
+        names = run.plugin_code.keys() & several.keys()
+        versions = versions_text(run.plugin_code, names)
+        values["plugins"] = versions if versions else None
         result.append(values)
     return result
 
@@ -271,7 +279,8 @@ def explained_names(
     """Return the facts and keys of `differing` whose values other keys of `differing` determine."""
     names = set()
     for name in differing.intersection([*FACTS, *CAUSES]):
-        if can_determine(differing & causes_of(name, declared), name, values):
+        causes = differing & causes_of(name, declared)
+        if can_determine(causes, name, values):
             names.add(name)
     return names
 
@@ -299,11 +308,13 @@ def default_values() -> dict[str, Any]:
 @cache
 def variant_keys(variant: str, schema: str) -> dict[str, Any]:
     attention = OmegaConf.structured(variant_config(variant, schema))
-    return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
+    content = OmegaConf.to_container(attention, enum_to_str=True)
+    return flatten(content, ATTENTION)  # type: ignore[arg-type]
 
 
 def has_differences(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    return len({shown_value(run_values.get(key)) for run_values in values}) > 1
+    texts = {shown_value(run_values.get(key)) for run_values in values}
+    return len(texts) > 1
 
 
 def can_determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any]]) -> bool:
@@ -313,9 +324,11 @@ def can_determine(keys: Collection[str], key: str, values: Sequence[Mapping[str,
     runs have the same value of `key`, return False. `values` contains one dict per run, from key to
     value.
     """
-    texts_by_cause: dict[str, set[str]] = {}
+    causes = sorted(keys)
+    first_texts: dict[str, str] = {}
     for run_values in values:
-        texts = texts_by_cause.setdefault(text_of_values(sorted(keys), run_values), set())
-        texts.add(shown_value(run_values.get(key)))
-    is_function = all(len(texts) == 1 for texts in texts_by_cause.values())
-    return is_function and has_differences(key, values)
+        cause = text_of_values(causes, run_values)
+        text = shown_value(run_values.get(key))
+        if text != first_texts.setdefault(cause, text):
+            return False
+    return has_differences(key, values)

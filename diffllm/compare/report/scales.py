@@ -33,13 +33,16 @@ def top_of(bands: list[Band]) -> float:
 
     The axis ignores the first 20% of training and marked spikes, and includes all other losses.
     """
-    end = max(band.x[-1] for band in bands)
+    last_x = max(band.x[-1] for band in bands)
     tops = []
     for band in bands:
         # Where the band has a gap, single seeds are drawn.
         values = np.fmax.reduce([band.high, *band.singles])
-        start = FIRST_STEPS * end if len(band.x) > FEW else 0
-        is_included = np.isfinite(values) & (band.x >= start)
+        start = 0.0
+        if len(band.x) > FEW:
+            start = FIRST_STEPS * last_x
+        is_late = band.x >= start
+        is_included = np.isfinite(values) & is_late
         for spike in band.spikes:
             first, last = np.searchsorted(band.x, (spike.x, spike.end))
             is_included[first : last + 1] = False
@@ -48,8 +51,9 @@ def top_of(bands: list[Band]) -> float:
     if not tops:
         return np.inf
     low, _ = value_range(bands)
+    highest = max(tops)
     # A margin below the edge, so that the highest curve does not touch it.
-    return max(tops) + 0.08 * (max(tops) - low)
+    return highest + 0.08 * (highest - low)
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
@@ -64,15 +68,24 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
     sizes = []
     for gap in gaps:
         if gap.seeds == most_seeds:
-            ends = [gap.mean, *(gap.interval or ())]
+            ends = [gap.mean]
+            if gap.interval:
+                ends += gap.interval
             values += ends
             sizes.append(max(map(abs, ends)))
+    limit = OUTLYING * median_low(sizes)
     # All gaps can be 0; an axis needs some length.
-    limit = OUTLYING * median_low(sizes) or 1.0
+    if limit == 0:
+        limit = 1.0
     values = np.clip(values, -limit, limit).tolist()
-    values += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
-    low, high = min(0.0, *values), max(0.0, *values)
-    margin = 0.12 * (high - low) or 1.0
+    for gap in gaps:
+        if abs(gap.mean) <= limit:
+            values.append(gap.mean)
+    low = min(0.0, *values)
+    high = max(0.0, *values)
+    margin = 0.12 * (high - low)
+    if margin == 0:
+        margin = 1.0
     return low - margin, high + margin
 
 

@@ -36,17 +36,21 @@ def with_facts_of_seeds(
     influence.
     """
     facts = sorted(set(machine_facts()).intersection(differing))
-    others = sorted({*differing}.difference(facts))
-    groups = []
-    for places in places_by_values(conditions_of(others, declared), values, range(len(runs))):
-        groups.append(places_by_values(others, values, places))
+    others = sorted(set(differing).difference(facts))
+    conditions = conditions_of(others, declared)
+    all_arms: list[list[int]] = []
+    arms_of_groups = []
+    for places_of_group in places_by_values(conditions, values, range(len(runs))):
+        arms = places_by_values(others, values, places_of_group)
+        all_arms += arms
+        arms_of_groups.append(arms)
     combined = list(values)
     for fact in facts:
-        united = arms_equal_by_seed(fact, list(chain.from_iterable(groups)), runs, values)
+        united = arms_equal_by_seed(fact, all_arms, runs, values)
         # Arms that differ in other conditions are united only if this unites all runs.
         if not united or len(united[0][1]) < len(runs):
             united = []
-            for arms in groups:
+            for arms in arms_of_groups:
                 united += arms_equal_by_seed(fact, arms, runs, values)
         for text, places in united:
             for i in places:
@@ -60,7 +64,8 @@ def places_by_values(
     """Divide places of runs into lists of runs with equal values of `names`."""
     divided: dict[str, list[int]] = {}
     for i in places:
-        divided.setdefault(text_of_values(names, values[i]), []).append(i)
+        identity = text_of_values(names, values[i])
+        divided.setdefault(identity, []).append(i)
     return list(divided.values())
 
 
@@ -74,12 +79,15 @@ def arms_equal_by_seed(
     """
     united: list[tuple[dict[int, str], list[list[int]]]] = []
     for places in arms:
-        by_seed: dict[int, set[str]] = {}
+        facts_of_arm: dict[int, str] = {}
+        is_unique = True
         for i in places:
-            by_seed.setdefault(runs[i].cfg.seed, set()).add(value_text(fact, values[i][fact]))
-        if any(len(texts) > 1 for texts in by_seed.values()):
+            text = value_text(fact, values[i][fact])
+            first_text = facts_of_arm.setdefault(runs[i].cfg.seed, text)
+            is_unique = is_unique and text == first_text
+        # An arm with two values for one seed agrees with no other arm.
+        if not is_unique:
             continue
-        facts_of_arm = {seed: texts.pop() for seed, texts in by_seed.items()}
         for facts_by_seed, members in united:
             common = facts_by_seed.keys() & facts_of_arm.keys()
             if all(facts_by_seed[seed] == facts_of_arm[seed] for seed in common):
@@ -91,10 +99,12 @@ def arms_equal_by_seed(
             united.append((facts_of_arm, [places]))
     unions: dict[str, list[int]] = {}
     for facts_by_seed, members in united:
-        texts = sorted({*facts_by_seed.values()})
-        if len(texts) > 1 and (len(members) > 1 or len(arms) == 1):
+        texts = sorted(set(facts_by_seed.values()))
+        is_union = len(members) > 1 or len(arms) == 1
+        if len(texts) > 1 and is_union:
+            places_of_union = list(chain.from_iterable(members))
             # Two unions can have the same values in other seeds; only the first gets the text.
-            unions.setdefault(" or ".join(texts), list(chain.from_iterable(members)))
+            unions.setdefault(" or ".join(texts), places_of_union)
     return list(unions.items())
 
 
