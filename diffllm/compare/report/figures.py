@@ -94,14 +94,17 @@ def short_label(label: str, length: int = LABEL_LENGTH) -> str:
 
 def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
     """Return the entries of a legend, at most ENTRIES: names of rows or variants with a style."""
+    styles_by_name: dict[str, RowStyle] = {}
     if len(styles) > ENTRIES:
         # The reversed order keeps the style of the first row of a variant.
-        by_variant = {style.variant: style for style in reversed(styles)}
-        entries = list(reversed(by_variant.items()))
+        for style in reversed(styles):
+            styles_by_name[style.variant] = style
+        names = list(reversed(styles_by_name))
     else:
-        by_label = {style.label: style for style in styles}
-        entries = list(by_label.items())
-    return [(short_label(name), style) for name, style in entries[:ENTRIES]]
+        for style in styles:
+            styles_by_name[style.label] = style
+        names = list(styles_by_name)
+    return [(short_label(name), styles_by_name[name]) for name in names[:ENTRIES]]
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -113,9 +116,10 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def add_legend(figure: "Figure") -> None:
     """Add a legend below the axes, and increase the figure's height by the legend's height."""
+    handles_of_axes, labels_of_axes = figure.axes[0].get_legend_handles_labels()
     entries = []
     other_entries: dict[str, Any] = {}
-    for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
+    for handle, label in zip(handles_of_axes, labels_of_axes, strict=True):
         # Names of rows, which begin with a space, may be equal after `short_label`.
         if label.startswith(" "):
             entries.append((label, handle))
@@ -124,10 +128,12 @@ def add_legend(figure: "Figure") -> None:
     entries += other_entries.items()
     labels, handles = zip(*entries, strict=True)
     width, height = figure.get_size_inches()
-    entry_width = HANDLE + CHARACTER * max(map(len, labels))
+    longest_label = max(map(len, labels))
+    entry_width = HANDLE + CHARACTER * longest_label
     most_columns = max(1, int(72 * width / entry_width))
     lines = math.ceil(len(entries) / most_columns)
-    figure.set_size_inches(width, height + (LEGEND_LINE * lines + 4) / 72)
+    legend_height = LEGEND_LINE * lines + 4
+    figure.set_size_inches(width, height + legend_height / 72)
     figure.legend(
         handles,
         labels,
@@ -175,8 +181,10 @@ def draw_curves(
         if band is not None:
             drawn.append((band, style))
             styles_of_bands.append(style)
-    # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
-    names = {style: f" {name}" for name, style in legend_of(styles_of_bands)}
+    names = {}
+    for name, style in legend_of(styles_of_bands):
+        # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
+        names[style] = f" {name}"
     figure = new_figure(WIDTH, HEIGHT)
     axes = figure.subplots()
     for band, style in drawn:
@@ -189,8 +197,11 @@ def draw_curves(
     if mark is not None:
         height, label = mark
         axes.axhline(height, label=label, **DOTTED)
-    for number, start in enumerate(starts):
-        axes.axvline(start, label="start of a stage" if number == 0 else "", **DASHED)
+    label = "start of a stage"
+    for start in starts:
+        axes.axvline(start, label=label, **DASHED)
+        # The legend has one entry for all starts.
+        label = ""
     if log:
         logarithmic(axes)
     elif top is not None:
@@ -207,7 +218,8 @@ def draw_curves(
 def end_scale(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
     """End the vertical axis at `top`; an arrow marks a curve that is entirely above it."""
     bottom = axes.dataLim.ymin
-    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+    margin = 0.05 * (top - bottom)
+    axes.set_ylim(bottom - margin, top)
     for band, style in drawn:
         if band.drawn.min() > top:
             draw_arrow(axes, (band.x[-1], top), "^", style.colour)
@@ -235,20 +247,16 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
     lines = [(band.mean, 1.6, name)]
     for single in band.singles:
         lines.append((single, 0.7, ""))
-    for y, width, label in lines:
-        axes.plot(
-            band.x,
-            hide_nonpositive(y, log),
-            lw=width,
-            ms=2 * width,
-            label=label,
-            marker=style.marker if len(band.x) <= FEW else "",
-            **style.line,
-        )
+    marker = style.marker if len(band.x) <= FEW else ""
+    for values, width, label in lines:
+        y = hide_nonpositive(values, log)
+        axes.plot(band.x, y, lw=width, ms=2 * width, label=label, marker=marker, **style.line)
     x, low, high = envelope(band)
     low = hide_nonpositive(low, log)
     is_finite = np.isfinite(low) & np.isfinite(high)
-    has_area = (band.high > band.mean).any() or (band.low < band.mean).any()
+    is_above = band.high > band.mean
+    is_below = band.low < band.mean
+    has_area = is_above.any() or is_below.any()
     if has_area and is_finite.any():
         axes.fill_between(
             x,
@@ -286,13 +294,16 @@ def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
         return
     highest = max(spikes, key=lambda spike: spike.value)
     # The text is on the side of the mark where more of the figure is.
-    is_right = highest.x > sum(axes.dataLim.intervalx) / 2
+    middle = sum(axes.dataLim.intervalx) / 2
+    distance, alignment = 6, "left"
+    if highest.x > middle:
+        distance, alignment = -6, "right"
     axes.annotate(
         f"step {highest.step:,}",
         (highest.x, min(highest.value, top)),
-        xytext=(-6 if is_right else 6, -2),
+        xytext=(distance, -2),
         textcoords="offset points",
-        horizontalalignment="right" if is_right else "left",
+        horizontalalignment=alignment,
         verticalalignment="top",
     )
 
@@ -314,9 +325,11 @@ def draw_gaps(
         sides: labels of the negative side and the positive side of the axis.
         ends: description of the intervals, for the legend.
     """
-    figure = new_figure(width, max(MARGIN + GAP_LINE * len(gaps), HEIGHT))
+    height = max(MARGIN + GAP_LINE * len(gaps), HEIGHT)
+    figure = new_figure(width, height)
     axes = figure.subplots()
     low, high = scale_limits(gaps)
+    # The first gap is at the top.
     axes.set(xlim=(low, high), ylim=(len(gaps) - 0.4, -0.6))
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
     rings = hollow or [False] * len(gaps)
@@ -329,11 +342,13 @@ def draw_gaps(
         axes.plot(
             gap.mean, y, "o", ms=7, mew=1.8, color=style.colour, markerfacecolor=fill, label=name
         )
-    axes.set_yticks(range(len(gaps)), [short_label(style.label, 22) for style in styles])
+    labels = [short_label(style.label, 22) for style in styles]
+    axes.set_yticks(range(len(gaps)), labels)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
-    axes.locator_params(axis="x", nbins=max(3, int(width / 90)), steps=ROUND)
+    most_ticks = max(3, int(width / 90))
+    axes.locator_params(axis="x", nbins=most_ticks, steps=ROUND)
     axes.xaxis.set_major_formatter(lambda x, _: with_minus(f"{x:+g}" if x else "0"))
     negative, positive = sides
     axes.set_title(f"← {negative}" if low < 0 else "", loc="left")
@@ -369,8 +384,8 @@ def to_svg(figure: "Figure", title: str) -> bytes:
 
 
 def to_image(figure: "Figure", title: str) -> Markup:
-    width, height = (round(72 * side) for side in figure.get_size_inches())
+    width, height = figure.get_size_inches()
     data = base64.b64encode(to_svg(figure, title)).decode()
     return Markup(
         '<img width="{}" height="{}" alt="{}" src="data:image/svg+xml;base64,{}">'
-    ).format(width, height, title, data)
+    ).format(round(72 * width), round(72 * height), title, data)
