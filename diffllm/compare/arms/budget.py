@@ -171,7 +171,7 @@ def plan_of(run: Run) -> str | None:
     if not run.cfg.run.study:
         return None
     # The key contains the hash of the study, the stage and the arm. The arms of a stage share a
-    # plan, but the stages have different lengths.
+    # plan, but the stages can have different lengths.
     digest, _, stage_and_arm = run.cfg.run.study.partition("/")
     stage, _, _ = stage_and_arm.partition("/")
     return f"study {digest[:8]} {stage}" if digest else None
