@@ -36,8 +36,10 @@ def flops_spent(run: Run, tokens: Array) -> Array | None:
         return tokens * per_token
     # `per_token` counts the mean number of visible keys; the deviation so far is added.
     mean_keys = keys[-1] / logged_tokens[-1]
-    deviations = np.append(0, keys - logged_tokens * mean_keys)
-    deviation = np.interp(tokens, np.append(0, logged_tokens), deviations)
+    deviations = keys - logged_tokens * mean_keys
+    # Training starts at 0 tokens, which no line logs.
+    points = np.append(0, logged_tokens)
+    deviation = np.interp(tokens, points, np.append(0, deviations))
     return tokens * per_token + per_key * deviation
 
 
@@ -52,11 +54,11 @@ def seconds_spent(run: Run, tokens: Array) -> Array | None:
     places, step_ms = run.metrics.columns["perf/step_ms"]
     # A line has the mean time of the steps since the line before.
     steps = np.diff(run.metrics.steps[places], prepend=0)
-    seconds = np.cumsum(steps * step_ms / 1e3)
-    logged_tokens = run.metrics.tokens[places]
-    points = np.append(0, logged_tokens)
+    seconds_of_lines = steps * step_ms / 1e3
+    seconds = np.append(0, np.cumsum(seconds_of_lines))
+    points = np.append(0, run.metrics.tokens[places])
     # NaN after the last line: the time of later steps is unknown.
-    return np.interp(tokens, points, np.append(0, seconds), right=np.nan)
+    return np.interp(tokens, points, seconds, right=np.nan)
 
 
 def total_tokens(run: Run) -> float:
@@ -128,9 +130,11 @@ class Budget(NamedTuple):
             machines.add(str(machine))
         if len(machines) > 1:
             return f"the {self.unit} were measured on different machines ({', '.join(self.facts)})"
-        if max(means) > min(means) * (1 + COST_TOLERANCE):
-            excess = percent(max(means) / min(means) - 1)
-            costs = f"{compact(min(means))} to {compact(max(means))}"
+        lowest = min(means)
+        highest = max(means)
+        if highest > lowest * (1 + COST_TOLERANCE):
+            excess = percent(highest / lowest - 1)
+            costs = f"{compact(lowest)} to {compact(highest)}"
             limit = percent(COST_TOLERANCE)
             return f"the {self.unit} per run ({costs}) differ by {excess}; the limit is {limit}"
         return ""
@@ -164,8 +168,13 @@ def plan_of(run: Run) -> str | None:
     flops = run.cfg.train.budget.flops
     if flops is not None:
         return f"{compact(flops)} FLOPs"
-    digest, _, stage = (run.cfg.run.study or "").partition("/")
-    return f"study {digest[:8]} {stage.partition('/')[0]}" if digest else None
+    if not run.cfg.run.study:
+        return None
+    # The key contains the hash of the study, the stage and the arm. The arms of a stage share a
+    # plan, but the stages can have different lengths.
+    digest, _, stage_and_arm = run.cfg.run.study.partition("/")
+    stage, _, _ = stage_and_arm.partition("/")
+    return f"study {digest[:8]} {stage}" if digest else None
 
 
 def planned_budgets(runs: Sequence[Run]) -> list[str | None]:
@@ -214,7 +223,8 @@ def runs_of_different_steps(runs: Sequence[Run]) -> dict[str, list[Run]]:
             members.setdefault(plan, []).append(run)
     different = {}
     for plan, planned in members.items():
-        if len({run.cfg.steps for run in planned}) > 1:
+        distinct_steps = {run.cfg.steps for run in planned}
+        if len(distinct_steps) > 1:
             different[plan] = planned
     return different
 
@@ -223,11 +233,14 @@ def budget_problem(runs: Sequence[Run]) -> str:
     """Return the reason why runs of one plan do not have equal costs and warm-up; "" if equal."""
     # Warm-up is an equal share of all runs, except for the rounding to whole steps.
     shares = []
+    steps_of_runs = []
     for run in runs:
         shares.append(run.cfg.optim.warmup_steps / run.cfg.steps)
-    fewest_steps = min(run.cfg.steps for run in runs)
-    if max(shares) - min(shares) >= 1 / fewest_steps:
-        ends = f"{percent(min(shares))} and {percent(max(shares))}"
+        steps_of_runs.append(run.cfg.steps)
+    lowest = min(shares)
+    highest = max(shares)
+    if highest - lowest >= 1 / min(steps_of_runs):
+        ends = f"{percent(lowest)} and {percent(highest)}"
         return f"optim.warmup_steps is {ends} of the steps, not an equal share"
     is_flops_budget = runs[0].cfg.train.budget.flops is not None
     compared_runs = []

@@ -267,7 +267,8 @@ def disagrees(runs: Sequence[tuple[str, int, str]]) -> bool:
         return False
     by_arm: dict[str, dict[int, set[str]]] = {}
     for arm, seed, value in runs:
-        by_arm.setdefault(arm, {}).setdefault(seed, set()).add(value)
+        values_by_seed = by_arm.setdefault(arm, {})
+        values_by_seed.setdefault(seed, set()).add(value)
     for first, second in combinations(by_arm.values(), 2):
         common_seeds = first.keys() & second.keys()
         if any(first[seed] != second[seed] for seed in common_seeds):

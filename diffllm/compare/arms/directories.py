@@ -47,14 +47,20 @@ def find_runs(named: list[Path]) -> Directories:
         directories += named_directories
         searched += places
     distinct = distinct_paths(searched)
-    runs = [path for path in distinct if is_run(path)]
-    sweeps = [path for path in distinct if os.path.isfile(path / "sweep.json")]
+    runs = []
+    sweeps = []
+    for path in distinct:
+        if is_run(path):
+            runs.append(path)
+        if os.path.isfile(path / "sweep.json"):
+            sweeps.append(path)
     titles = []
     for path in named:
         # A glob has no directory name.
-        titles.append(directory_name(path) if path.is_dir() else str(path))
-    title = shortlist(list(dict.fromkeys(titles)), MOST_NAMES)
-    return Directories(runs, sweeps, title, home_of(directories))
+        title = directory_name(path) if path.is_dir() else str(path)
+        if title not in titles:
+            titles.append(title)
+    return Directories(runs, sweeps, shortlist(titles, MOST_NAMES), home_of(directories))
 
 
 def distinct_paths(paths: list[Path]) -> list[Path]:
@@ -81,12 +87,15 @@ def home_of(directories: list[Path]) -> Path | None:
     one of `directories` or the parent of one of them. Return None if it is a higher directory,
     which may belong to other users, or the root directory.
     """
-    absolute = [Path(os.path.abspath(directory)) for directory in directories]
-    home = Path(os.path.commonpath(absolute))
+    absolute_paths = []
+    near_paths = set()
+    for directory in directories:
+        path = Path(os.path.abspath(directory))
+        absolute_paths.append(path)
+        near_paths.update((path, path.parent))
+    home = Path(os.path.commonpath(absolute_paths))
     if home.is_relative_to(Path.cwd()):
         return home.relative_to(Path.cwd())
-    near_paths = set(absolute)
-    near_paths.update(path.parent for path in absolute)
     # The root directory is its own parent.
     is_root = home == home.parent
     return home if home in near_paths and not is_root else None

@@ -154,8 +154,8 @@ class Run:
         with suppress(CheckpointError):
             losses = document_losses(self.path)
             # Rounded as in values.json, so that a verdict from this file is the same.
-            nats = np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats])
-            return replace(losses, nats=nats)
+            rounded = [float(f"{x:.{DIGITS}g}") for x in losses.nats]
+            return replace(losses, nats=np.array(rounded))
         return None
 
     @property
@@ -189,8 +189,9 @@ class Run:
         line = int(np.searchsorted(self.metrics.steps, step, side="right")) - 1
         if line < 0:
             return step * self.tokens_per_step
-        unlogged = step - int(self.metrics.steps[line])
-        return int(self.metrics.tokens[line]) + unlogged * self.tokens_per_step
+        logged_tokens = int(self.metrics.tokens[line])
+        unlogged_steps = step - int(self.metrics.steps[line])
+        return logged_tokens + unlogged_steps * self.tokens_per_step
 
     @property
     def last_step(self) -> int:
@@ -209,7 +210,9 @@ class Run:
         """Tokens of a finished run times its FLOPs per token, which count visible keys."""
         tokens = self.summary_number("tokens")
         flops_per_token = finite(self.facts.get("flops_per_token"))
-        return tokens * flops_per_token if tokens and flops_per_token else None
+        if not tokens or not flops_per_token:
+            return None
+        return tokens * flops_per_token
 
     @cached_property
     def train_seconds(self) -> float | None:
@@ -237,10 +240,12 @@ class Run:
             common = reduce(np.intersect1d, (places for places, _ in columns))
         if not len(common):
             return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
-        layers = []
+        values_of_layers = []
         for places, values in columns:
-            layers.append(values[np.searchsorted(places, common)])
-        return Series(self.metrics.tokens[common], np.stack(layers, axis=1))
+            rows = np.searchsorted(places, common)
+            values_of_layers.append(values[rows])
+        tokens = self.metrics.tokens[common]
+        return Series(tokens, np.stack(values_of_layers, axis=1))
 
     def layers(self, quantity: str) -> list[int]:
         prefix = f"{quantity}/layer_"

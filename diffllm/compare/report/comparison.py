@@ -74,7 +74,9 @@ def read(
     directories = find_runs(paths)
     runs, unreadable = load_runs(directories.runs)
     comparison = compare(runs, baseline, directories.title, step)
-    skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
+    skipped = []
+    for path, reason in unreadable.items():
+        skipped.append(f"{path} is skipped: {reason}.")
     notes = list(skipped)
     for sweep in directories.sweeps:
         notes += sweep_notes(sweep)
@@ -122,6 +124,7 @@ def compare(
     arms, values_of_groups = group_arms(arms, keys)
     chosen = choose_baseline(baseline, arms)
     baselines: dict[RunArm, RunArm | None] = {}
+    # An arm that is its own baseline has no gap.
     pairs = []
     for arm in arms:
         base = baseline_arm(arm, arms, chosen)
@@ -129,8 +132,9 @@ def compare(
         if base is not None and base is not arm:
             pairs.append((arm, base))
     score_notes = missing_baseline_notes(baselines, chosen)
-    evaluated, about_scores = evaluations(arms, dict(pairs), step)
-    rows = make_rows(arms, dict(pairs), evaluated, keys.incomparable)
+    bases = dict(pairs)
+    evaluated, about_scores = evaluations(arms, bases, step)
+    rows = make_rows(arms, bases, evaluated, keys.incomparable)
     groups = []
     for letter, values in values_of_groups.items():
         rows_of_group = [row for row in rows if row.group == letter]
@@ -170,14 +174,21 @@ def make_rows(
     incomparable: list[str],
 ) -> list[Row]:
     """Measure the gap of each arm to its baseline in `bases`, and fill the cells of report.csv."""
-    measured = [row_with_gap(arm, bases.get(arm)) for arm in arms]
+    measured = []
+    p_values = []
+    baselines = set()
+    for arm in arms:
+        row = row_with_gap(arm, bases.get(arm))
+        measured.append(row)
+        p_values.append(row.outcome.p if row.outcome else None)
+        baselines.add(row.baseline)
     # All gaps of a report are one family of tests.
-    p_values = holm([row.outcome.p if row.outcome else None for row in measured])
-    baselines = {row.baseline for row in measured}
+    corrected = holm(p_values)
     rows = []
     for i, arm in enumerate(arms):
-        row = replace(measured[i], is_baseline=arm in baselines, p_holm=p_values[i])
-        cells = row_values(row, incomparable) | columns(evaluated, i)
+        row = replace(measured[i], is_baseline=arm in baselines, p_holm=corrected[i])
+        cells = row_values(row, incomparable)
+        cells |= columns(evaluated, i)
         rows.append(replace(row, values=cells))
     return rows
 
@@ -210,8 +221,13 @@ def notes_of(
         notes += run_notes(run)
     for arm, base in pairs:
         notes += seed_notes(arm, base)
-    notes += [*score_notes, *fact_notes(runs), *parameter_notes(pairs), *length_notes(pairs)]
-    return notes + speed_notes(runs) + code_notes(arms)
+    notes += score_notes
+    notes += fact_notes(runs)
+    notes += parameter_notes(pairs)
+    notes += length_notes(pairs)
+    notes += speed_notes(runs)
+    notes += code_notes(arms)
+    return notes
 
 
 def choose_baseline(requested: str | None, arms: Sequence[RunArm]) -> str | None:
@@ -245,11 +261,14 @@ def baseline_arm(arm: RunArm, arms: Sequence[RunArm], baseline: str | None) -> R
         # `comparable_in_size` judges the keys in MATCHES: their values need not be equal.
         if key not in (*MATCHES, "attention") and not key.startswith(ATTENTION):
             equal_keys[key] = value
-    candidates = [other for other in arms if equal_keys.items() <= other.keys.items()]
-    candidates = comparable_in_size(arm, candidates)
-    if len(candidates) > 1:
-        candidates = [other for other in candidates if not overrides(other.runs[0])]
-    return candidates[0] if candidates else None
+    agreeing = [other for other in arms if equal_keys.items() <= other.keys.items()]
+    candidates = comparable_in_size(arm, agreeing)
+    if len(candidates) == 1:
+        return candidates[0]
+    for candidate in candidates:
+        if not overrides(candidate.runs[0]):
+            return candidate
+    return None
 
 
 def comparable_in_size(arm: RunArm, others: Sequence[RunArm]) -> list[RunArm]:

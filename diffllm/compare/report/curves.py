@@ -70,12 +70,13 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
         return None
-    x = np.unique(np.concatenate([curve.tokens for curve in curves]))
+    all_tokens = np.concatenate([curve.tokens for curve in curves])
+    x = np.unique(all_tokens)
     interpolated = []
     for curve in curves:
         # By default, np.interp repeats the first and the last value outside of the curve.
         interpolated.append(np.interp(x, *curve, left=np.nan, right=np.nan))
-    seeds = np.stack(interpolated)
+    seeds = np.stack(interpolated)  # (seeds, n)
     is_incomplete = np.isnan(seeds).any(axis=0)
     # Curves of single seeds reach one point further, where they meet the mean of all seeds.
     shows_single = np.convolve(is_incomplete, [1, 1, 1])[1:-1] > 0
@@ -85,10 +86,12 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
         single = np.where(shows_single, y, np.nan)
         if np.isfinite(single).any():
             singles.append(single)
-        places = np.flatnonzero(np.isfinite(y))
+        finite_places = np.flatnonzero(np.isfinite(y))
         # A curve without finite values has no last point.
-        if len(places) and places[-1] < len(x) - 1:
-            stops.append((x[places[-1]], y[places[-1]]))
+        if len(finite_places):
+            last_place = finite_places[-1]
+            if last_place < len(x) - 1:
+                stops.append((x[last_place], y[last_place]))
     # The mean of the other seeds would jump where a curve ends.
     complete = np.where(is_incomplete, np.nan, seeds)
     return Band(
@@ -117,16 +120,19 @@ def smoothed(series: Series, points: int) -> Series:
     # A mean over the finite values only: otherwise a single NaN would remove `points` values. The
     # mean is NaN exactly where the value is not finite.
     is_finite = np.isfinite(series.values)
-    total = window_sums(np.where(is_finite, series.values, 0), points)
+    finite_values = np.where(is_finite, series.values, 0)
+    total = window_sums(finite_values, points)
     count = window_sums(is_finite, points)
-    return Series(series.tokens, np.where(is_finite, total / count.clip(1), np.nan))
+    means = np.where(is_finite, total / count.clip(1), np.nan)
+    return Series(series.tokens, means)
 
 
 def window_sums(values: Array, points: int) -> Array:
     """Return the sum of the `points` values around each of the values (n,)."""
     # mode="same" would return `points` values if there are fewer values.
+    sums = np.convolve(values, np.ones(points))
     start = points // 2
-    return np.convolve(values, np.ones(points))[start : start + len(values)]
+    return sums[start : start + len(values)]
 
 
 def at_end(row: RunArm, quantity: str) -> Band | None:
@@ -150,8 +156,10 @@ def at_end(row: RunArm, quantity: str) -> Band | None:
         return None
     curves = []
     for run, series in series_by_run.items():
-        values = series.values[series.tokens == common[-1]]
-        curves.append(Series(np.array(run.layers(quantity)), values[-1]))
+        is_last = series.tokens == common[-1]
+        values = series.values[is_last]
+        layers = np.array(run.layers(quantity))
+        curves.append(Series(layers, values[-1]))
     return over_seeds(curves)
 
 
@@ -161,8 +169,9 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
     Divide the points of the band into intervals. Return three arrays with one value per interval:
     the first x, the minimum of `band.low` and the maximum of `band.high`.
     """
-    n = len(band.x)
-    starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
+    points = len(band.x)
+    intervals = min(points, POINTS)
+    starts = np.linspace(0, points, intervals, endpoint=False).astype(int)
     # fmin and fmax ignore NaN, so that a single gap does not hide an interval.
     low = np.fmin.reduceat(band.low, starts)
     high = np.fmax.reduceat(band.high, starts)
@@ -181,11 +190,14 @@ def gap_band(row: Row) -> Band | None:
     base_curves = {run.seeds: run.series(EVAL_LOSS) for run in row.baseline.runs}
     gaps = []
     for run in row.runs:
-        candidate = run.series(EVAL_LOSS)
         base = base_curves.get(run.seeds)
-        if base is not None:
-            tokens, i, j = np.intersect1d(candidate.tokens, base.tokens, return_indices=True)
-            gaps.append(Series(tokens, candidate.values[i] - base.values[j]))
+        if base is None:
+            continue
+        candidate = run.series(EVAL_LOSS)
+        common = np.intersect1d(candidate.tokens, base.tokens, return_indices=True)
+        tokens, candidate_places, base_places = common
+        differences = candidate.values[candidate_places] - base.values[base_places]
+        gaps.append(Series(tokens, differences))
     return over_seeds(gaps)
 
 
@@ -224,13 +236,15 @@ def sample_gaps(arm: RunArm, base: RunArm) -> dict[int, Estimate]:
 
 def losses_by_tokens(runs: Iterable[Run]) -> dict[int, Losses]:
     """Return the finite held-out sample losses of runs by number of training tokens."""
-    losses: dict[int, Losses] = {}
+    losses_by_count: dict[int, Losses] = {}
     for run in runs:
         curve = run.series(EVAL_LOSS)
-        for tokens, loss in zip(curve.tokens.tolist(), curve.values.tolist(), strict=True):
+        points = zip(curve.tokens.tolist(), curve.values.tolist(), strict=True)
+        for tokens, loss in points:
             if np.isfinite(loss):
-                losses.setdefault(tokens, {})[run.seeds] = loss
-    return losses
+                losses = losses_by_count.setdefault(tokens, {})
+                losses[run.seeds] = loss
+    return losses_by_count
 
 
 def rows_of_gaps(rows: list[Row]) -> list[Row]:
@@ -255,6 +269,7 @@ def seed_noise(rows: Sequence[RunArm]) -> Series | None:
     from scipy.special import stdtrit
 
     all_curves = chain.from_iterable(curves_of_rows)
+    # The evaluations that all runs have in common.
     tokens = reduce(np.intersect1d, [curve.tokens for curve in all_curves])
     losses = []
     for curves in curves_of_rows:
@@ -307,20 +322,22 @@ def over_cost(band: Band, runs: Sequence[Run], budget: Budget) -> Band | None:
         costs.append(cost)
     # A run that ended early has no cost at later evaluations. The mean over the other runs could
     # be smaller there, so the band ends.
-    measured = np.isfinite(costs).all(axis=0)
-    if not measured.any():
+    is_measured = np.isfinite(costs).all(axis=0)
+    if not is_measured.any():
         return None
-    mean = np.mean(np.stack(costs)[:, measured], axis=0)
+    measured_costs = np.stack(costs)[:, is_measured]  # (runs, n)
+    mean_costs = np.mean(measured_costs, axis=0)
+    tokens = band.x[is_measured]
     stops = []
     for x, y in band.stops:
-        cost_at_stop = float(np.interp(x, band.x[measured], mean))
+        cost_at_stop = float(np.interp(x, tokens, mean_costs))
         stops.append((cost_at_stop, y))
     return replace(
         band,
-        x=mean,
-        mean=band.mean[measured],
-        low=band.low[measured],
-        high=band.high[measured],
-        singles=[single[measured] for single in band.singles],
+        x=mean_costs,
+        mean=band.mean[is_measured],
+        low=band.low[is_measured],
+        high=band.high[is_measured],
+        singles=[single[is_measured] for single in band.singles],
         stops=stops,
     )

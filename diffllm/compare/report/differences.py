@@ -60,6 +60,7 @@ def row_differences(rows: list[Row]) -> list[Difference]:
     for difference in differences(comparands_of(rows), REPORT, declared):
         if not is_within(difference.key, OMITTED):
             result.append(difference)
+    # The sort is stable: keys of equal rank stay sorted by name.
     result.sort(key=lambda item: (ORDER.index(item.role), item.key not in keys_of_rows))
     return result
 
@@ -73,7 +74,9 @@ def comparands_of(rows: list[Row]) -> list[Comparand]:
         for run, values in zip(row.runs, values_of(row.runs), strict=True):
             for name in row.values:
                 values.pop(name, None)
-            values |= {"budget": budgets[run], **row.differing}
+            values["budget"] = budgets[run]
+            # The keys that distinguish rows have the row's values, such as a text of all versions.
+            values |= row.differing
             comparands.append(Comparand(row.label, run.cfg.seed, values))
     return comparands
 
@@ -88,7 +91,8 @@ def row_settings(row: Row, differing: list[Difference]) -> str:
                 values.append(text)
         # A row has several values if its seeds differ in a key without influence on the loss.
         if values:
-            texts.append(f"{difference.key}={' or '.join(values)}")
+            alternatives = " or ".join(values)
+            texts.append(f"{difference.key}={alternatives}")
     return " ".join(texts)
 
 
@@ -96,12 +100,13 @@ def differences_table(differing: list[Difference]) -> Table:
     """Return a table of the keys in which rows differ: role with reason, and rows of each value."""
     lines: list[list[str | Cell]] = []
     for difference in differing:
-        name = ROLE_NAMES.get(difference.role, difference.role)
         values = []
         for text, labels in difference.values.items():
             values.append(f"{text}: {shortlist(labels, MOST_LABELS)}")
-        role = Cell(name, small=(difference.reason,))
-        lines.append([difference.key, role, Cell(small=tuple(values))])
+        name = ROLE_NAMES.get(difference.role, difference.role)
+        role_cell = Cell(name, small=(difference.reason,))
+        values_cell = Cell(small=tuple(values))
+        lines.append([difference.key, role_cell, values_cell])
     return Table.of(["Key", "Role", "Values"], lines, range(3))
 
 
@@ -121,23 +126,27 @@ def settings(rows: list[Row]) -> dict[str, str]:
     texts = {}
     for name in setting_names(runs, settings_of_runs):
         # A key is shown if one run has changed it; the other runs then show their default.
-        texts_of_runs = []
+        distinct: dict[str, None] = {}
         for run, values in zip(runs, settings_of_runs, strict=True):
-            value = values.get(name, run.config.get(name))
+            default = run.config.get(name)
+            value = values.get(name, default)
             if value not in (None, [], ""):
-                texts_of_runs.append(value_text(name, value))
-        if texts_of_runs:
-            texts[name] = " or ".join(dict.fromkeys(texts_of_runs))
+                distinct[value_text(name, value)] = None
+        if distinct:
+            texts[name] = " or ".join(distinct)
     return texts
 
 
 def setting_names(runs: list[Run], settings_of_runs: list[dict[str, Any]]) -> list[str]:
     """Return the names of all settings: keys in HEADLINE, other keys as declared, then facts."""
     names: set[str] = set().union(*settings_of_runs)
+    # A dict of None is a set that keeps its order.
+    keys = dict.fromkeys([*HEADLINE, *all_declarations(runs)])
+    facts = fact_declarations()
     ordered = []
-    for key in dict.fromkeys([*HEADLINE, *all_declarations(runs)]):
+    for key in keys:
         # `all_declarations` also contains the facts, which follow all keys.
-        if key in names and key not in fact_declarations():
+        if key in names and key not in facts:
             ordered.append(key)
     return ordered + sorted(names.difference(ordered))
 
@@ -175,6 +184,8 @@ def changed_settings(run: Run) -> dict[str, Any]:
         values["corpus"] = "unknown"
     git = run.facts.get("git")
     if isinstance(git, dict) and isinstance(git.get("commit"), str):
-        changes = ", with uncommitted changes" if git.get("dirty") else ""
-        values["commit"] = f"{git['commit'][:12]}{changes}"
+        commit = git["commit"][:12]
+        if git.get("dirty"):
+            commit += ", with uncommitted changes"
+        values["commit"] = commit
     return values

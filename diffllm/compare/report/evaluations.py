@@ -73,7 +73,9 @@ def evaluations(
         if steps:
             # A dict of None is a set that keeps its order, in which the page shows evaluations.
             names |= dict.fromkeys(steps[max(steps)])
-    notes = [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
+    notes = []
+    for reason, files in problems.items():
+        notes.append(f"{shortlist(files, 3)}: {reason}.")
     evaluated = []
     for name in names:
         scores, note = evaluation_of_rows(name, rows, bases, by_run)
@@ -106,19 +108,25 @@ def evaluation_of_rows(
             f"{name}: skipped {shortlist(skipped, 3)}, evaluated after another number of tokens, "
             "with another tokenizer, at other levels or on other examples."
         )
-    newest = {}
-    subgroups = {}
+    newest: dict[RunArm, dict[Seeds, Lines]] = {}
+    subgroups: dict[RunArm, dict[Seeds, Lines]] = {}
     checkpoints_of_runs: list[list[Checkpoint]] = []
     for row, runs in by_row.items():
-        newest[row] = {seeds: points[-1].scores for seeds, points in runs.items()}
-        subgroups[row] = {seeds: subgroup_scores(newest[row][seeds]) for seeds in runs}
-        checkpoints_of_runs += runs.values()
+        newest[row] = {}
+        subgroups[row] = {}
+        for seeds, points in runs.items():
+            scores = points[-1].scores
+            newest[row][seeds] = scores
+            subgroups[row][seeds] = subgroup_scores(scores)
+            checkpoints_of_runs.append(points)
     lines = score_lines(newest, bases, unit)
     if not lines:
         return None, note
     parts = score_lines(subgroups, bases, unit)
     loss = loss_of_all(checkpoints_of_runs)
-    equal = [] if loss is None else lines_at_loss(loss, by_row, bases, unit)
+    equal = []
+    if loss is not None:
+        equal = lines_at_loss(loss, by_row, bases, unit)
     return Evaluated(name, unit, lines, parts, equal, loss), note
 
 
@@ -162,8 +170,10 @@ def lines_at_loss(
     scores = {}
     rows_with_scores = 0
     for row, runs in by_row.items():
-        scores[row] = {seeds: scores_at(loss, points) for seeds, points in runs.items()}
-        rows_with_scores += any(scores[row].values())
+        scores_of_row = {seeds: scores_at(loss, points) for seeds, points in runs.items()}
+        scores[row] = scores_of_row
+        if any(scores_of_row.values()):
+            rows_with_scores += 1
     if rows_with_scores < 2:
         return []
     return score_lines(scores, bases, unit)
@@ -174,13 +184,16 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
     places, losses = run.metrics.columns.get("eval/loss", ((), ()))
     logged = {}
     for place, loss in zip(places, losses, strict=True):
-        logged[int(run.metrics.steps[place])] = float(loss)
-    newest = question_of(steps[max(steps)][name])
+        step = int(run.metrics.steps[place])
+        logged[step] = float(loss)
+    newest_step = max(steps)
+    newest_question = question_of(steps[newest_step][name])
     result = []
     for step in sorted(steps):
         score = steps[step].get(name)
-        if score is not None and question_of(score) == newest:
-            result.append(Checkpoint(finite(logged.get(step)), by_name(score)))
+        if score is not None and question_of(score) == newest_question:
+            loss_at_step = finite(logged.get(step))
+            result.append(Checkpoint(loss_at_step, by_name(score)))
     return result
 
 
@@ -248,7 +261,8 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
         losses = [point.loss for point in checkpoints_of_run if point.loss is not None]
         if losses:
             lowest.append(min(losses))
-    return max(lowest) if len({*lowest}) > 1 else None
+    have_equal_losses = len(set(lowest)) < 2
+    return None if have_equal_losses else max(lowest)
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
@@ -278,12 +292,17 @@ def interpolated(first: Lines, last: Lines, share: float) -> Lines:
     for name, score in last.items():
         if name not in first:
             continue
-        start, end = finite(first[name].get("value")), finite(score.get("value"))
+        start = finite(first[name].get("value"))
+        end = finite(score.get("value"))
         value = None
         if start is not None and end is not None:
             value = (1 - share) * start + share * end
-        chance, limits = score.get("chance"), score.get("range")
-        scores[name] = {"of": name, "value": value, "chance": chance, "range": limits}
+        scores[name] = {
+            "of": name,
+            "value": value,
+            "chance": score.get("chance"),
+            "range": score.get("range"),
+        }
     return scores
 
 
@@ -331,16 +350,18 @@ def score_line(
         if not row_values:
             cells.append(None)
             continue
-        mean = estimate(list(row_values.values())).within(low, high)
+        mean = estimate(list(row_values.values()))
+        limited_mean = mean.within(low, high)
         limited_gap = None
         if row in bases:
-            gap = paired(row_values, values[bases[row]])
+            base_values = values[bases[row]]
+            gap = paired(row_values, base_values)
             if gap:
                 limited_gap = gap.estimate.within(low - high, high - low)
         interval = None
         if unit == SHARE:
-            interval = over_examples(mean, examples[row])
-        cells.append(ScoreCell(mean, limited_gap, interval))
+            interval = over_examples(limited_mean, examples[row])
+        cells.append(ScoreCell(limited_mean, limited_gap, interval))
     return ScoreLine(name, finite(scores[0].get("chance")), cells)
 
 
@@ -370,7 +391,8 @@ def over_examples(mean: Estimate, examples: float) -> tuple[float, float] | None
     seeds.
     """
     varies = mean.low is not None and not mean.all_equal
-    if varies or examples < 1 or not 0 <= mean.mean <= 1:
+    is_share = 0 <= mean.mean <= 1
+    if varies or examples < 1 or not is_share:
         return None
     return wilson(mean.mean, examples)
 
@@ -379,7 +401,8 @@ def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]
     """Return the columns of report.csv with the scores of a row, given as its index."""
     values: dict[str, float | None] = {}
     for evaluation in evaluated:
-        for lines, suffix in ((evaluation.lines, ""), (evaluation.equal, ", equal loss")):
+        lines_by_suffix = {"": evaluation.lines, ", equal loss": evaluation.equal}
+        for suffix, lines in lines_by_suffix.items():
             for line in lines:
                 level = f": {line.name}" if line.name else ""
                 name = f"{evaluation.name}{level}{suffix}"

@@ -4,7 +4,6 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +12,11 @@ from markupsafe import Markup
 from diffllm.compare.arms.run import Series
 from diffllm.compare.arms.sentences import (
     compact,
-    short,
     with_minus,
 )
 from diffllm.compare.report.curves import Band, Spike, envelope
+from diffllm.compare.report.scales import FEW, hide_nonpositive, logarithmic, scale_limits
 from diffllm.compare.report.styles import RowStyle
-from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate
 
 if TYPE_CHECKING:
@@ -37,10 +35,6 @@ LEGEND_LINE, HANDLE = 16, 40
 """Height of a line and width of a handle in a legend, in pixels."""
 MARGIN, GAP_LINE = 60, 26
 """Height of a figure of gaps without and per gap, in pixels."""
-OUTLYING = 8
-"""The scale of gaps ends at this multiple of the (lower) median reach of an interval."""
-FEW = 24
-"""Curves of at most this number of points have markers."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
     # Texts stay texts: the browser draws them, and readers can search for them.
@@ -100,14 +94,17 @@ def short_label(label: str, length: int = LABEL_LENGTH) -> str:
 
 def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
     """Return the entries of a legend, at most ENTRIES: names of rows or variants with a style."""
+    styles_by_name: dict[str, RowStyle] = {}
     if len(styles) > ENTRIES:
         # The reversed order keeps the style of the first row of a variant.
-        by_variant = {style.variant: style for style in reversed(styles)}
-        entries = list(reversed(by_variant.items()))
+        for style in reversed(styles):
+            styles_by_name[style.variant] = style
+        names = list(reversed(styles_by_name))
     else:
-        by_label = {style.label: style for style in styles}
-        entries = list(by_label.items())
-    return [(short_label(name), style) for name, style in entries[:ENTRIES]]
+        for style in styles:
+            styles_by_name[style.label] = style
+        names = list(styles_by_name)
+    return [(short_label(name), styles_by_name[name]) for name in names[:ENTRIES]]
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -119,9 +116,10 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def add_legend(figure: "Figure") -> None:
     """Add a legend below the axes, and increase the figure's height by the legend's height."""
+    handles_of_axes, labels_of_axes = figure.axes[0].get_legend_handles_labels()
     entries = []
     other_entries: dict[str, Any] = {}
-    for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
+    for handle, label in zip(handles_of_axes, labels_of_axes, strict=True):
         # Names of rows, which begin with a space, may be equal after `short_label`.
         if label.startswith(" "):
             entries.append((label, handle))
@@ -130,10 +128,12 @@ def add_legend(figure: "Figure") -> None:
     entries += other_entries.items()
     labels, handles = zip(*entries, strict=True)
     width, height = figure.get_size_inches()
-    entry_width = HANDLE + CHARACTER * max(map(len, labels))
+    longest_label = max(map(len, labels))
+    entry_width = HANDLE + CHARACTER * longest_label
     most_columns = max(1, int(72 * width / entry_width))
     lines = math.ceil(len(entries) / most_columns)
-    figure.set_size_inches(width, height + (LEGEND_LINE * lines + 4) / 72)
+    legend_height = LEGEND_LINE * lines + 4
+    figure.set_size_inches(width, height + legend_height / 72)
     figure.legend(
         handles,
         labels,
@@ -181,8 +181,10 @@ def draw_curves(
         if band is not None:
             drawn.append((band, style))
             styles_of_bands.append(style)
-    # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
-    names = {style: f" {name}" for name, style in legend_of(styles_of_bands)}
+    names = {}
+    for name, style in legend_of(styles_of_bands):
+        # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
+        names[style] = f" {name}"
     figure = new_figure(WIDTH, HEIGHT)
     axes = figure.subplots()
     for band, style in drawn:
@@ -195,8 +197,11 @@ def draw_curves(
     if mark is not None:
         height, label = mark
         axes.axhline(height, label=label, **DOTTED)
-    for number, start in enumerate(starts):
-        axes.axvline(start, label="start of a stage" if number == 0 else "", **DASHED)
+    label = "start of a stage"
+    for start in starts:
+        axes.axvline(start, label=label, **DASHED)
+        # The legend has one entry for all starts.
+        label = ""
     if log:
         logarithmic(axes)
     elif top is not None:
@@ -213,7 +218,8 @@ def draw_curves(
 def end_scale(axes: "Axes", drawn: list[tuple[Band, RowStyle]], top: float) -> None:
     """End the vertical axis at `top`; an arrow marks a curve that is entirely above it."""
     bottom = axes.dataLim.ymin
-    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+    margin = 0.05 * (top - bottom)
+    axes.set_ylim(bottom - margin, top)
     for band, style in drawn:
         if band.drawn.min() > top:
             draw_arrow(axes, (band.x[-1], top), "^", style.colour)
@@ -241,20 +247,16 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
     lines = [(band.mean, 1.6, name)]
     for single in band.singles:
         lines.append((single, 0.7, ""))
-    for y, width, label in lines:
-        axes.plot(
-            band.x,
-            hide_nonpositive(y, log),
-            lw=width,
-            ms=2 * width,
-            label=label,
-            marker=style.marker if len(band.x) <= FEW else "",
-            **style.line,
-        )
+    marker = style.marker if len(band.x) <= FEW else ""
+    for values, width, label in lines:
+        y = hide_nonpositive(values, log)
+        axes.plot(band.x, y, lw=width, ms=2 * width, label=label, marker=marker, **style.line)
     x, low, high = envelope(band)
     low = hide_nonpositive(low, log)
     is_finite = np.isfinite(low) & np.isfinite(high)
-    has_area = (band.high > band.mean).any() or (band.low < band.mean).any()
+    is_above = band.high > band.mean
+    is_below = band.low < band.mean
+    has_area = is_above.any() or is_below.any()
     if has_area and is_finite.any():
         axes.fill_between(
             x,
@@ -292,39 +294,18 @@ def draw_spikes(axes: "Axes", drawn: list[tuple[Band, RowStyle]]) -> None:
         return
     highest = max(spikes, key=lambda spike: spike.value)
     # The text is on the side of the mark where more of the figure is.
-    is_right = highest.x > sum(axes.dataLim.intervalx) / 2
+    middle = sum(axes.dataLim.intervalx) / 2
+    distance, alignment = 6, "left"
+    if highest.x > middle:
+        distance, alignment = -6, "right"
     axes.annotate(
         f"step {highest.step:,}",
         (highest.x, min(highest.value, top)),
-        xytext=(-6 if is_right else 6, -2),
+        xytext=(distance, -2),
         textcoords="offset points",
-        horizontalalignment="right" if is_right else "left",
+        horizontalalignment=alignment,
         verticalalignment="top",
     )
-
-
-def hide_nonpositive(values: np.ndarray, log: bool) -> np.ndarray:
-    """Return values (n,) with NaN in place of those that a logarithmic axis cannot show."""
-    if not log:
-        return values
-    # Smaller positive values occur only in damaged files; the axis would get infinite limits.
-    return np.where(values > 1 / LARGEST, values, np.nan)
-
-
-def logarithmic(axes: "Axes") -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    # A short scale contains few powers of ten, or none, and needs ticks between them.
-    subs: tuple[float, ...] = (1,)
-    if high < 4 * low:
-        subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    elif high < 100 * low:
-        subs = (1, 2, 5)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(lambda y, _: short(y, 4))
 
 
 def draw_gaps(
@@ -344,9 +325,11 @@ def draw_gaps(
         sides: labels of the negative side and the positive side of the axis.
         ends: description of the intervals, for the legend.
     """
-    figure = new_figure(width, max(MARGIN + GAP_LINE * len(gaps), HEIGHT))
+    height = max(MARGIN + GAP_LINE * len(gaps), HEIGHT)
+    figure = new_figure(width, height)
     axes = figure.subplots()
     low, high = scale_limits(gaps)
+    # The first gap is at the top.
     axes.set(xlim=(low, high), ylim=(len(gaps) - 0.4, -0.6))
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
     rings = hollow or [False] * len(gaps)
@@ -359,11 +342,13 @@ def draw_gaps(
         axes.plot(
             gap.mean, y, "o", ms=7, mew=1.8, color=style.colour, markerfacecolor=fill, label=name
         )
-    axes.set_yticks(range(len(gaps)), [short_label(style.label, 22) for style in styles])
+    labels = [short_label(style.label, 22) for style in styles]
+    axes.set_yticks(range(len(gaps)), labels)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
-    axes.locator_params(axis="x", nbins=max(3, int(width / 90)), steps=ROUND)
+    most_ticks = max(3, int(width / 90))
+    axes.locator_params(axis="x", nbins=most_ticks, steps=ROUND)
     axes.xaxis.set_major_formatter(lambda x, _: with_minus(f"{x:+g}" if x else "0"))
     negative, positive = sides
     axes.set_title(f"← {negative}" if low < 0 else "", loc="left")
@@ -391,30 +376,6 @@ def draw_interval(axes: "Axes", y: int, gap: Estimate, colour: str, label: str) 
         axes.text(high, y - 0.1, value, horizontalalignment="right")
 
 
-def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return the lower and upper end of an axis for the mean gaps and their intervals.
-
-    The axis contains 0, but no values beyond a limit. The limit is OUTLYING times the median size
-    of the gaps with the most seeds; the size of a gap is the largest absolute value of its mean and
-    its interval ends. The intervals of gaps with fewer seeds are ignored, because they are wider.
-    """
-    most_seeds = max(gap.seeds for gap in gaps)
-    values: list[float] = []
-    sizes = []
-    for gap in gaps:
-        if gap.seeds == most_seeds:
-            ends = [gap.mean, *(gap.interval or ())]
-            values += ends
-            sizes.append(max(map(abs, ends)))
-    # All gaps can be 0; an axis needs some length.
-    limit = OUTLYING * median_low(sizes) or 1.0
-    values = np.clip(values, -limit, limit).tolist()
-    values += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
-    low, high = min(0.0, *values), max(0.0, *values)
-    margin = 0.12 * (high - low) or 1.0
-    return low - margin, high + margin
-
-
 def to_svg(figure: "Figure", title: str) -> bytes:
     out = io.BytesIO()
     # A date would make pages of equal runs different.
@@ -423,8 +384,8 @@ def to_svg(figure: "Figure", title: str) -> bytes:
 
 
 def to_image(figure: "Figure", title: str) -> Markup:
-    width, height = (round(72 * side) for side in figure.get_size_inches())
+    width, height = figure.get_size_inches()
     data = base64.b64encode(to_svg(figure, title)).decode()
     return Markup(
         '<img width="{}" height="{}" alt="{}" src="data:image/svg+xml;base64,{}">'
-    ).format(width, height, title, data)
+    ).format(round(72 * width), round(72 * height), title, data)

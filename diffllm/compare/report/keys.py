@@ -1,9 +1,8 @@
 """Find the config keys and the facts of run.json that distinguish the rows of a report."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -20,10 +19,14 @@ from diffllm.compare.arms.comparable import (
     role,
     shown_value,
     starting_point,
-    value_text,
 )
 from diffllm.compare.arms.heldout import HELDOUT
 from diffllm.compare.arms.run import Run
+from diffllm.compare.report.seed_facts import (
+    conditions_of,
+    text_of_values,
+    with_facts_of_seeds,
+)
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import variant_config
@@ -102,10 +105,12 @@ def distinguish(runs: list[Run]) -> Keys:
     swept = ["attention", *sorted(differing - explained - {"attention"})]
     # Groups of comparable rows need all conditions, also those that another key explains.
     incomparable = conditions_of(differing, declared)
-    shown_values = []
+    names = [*swept, *incomparable]
+    values_of_runs = []
     for run_values in values:
-        shown_values.append({name: run_values.get(name) for name in (*swept, *incomparable)})
-    return Keys(swept, incomparable, shown_values, keys_of_model_choice(runs, swept, values))
+        values_of_runs.append({name: run_values.get(name) for name in names})
+    of_model = keys_of_model_choice(runs, swept, values)
+    return Keys(swept, incomparable, values_of_runs, of_model)
 
 
 def keys_of_model_choice(
@@ -122,7 +127,8 @@ def keys_of_model_choice(
     """
     values_and_choice = []
     for run, run_values in zip(runs, values, strict=True):
-        values_and_choice.append(run_values | {"choice": run.cfg.resolved.choices["model"]})
+        choice = run.cfg.resolved.choices["model"]
+        values_and_choice.append(run_values | {"choice": choice})
     # The choice must determine the keys, and the keys the choice: a label with the choice alone
     # then says as much as a label with all keys.
     determined = set()
@@ -148,6 +154,7 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
     Args:
         values: for each run, the values by name.
     """
+    # With one arm per run, and one seed, any two runs with different values differ.
     comparands = [Comparand(str(i), 0, run_values) for i, run_values in enumerate(values)]
     names = set()
     for difference in differences(comparands, REPORT, declared):
@@ -160,94 +167,10 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
     return names
 
 
-def conditions_of(names: Collection[str], declared: Declarations) -> list[str]:
-    """Return the names of keys and facts that must agree in compared rows, sorted."""
-    conditions = []
-    for name in sorted(names):
-        if role(name, declaration_of(name, declared), REPORT) == "condition":
-            conditions.append(name)
-    return conditions
-
-
-def with_facts_of_seeds(
-    values: Sequence[dict[str, Any]],
-    runs: Sequence[Run],
-    differing: Collection[str],
-    declared: Declarations,
-) -> list[dict[str, Any]]:
-    """Combine the values of facts of the machine in arms whose runs of each seed agree.
-
-    Such a fact does not distinguish these arms: a later version of torch may have trained more
-    seeds. The fact of each run becomes a text of all values in these arms, "2.13 or 2.14". Only
-    arms that agree in all other conditions are united, so that other runs of the report have no
-    influence.
-    """
-    facts = sorted(set(machine_facts()).intersection(differing))
-    others = sorted({*differing}.difference(facts))
-    groups = []
-    for places in places_by_values(conditions_of(others, declared), values, range(len(runs))):
-        groups.append(places_by_values(others, values, places))
-    combined = list(values)
-    for fact in facts:
-        united = arms_equal_by_seed(fact, list(chain.from_iterable(groups)), runs, values)
-        # Arms that differ in other conditions are united only if this unites all runs.
-        if not united or len(united[0][1]) < len(runs):
-            united = []
-            for arms in groups:
-                united += arms_equal_by_seed(fact, arms, runs, values)
-        for text, places in united:
-            for i in places:
-                combined[i] = combined[i] | {fact: text}
-    return combined
-
-
-def places_by_values(
-    names: Sequence[str], values: Sequence[Mapping[str, Any]], places: Iterable[int]
-) -> list[list[int]]:
-    """Divide places of runs into lists of runs with equal values of `names`."""
-    divided: dict[str, list[int]] = {}
-    for i in places:
-        divided.setdefault(text_of_values(names, values[i]), []).append(i)
-    return list(divided.values())
-
-
-def arms_equal_by_seed(
-    fact: str, arms: Sequence[list[int]], runs: Sequence[Run], values: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, list[int]]]:
-    """Unite arms, given as places of runs, whose runs of each common seed agree in a fact.
-
-    Return a text of all values and the runs of each union. Omit arms that agree with no other arm,
-    except if there is only one arm.
-    """
-    united: list[tuple[dict[int, str], list[list[int]]]] = []
-    for places in arms:
-        by_seed: dict[int, set[str]] = {}
-        for i in places:
-            by_seed.setdefault(runs[i].cfg.seed, set()).add(value_text(fact, values[i][fact]))
-        if any(len(texts) > 1 for texts in by_seed.values()):
-            continue
-        facts_of_arm = {seed: texts.pop() for seed, texts in by_seed.items()}
-        for facts_by_seed, members in united:
-            common = facts_by_seed.keys() & facts_of_arm.keys()
-            if all(facts_by_seed[seed] == facts_of_arm[seed] for seed in common):
-                # The next arm must also agree in the seeds that only this arm has.
-                facts_by_seed.update(facts_of_arm)
-                members.append(places)
-                break
-        else:
-            united.append((facts_of_arm, [places]))
-    unions: dict[str, list[int]] = {}
-    for facts_by_seed, members in united:
-        texts = sorted({*facts_by_seed.values()})
-        if len(texts) > 1 and (len(members) > 1 or len(arms) == 1):
-            # Two unions can have the same values in other seeds; only the first gets the text.
-            unions.setdefault(" or ".join(texts), list(chain.from_iterable(members)))
-    return list(unions.items())
-
-
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:
     """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
-    return strictest([COMPUTED, fact_declarations(), *(run.declarations for run in runs)])
+    of_runs = [run.declarations for run in runs]
+    return strictest([COMPUTED, fact_declarations(), *of_runs])
 
 
 def is_deciding(key: str, declared: Declaration) -> bool:
@@ -269,12 +192,15 @@ def values_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     several = several_versions([run.plugin_code for run in runs])
     result = []
     for run in runs:
-        values = compared_values(run.config, run.declarations) | vars(facts_of(run.facts))
+        values = compared_values(run.config, run.declarations)
+        values |= vars(facts_of(run.facts))
         values["attention"] = run.variant
         values["resume"] = starting_point(run.cfg, run.path, run.facts.get("previous"))
-        values[CHANGED] = run.changes or None
-        versions = versions_text(run.plugin_code, run.plugin_code.keys() & several.keys())
-        values["plugins"] = versions or None
+        values[CHANGED] = run.changes if run.changes else None
+        # Plugins of which all runs use one version do not distinguish runs.
+        names = run.plugin_code.keys() & several.keys()
+        versions = versions_text(run.plugin_code, names)
+        values["plugins"] = versions if versions else None
         result.append(values)
     return result
 
@@ -353,7 +279,8 @@ def explained_names(
     """Return the facts and keys of `differing` whose values other keys of `differing` determine."""
     names = set()
     for name in differing.intersection([*FACTS, *CAUSES]):
-        if can_determine(differing & causes_of(name, declared), name, values):
+        causes = differing & causes_of(name, declared)
+        if can_determine(causes, name, values):
             names.add(name)
     return names
 
@@ -381,11 +308,13 @@ def default_values() -> dict[str, Any]:
 @cache
 def variant_keys(variant: str, schema: str) -> dict[str, Any]:
     attention = OmegaConf.structured(variant_config(variant, schema))
-    return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
+    content = OmegaConf.to_container(attention, enum_to_str=True)
+    return flatten(content, ATTENTION)  # type: ignore[arg-type]
 
 
 def has_differences(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    return len({shown_value(run_values.get(key)) for run_values in values}) > 1
+    texts = {shown_value(run_values.get(key)) for run_values in values}
+    return len(texts) > 1
 
 
 def can_determine(keys: Collection[str], key: str, values: Sequence[Mapping[str, Any]]) -> bool:
@@ -395,14 +324,11 @@ def can_determine(keys: Collection[str], key: str, values: Sequence[Mapping[str,
     runs have the same value of `key`, return False. `values` contains one dict per run, from key to
     value.
     """
-    texts_by_cause: dict[str, set[str]] = {}
+    causes = sorted(keys)
+    first_texts: dict[str, str] = {}
     for run_values in values:
-        texts = texts_by_cause.setdefault(text_of_values(sorted(keys), run_values), set())
-        texts.add(shown_value(run_values.get(key)))
-    is_function = all(len(texts) == 1 for texts in texts_by_cause.values())
-    return is_function and has_differences(key, values)
-
-
-def text_of_values(names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a text that is equal for two runs with equal values of `names`."""
-    return shown_value([values.get(name) for name in names])
+        cause = text_of_values(causes, run_values)
+        text = shown_value(run_values.get(key))
+        if text != first_texts.setdefault(cause, text):
+            return False
+    return has_differences(key, values)

@@ -65,11 +65,13 @@ def fact_notes(runs: list[Run]) -> list[str]:
         unrecorded = ", ".join(fact for fact in facts if run.facts.get(fact) is None)
         if unrecorded:
             missing.setdefault(unrecorded, []).append(str(run.path))
-    return [
-        f"{shortlist(paths, NAMED)}: run.json does not record {unrecorded}. These runs have no "
-        "gap to runs that do; among themselves, their config keys are compared instead."
-        for unrecorded, paths in missing.items()
-    ]
+    notes = []
+    for unrecorded, paths in missing.items():
+        notes.append(
+            f"{shortlist(paths, NAMED)}: run.json does not record {unrecorded}. These runs have no "
+            "gap to runs that do; among themselves, their config keys are compared instead."
+        )
+    return notes
 
 
 def parameter_notes(gaps: list[tuple[RunArm, RunArm]]) -> list[str]:
@@ -167,6 +169,7 @@ def runs_summary(rows: list[Row]) -> str:
     """Return the numbers of rows, seeds and finished runs, and the tokens per run, as a text."""
     runs = runs_of(rows)
     finished = sum(run.summary is not None for run in runs)
+    tokens = range_text([run.planned_tokens for run in runs])
     # Rows can have different numbers of seeds, such as "3/2 seeds".
     numbers_of_seeds = [str(len(row.runs)) for row in rows]
     seeds = "/".join(dict.fromkeys(numbers_of_seeds))
@@ -174,7 +177,7 @@ def runs_summary(rows: list[Row]) -> str:
     text = (
         f"{plural(len(rows), 'row')} × {seeds} {unit}: "
         f"{finished} of {plural(len(runs), 'run')} finished; "
-        f"{range_text([run.planned_tokens for run in runs])} tokens per run"
+        f"{tokens} tokens per run"
     )
     length = training_length(runs)
     if length:

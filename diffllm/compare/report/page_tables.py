@@ -58,8 +58,10 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     lines = []
     for row, style in zip(rows, styles, strict=True):
         if row.against is not None and row.outcome is not None:
-            names = Cell(row.label, small=(f"against {row.against.label}",), icon=style.swatch)
-            lines.append([names, *test_cells(row, row.outcome, tests > 1)])
+            against = f"against {row.against.label}"
+            names = Cell(row.label, small=(against,), icon=style.swatch)
+            cells = test_cells(row, row.outcome, tests > 1)
+            lines.append([names, *cells])
     # Numbers of diverged runs have a test even if no gap has one.
     has_test = tests > 0 or any(row.diverged for row in rows)
     if not lines or not has_test:
@@ -68,7 +70,8 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
     if tests > 1:
         return table
     # Holm's correction does not change a single p.
-    return Table([column for column in table.columns if column.title != HOLM])
+    columns = [column for column in table.columns if column.title != HOLM]
+    return Table(columns)
 
 
 def test_cells(row: Row, gap: ArmGap, several: bool) -> list[Cell]:
@@ -78,27 +81,34 @@ def test_cells(row: Row, gap: ArmGap, several: bool) -> list[Cell]:
         several: whether the page has several gaps, so that the tag is next to Holm's p.
     """
     paired = gap.paired
-    over_documents = ""
+    over_documents = MISSING
     if gap.over_documents:
-        over_documents = in_words(gap.over_documents.estimate, signed=True)
+        interval = in_words(gap.over_documents.estimate, signed=True)
+        if interval:
+            over_documents = interval
+    slope = row.trend.slope if row.trend else None
     tag = gap_tag(row)
     return [
         Cell(str(paired.seeds) if paired else "0"),
         Cell(gap_text(paired, 4)),
         # A single gap has no column of Holm's p.
-        Cell(p_text(paired.p if paired else None), tag="" if several else tag),
+        Cell(gap_p_text(paired), tag="" if several else tag),
         Cell(p_text(row.p_holm), tag=tag),
         Cell(gap_text(gap.welch, 4)),
-        Cell(p_text(gap.welch.p if gap.welch else None)),
-        Cell(over_documents or MISSING),
+        Cell(gap_p_text(gap.welch)),
+        Cell(over_documents),
         Cell(fixed(gap.correlation, 2, signed=True)),
-        Cell(gap_text(row.trend.slope) if row.trend else MISSING),
+        Cell(gap_text(slope)),
         diverged_cell(gap),
     ]
 
 
 def gap_text(gap: Gap | None, digits: int = 0) -> str:
     return with_interval(gap.estimate, True, digits) if gap else MISSING
+
+
+def gap_p_text(gap: Gap | None) -> str:
+    return p_text(gap.p if gap else None)
 
 
 def diverged_cell(gap: ArmGap) -> Cell:
@@ -110,18 +120,21 @@ def diverged_cell(gap: ArmGap) -> Cell:
         f"{candidate.diverged} of {candidate.runs} ({low:.0%} to {high:.0%}) against "
         f"{base.diverged} of {base.runs}"
     )
-    return Cell(text, small=(f"p {p_text(gap.p_diverged)}, Fisher",))
+    test = f"p {p_text(gap.p_diverged)}, Fisher"
+    return Cell(text, small=(test,))
 
 
 def cost_columns(rows: list[Row]) -> list[TableColumn]:
     """Return the columns of gaps at equal tokens, FLOPs and seconds."""
     columns = []
     for name, budget in BUDGETS.items():
+        cells = [equal_cell(row, name) for row in rows]
+        if not has_content(cells):
+            continue
+        title = f"At equal {budget.unit}"
         loss = "held-out sample loss" if name == "tokens" else "final held-out loss"
         meaning = f"{budget.meaning}; {loss} minus the baseline's after equal {budget.unit}"
-        cells = [equal_cell(row, name) for row in rows]
-        if has_content(cells):
-            columns.append(TableColumn(f"At equal {budget.unit}", cells, "nats per token", meaning))
+        columns.append(TableColumn(title, cells, "nats per token", meaning))
     return columns
 
 
@@ -147,7 +160,8 @@ def equal_cell(row: Row, budget: str) -> Cell:
     if interval:
         small.insert(0, interval)
     cost = clock(equal.at) if budget == "seconds" else compact(equal.at, 3)
-    return Cell(fixed(equal.gap.mean, signed=True), equal.gap.mean, tuple(small), f"at {cost}")
+    text = fixed(equal.gap.mean, signed=True)
+    return Cell(text, equal.gap.mean, tuple(small), tag=f"at {cost}")
 
 
 def groups_table(groups: list[Group]) -> Table:
@@ -161,8 +175,12 @@ def groups_table(groups: list[Group]) -> Table:
 
 def score_table(name: str, lines: list[ScoreLine], rows: Sequence[RunArm]) -> Table:
     """Return a table of scores with one column per evaluated row of the report."""
-    names = [Cell(line.name or "all") for line in lines]
-    columns = [TableColumn("Chance", [Cell(fixed(line.chance, 3)) for line in lines])]
+    names = []
+    chances = []
+    for line in lines:
+        names.append(Cell(line.name or "all"))
+        chances.append(Cell(fixed(line.chance, 3)))
+    columns = [TableColumn("Chance", chances)]
     for i, row in enumerate(rows):
         cells = [score_cell(line.cells[i]) for line in lines]
         columns.append(TableColumn(row.label, cells))
@@ -186,7 +204,8 @@ def score_cell(score: ScoreCell | None) -> Cell:
 
 
 def runs_table(rows: list[Row]) -> Table:
-    root = os.path.commonpath([run.path.absolute().parent for run in runs_of(rows)])
+    parents = [run.path.absolute().parent for run in runs_of(rows)]
+    root = os.path.commonpath(parents)
     lines = []
     for row in rows:
         for run in row.runs:
@@ -206,14 +225,17 @@ def run_cells(label: str, run: Run, root: str) -> list[str | Cell]:
     # A run that has ended without a final loss has diverged: its last sample loss does not count.
     if not run.ended and sample_loss is not None:
         loss = Cell(fixed(sample_loss), small=("held-out sample",))
-    tokens = run.metrics.tokens
+    tokens = MISSING
+    if len(run.metrics.tokens):
+        tokens = compact(int(run.metrics.tokens[-1]))
+    summary = run.summary or {}
     return [
         label,
         str(run.cfg.seed),
         directory,
-        compact(int(tokens[-1])) if len(tokens) else MISSING,
+        tokens,
         loss,
-        clock((run.summary or {}).get("seconds")),
+        clock(summary.get("seconds")),
         spikes_cell(run),
         run.state,
     ]

@@ -47,10 +47,12 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
     group, *ignored = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
     rows = [row for row in group.rows if row.ended]
     spread = loss_spread(comparison.title, rows)
-    losses_of_arms = []
+    diverged = 0
+    losses = 0
     losses_of_several_seeds = []
     for row in rows:
-        losses_of_arms.append(row.finite_values)
+        diverged += row.diverged
+        losses += len(row.finite_values)
         if len(row.finite_values) > 1:
             losses_of_several_seeds.append(row.finite_values)
     common = pairs(losses_of_several_seeds)
@@ -68,12 +70,11 @@ def power_numbers(paths: list[Path], goal: Goal) -> dict[str, Any]:
         notes.append(exact)
     tokens = group.rows[0].runs[0].planned_tokens
     seconds = mean_seconds(rows)
-    diverged = sum(row.diverged for row in rows)
     return {
         **vars(goal),
         "pilot": comparison.title,
         "arms": [arm_numbers(row) for row in rows],
-        "runs": sum(map(len, losses_of_arms)) + diverged,
+        "runs": losses + diverged,
         "diverged": diverged,
         "tokens": tokens,
         "seconds": seconds,

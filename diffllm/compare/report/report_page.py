@@ -111,13 +111,15 @@ def page(comparison: Comparison) -> str:
     samples = sample_texts(rows, styles)
     if samples:
         sections.append(Section("Text", [Paragraph(SAMPLES), FigureGrid(samples)]))
-    sections.append(Section("Settings", [Glossary([*settings(rows).items()], "terms short")]))
+    values = Glossary([*settings(rows).items()], "terms short")
+    sections.append(Section("Settings", [values]))
     is_single = len(rows) == 1 and len(rows[0].runs) == 1
     runs = Details("Runs", [TableBlock(runs_table(rows), "Runs")], level=2, is_open=is_single)
     sections.append(Section("", [runs]))
     columns = [*table_columns(rows, comparison.baseline), *cost_columns(rows)]
     meanings = Glossary([(column.head, column.meaning) for column in columns])
-    sections.append(Section("", [Details("Columns of the tables", [meanings], level=2)]))
+    details = Details("Columns of the tables", [meanings], level=2)
+    sections.append(Section("", [details]))
     footer = Section("How to read this", [Glossary(reading_terms(rows))])
     return Page(comparison.title, blocks, sections, footer).html()
 
@@ -154,11 +156,13 @@ def header(comparison: Comparison, styles: list[RowStyle], hides_groups: bool) -
     significance = holm_sentence(rows)
     if significance:
         texts.append(significance)
-    texts += [f"Warning: {text}" for text in comparison.warnings]
-    for warning in (few_seeds_note(rows), thin_note(runs_of(rows))):
-        if warning:
-            texts.append(f"Warning: {warning}.")
-    blocks += [Paragraph(text, style="holm") for text in texts]
+    for warning in comparison.warnings:
+        texts.append(f"Warning: {warning}")
+    for note in (few_seeds_note(rows), thin_note(runs_of(rows))):
+        if note:
+            texts.append(f"Warning: {note}.")
+    for text in texts:
+        blocks.append(Paragraph(text, style="holm"))
     return blocks
 
 
@@ -213,9 +217,11 @@ def aside(text: str) -> Paragraph:
 
 def results_section(comparison: Comparison, styles: list[RowStyle]) -> Section:
     rows, notes = comparison.rows, comparison.notes
-    names = TableColumn("Row", [Cell(style.label, icon=style.swatch) for style in styles])
-    results = Table([names, *table_columns(rows, comparison.baseline)])
-    blocks = folded(results, "Results", "cards" if len(rows) > 1 else "cards always", "main")
+    labels = [Cell(style.label, icon=style.swatch) for style in styles]
+    columns = table_columns(rows, comparison.baseline)
+    results = Table([TableColumn("Row", labels), *columns])
+    style = "cards" if len(rows) > 1 else "cards always"
+    blocks = folded(results, "Results", style, "main")
     pairing = pairing_note(rows, "Intervals", loss_interval)
     if pairing:
         blocks.append(aside(pairing))
@@ -319,10 +325,12 @@ def cost_sections(comparison: Comparison, figures: list[Figure]) -> list[Section
     if not rows:
         return []
     title = "At equal cost"
-    labels = TableColumn(f"Gap to {comparison.baseline}", [Cell(row.label) for row in rows])
     introduction = Paragraph(" ".join([COSTS, *unplanned_sentences(rows)]))
-    table = folded(Table([labels, *cost_columns(rows)]), title)
-    return [Section(title, [introduction, *table, FigureGrid(figures)])]
+    labels = [Cell(row.label) for row in rows]
+    names = TableColumn(f"Gap to {comparison.baseline}", labels)
+    table = Table([names, *cost_columns(rows)])
+    blocks = [introduction, *folded(table, title), FigureGrid(figures)]
+    return [Section(title, blocks)]
 
 
 def sample_texts(rows: list[Row], styles: list[RowStyle]) -> list[Figure]:
@@ -333,5 +341,6 @@ def sample_texts(rows: list[Row], styles: list[RowStyle]) -> list[Figure]:
             sample = (run.summary or {}).get("sample")
             if isinstance(sample, str) and sample.strip():
                 # A model can generate control characters, which HTML does not allow.
-                figures.append(Figure(style.label, text=printable(sample.strip("\n"), KEPT)))
+                text = printable(sample.strip("\n"), KEPT)
+                figures.append(Figure(style.label, text=text))
     return figures

@@ -87,7 +87,8 @@ def make_arms(runs: list[Run], keys: Keys) -> tuple[list[RunArm], list[str]]:
 
 def arm_order(arm: RunArm) -> list[tuple[int, Any]]:
     """Return the sort key of an arm: its variant, then its values of the distinguishing keys."""
-    return [variant_order(arm.variant), *map(value_order, arm.keys.values())]
+    orders_of_values = map(value_order, arm.keys.values())
+    return [variant_order(arm.variant), *orders_of_values]
 
 
 def arm_identity(values: dict[str, Any]) -> str:
@@ -117,7 +118,8 @@ def newest_by_seed(runs: list[Run]) -> tuple[list[Run], list[str]]:
     for run in sorted(runs, key=age_order):
         older = by_seed.get(run.seeds)
         if older is not None:
-            reason = "newer" if (run.summary is None) == (older.summary is None) else "finished"
+            is_equally_complete = (run.summary is None) == (older.summary is None)
+            reason = "newer" if is_equally_complete else "finished"
             notes.append(
                 f"{older.path} is skipped: {run.path} is {reason}; keys and seed are equal."
             )
@@ -159,27 +161,32 @@ def group_arms(arms: list[RunArm], keys: Keys) -> tuple[list[RunArm], dict[str, 
     Returns the arms in the order of the groups, and `Group.values` by letter of the group.
     """
     members: dict[str, list[RunArm]] = {}
+    labels = {}
     for arm in arms:
-        conditions = shown_value([arm.differing[key] for key in keys.incomparable])
+        labels[arm] = label(arm, arms, keys.of_model)
+        values = [arm.differing[key] for key in keys.incomparable]
+        conditions = shown_value(values)
         members.setdefault(conditions, []).append(arm)
     groups = sorted(members.values(), key=arms_to_compare, reverse=True)
-    labels = {arm: label(arm, arms, keys.of_model) for arm in arms}
-    if len(groups) == 1:
-        return [replace(arm, label=labels[arm]) for arm in arms], {"": {}}
-    longest = max(map(len, labels.values()))
-    is_unclear = longest > LONGEST_LABEL or len(set(labels.values())) < len(labels)
     labelled = []
-    values = {}
+    if len(groups) == 1:
+        for arm in arms:
+            labelled.append(replace(arm, label=labels[arm]))
+        return labelled, {"": {}}
+    longest = max(map(len, labels.values()))
+    is_ambiguous = len(set(labels.values())) < len(labels)
+    is_unclear = longest > LONGEST_LABEL or is_ambiguous
+    values_of_groups = {}
     for i, group in enumerate(groups):
         # A to Z, then AA to ZZ.
         letter = ascii_uppercase[i % 26] * (i // 26 + 1)
-        values[letter] = distinguishing(group[0], groups, keys)
+        values_of_groups[letter] = distinguishing(group[0], groups, keys)
         for arm in group:
             text = labels[arm]
             if is_unclear:
                 text = f"{letter}: {label(arm, group, set(), inside=True)}"
             labelled.append(replace(arm, label=text, group=letter))
-    return labelled, values
+    return labelled, values_of_groups
 
 
 def arms_to_compare(arms: list[RunArm]) -> int:
@@ -241,12 +248,15 @@ def row_labels(configs: Sequence[TrainConfig]) -> list[str]:
     shorter, with the letter of a group. Labels differ for configs that have an equal effect, for
     example two paths of one corpus, because only the facts of started runs show this.
     """
-    runs = [Run(Path(), cfg, {}, None, Metrics([])) for cfg in configs]
+    runs = []
+    for cfg in configs:
+        runs.append(Run(Path(), cfg, facts={}, summary=None, metrics=Metrics([])))
     keys = distinguish(runs)
     arms, _ = make_arms(runs, keys)
     labels = {}
     for arm in arms:
-        labels[arm_identity(arm.differing)] = label(arm, arms, keys.of_model)
+        identity = arm_identity(arm.differing)
+        labels[identity] = label(arm, arms, keys.of_model)
     # `make_arms` keeps one run per seed, so the runs of the arms do not include all configs.
     return [labels[arm_identity(values)] for values in keys.values]
 
@@ -265,10 +275,12 @@ def distinguishing(arm: RunArm, groups: list[list[RunArm]], keys: Keys) -> dict[
     for key in sorted(names, key=key_order):
         differs_inside = False
         for group in groups:
-            values = [other.differing for other in group]
-            differs_inside = differs_inside or has_differences(key, values)
+            values_of_arms = [other.differing for other in group]
+            if has_differences(key, values_of_arms):
+                differs_inside = True
         if not differs_inside and has_differences(key, values_of_groups):
-            texts[key] = value_text(key, arm.differing.get(key))
+            value = arm.differing.get(key)
+            texts[key] = value_text(key, value)
     return texts
 
 
@@ -279,7 +291,9 @@ def key_order(key: str) -> tuple[int, str]:
 
 def in_short(group: Group, width: int) -> str:
     """Return the values that distinguish a group, in at most `width` characters."""
-    parts = [f"{last_name(key)}={value}" for key, value in group.values.items()]
+    parts = []
+    for key, value in group.values.items():
+        parts.append(f"{last_name(key)}={value}")
     return shorten(" ".join(parts), width, placeholder=" ...")
 
 
@@ -287,11 +301,12 @@ def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
     """Return a list of the keys that prevent comparisons between groups, of at most `most` keys."""
     keys = set()
     has_choices = bool(groups) and "model" in groups[0].values
-    for key in incomparable:
-        # model=<choice> replaces all keys of a model.
-        keys.add("model" if has_choices and key.startswith("model.") else key)
     if has_choices:
         keys.add("model")
+    for key in incomparable:
+        # model=<choice> replaces all keys of a model.
+        if not has_choices or not key.startswith("model."):
+            keys.add(key)
     return shortlist(sorted(keys, key=key_order), most)
 
 

@@ -21,7 +21,7 @@ from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.curves import Band, Spike
-from diffllm.compare.report.figures import FEW, Bands, draw_curves, draw_gaps, to_image
+from diffllm.compare.report.figures import Bands, draw_curves, draw_gaps, to_image
 from diffllm.compare.report.results import (
     has_gaps,
     has_intervals,
@@ -33,6 +33,7 @@ from diffllm.compare.report.results import (
     trend_sentences,
 )
 from diffllm.compare.report.rows import keys_apart
+from diffllm.compare.report.scales import top_of, value_range
 from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
@@ -48,10 +49,6 @@ from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import GAPS, METRICS, metric_of
 
-FIRST_STEPS = 0.2
-"""Share of a run that counts as first steps, whose high losses would flatten the scale of the rest.
-Curves of few points have no first steps."""
-
 
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hides_groups: bool = False
@@ -64,7 +61,8 @@ def page_sections(
     draw = Figures(comparison, styles, hides_groups)
     first = draw.stages()
     if has_gaps(draw.rows):
-        first += draw.intervals() + draw.cards([metric_of("eval/loss")])
+        first += draw.intervals()
+        first += draw.cards([metric_of("eval/loss")])
     else:
         first += draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
     # A figure at the top of the page is not repeated in its section.
@@ -104,17 +102,22 @@ class Figures:
         # Holm's correction covers all rows of the page, also those that figures omit.
         self.tested = len(tested_rows(comparison.rows))
         self.runs = runs_of(self.rows)
+        most_logged = 0
+        steps = 0
+        lengths = set()
+        for run in self.runs:
+            losses = run.series("train/loss")
+            most_logged = max(most_logged, len(losses.values))
+            steps = max(steps, run.last_step)
+            lengths.add(run.cfg.seq_len)
         # All runs share one window, which captions name.
-        logged = [len(run.series("train/loss").values) for run in self.runs]
-        self.smoothed_over = curves.window(max(logged))
+        self.smoothed_over = curves.window(most_logged)
         """Logged steps of a running mean."""
-        steps = max(run.last_step for run in self.runs)
         self.interval = max(1, math.ceil(steps / INTERVALS))
         """Steps per point of the curves of every step."""
         self.smoothed_intervals = curves.window(steps // self.interval)
         self.curves_by_run: dict[Run, RunCurves] = {}
-        lengths = {run.cfg.seq_len for run in self.runs}
-        self.length = min(lengths) if len(lengths) == 1 else None
+        self.length = lengths.pop() if len(lengths) == 1 else None
         """Tokens per sequence; None if runs differ."""
         self.fields = self.text_fields(keys)
 
@@ -130,7 +133,8 @@ class Figures:
             smoothing = f"Running mean over {self.smoothed_over} logged steps"
         uniform = ""
         if self.length:
-            uniform = f" ({short(self.length**-0.5)} at n = {self.length:,})"
+            share = short(self.length**-0.5)
+            uniform = f" ({share} at n = {self.length:,})"
         return {
             "heldout": heldout_text(self.runs),
             "pairing": f" {pairing}" if pairing else "",
@@ -166,7 +170,10 @@ class Figures:
                 caption += " The value of the layer with the highest value at each step."
             bands = []
             for row in self.rows:
-                smooth = [curves.smoothed(read_series(run), points) for run in row.runs]
+                smooth = []
+                for run in row.runs:
+                    series = read_series(run)
+                    smooth.append(curves.smoothed(series, points))
                 bands.append(curves.over_seeds(smooth))
             cards += self.card(titled, caption, metric.unit, bands)
         return cards
@@ -237,10 +244,13 @@ class Figures:
 
     def stages(self) -> list[Figure]:
         """Draw the training loss over all stages, if a run continues another run."""
-        stages_by_run = {run.path: stages_of(run) for run in self.runs}
+        stages_by_run = {}
         starts: set[float] = set()
-        for stages in stages_by_run.values():
-            starts.update(tokens for _, tokens in stages)
+        for run in self.runs:
+            stages = stages_of(run)
+            stages_by_run[run.path] = stages
+            for _, tokens_before in stages:
+                starts.add(tokens_before)
         starts.discard(0)  # the start of training is not the start of a later stage
         if not starts:
             return []
@@ -249,7 +259,8 @@ class Figures:
         for row in self.rows:
             joined = []
             for run in row.runs:
-                joined.append(self.loss_over_stages(stages_by_run[run.path]))
+                stages = stages_by_run[run.path]
+                joined.append(self.loss_over_stages(stages))
             bands.append(self.step_band(plot, "train/loss", joined))
         caption = (
             "Training loss of each run after its earlier stages, over the tokens of all stages."
@@ -298,7 +309,8 @@ class Figures:
         """Draw the gaps during training, with the noise floor."""
         bands = [curves.gap_band(row) for row in self.rows]
         caption = "Held-out sample loss minus the baseline's at equal seeds; below 0 is better."
-        floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
+        rows = curves.rows_of_gaps(self.rows)
+        floor = curves.seed_noise(rows)
         if floor:
             caption += " Noise floor: range of 95% of gaps between rows of equal expected loss. "
             caption += noise_floor_note(self.rows, floor)
@@ -315,8 +327,11 @@ class Figures:
         for budget in BUDGETS.values():
             bands = []
             for row in self.rows:
-                band = curves.over_seeds(run.series(EVAL_LOSS) for run in row.runs)
-                bands.append(curves.over_cost(band, row.runs, budget) if band else None)
+                losses = [run.series(EVAL_LOSS) for run in row.runs]
+                band = curves.over_seeds(losses)
+                if band is not None:
+                    band = curves.over_cost(band, row.runs, budget)
+                bands.append(band)
             plot = Curve(f"Loss over {budget.unit}", clip=True)
             caption = f"Held-out sample loss. {budget.meaning}."
             cards += self.card(plot, caption, "nats per token", bands, across=budget.unit)
@@ -355,7 +370,8 @@ class Figures:
             caption += f" Logarithmic scale{omitted}."
         if plot.mark is not None:
             options["mark"] = (plot.mark, f"{unit} {short(plot.mark)}")
-        image = to_image(draw_curves(bands, self.styles, unit, log=log, **options), plot.title)
+        figure = draw_curves(bands, self.styles, unit, log=log, **options)
+        image = to_image(figure, plot.title)
         return [Figure(plot.title, caption, image, plot.folded)]
 
 
@@ -379,12 +395,6 @@ def spikes_text(plot: Curve | Layers, bands: list[Band]) -> str:
     return text
 
 
-def value_range(bands: list[Band]) -> tuple[float, float]:
-    """Return the least and the largest finite value of bands."""
-    values = np.concatenate([band.drawn for band in bands])
-    return float(values.min()), float(values.max())
-
-
 def largest_text(bands: list[Band]) -> str:
     """Describe the largest value of a figure, and its step if the figure shows every step."""
     peaks = [band.peak for band in bands if band.peak]
@@ -393,27 +403,3 @@ def largest_text(bands: list[Band]) -> str:
         return f"the largest value is {short(largest)}"
     value, step = max(peaks)
     return f"the largest unmarked value is {short(value)}, at step {step:,}"
-
-
-def top_of(bands: list[Band]) -> float:
-    """Return the upper end of a linear loss axis, or infinity if there is no finite loss.
-
-    The axis ignores the first 20% of training and marked spikes, and includes all other losses.
-    """
-    end = max(band.x[-1] for band in bands)
-    tops = []
-    for band in bands:
-        # Where the band has a gap, single seeds are drawn.
-        values = np.fmax.reduce([band.high, *band.singles])
-        start = FIRST_STEPS * end if len(band.x) > FEW else 0
-        is_included = np.isfinite(values) & (band.x >= start)
-        for spike in band.spikes:
-            first, last = np.searchsorted(band.x, (spike.x, spike.end))
-            is_included[first : last + 1] = False
-        if is_included.any():
-            tops.append(float(values[is_included].max()))
-    if not tops:
-        return np.inf
-    low, _ = value_range(bands)
-    # A margin below the edge, so that the highest curve does not touch it.
-    return max(tops) + 0.08 * (max(tops) - low)

@@ -70,25 +70,32 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
     except CheckpointError as error:
         to_stderr(f"warning: {error}; figures show only the logged steps of this run")
         rows = np.zeros(0, STEP)
-    if not len(rows):
+    has_every_step = len(rows) > 0
+    if not has_every_step:
         size = 1
-    curves = {name: step_curve(run, rows, name, size) for name in NAMES}
-    for name, spikes in run_spikes(run, curves).items():
+    curves = {}
+    for name in NAMES:
+        curves[name] = step_curve(run, rows, name, size)
+    spikes_by_metric = run_spikes(run, curves)
+    for name, spikes in spikes_by_metric.items():
         curves[name] = curves[name]._replace(spikes=tuple(spikes))
-    return RunCurves(curves, len(rows) > 0)
+    return RunCurves(curves, has_every_step)
 
 
 def step_curve(run: Run, rows: Array, name: str, size: int) -> StepCurve:
     """Return the curve of one metric from the rows of steps.npy, (n,) of dtype STEP."""
-    places, values = run.metrics.columns.get(name, (np.zeros(0, np.int64), np.zeros(0)))
+    no_column = np.zeros(0, np.int64), np.zeros(0)
+    places, values = run.metrics.columns.get(name, no_column)
     steps = run.metrics.steps[places]
     tokens = run.metrics.tokens[places]
     if len(rows):
+        steps_of_rows = rows["step"].astype(np.int64)
+        values_of_rows = rows[name].astype(np.float64)
         # If an older version began the run, steps.npy begins at the first step after a resume.
-        before = steps < rows["step"][0]
-        steps = np.concatenate([steps[before], rows["step"].astype(np.int64)])
-        tokens = np.concatenate([tokens[before], rows["tokens"]])
-        values = np.concatenate([values[before], rows[name].astype(np.float64)])
+        is_before = steps < rows["step"][0]
+        steps = np.concatenate([steps[is_before], steps_of_rows])
+        tokens = np.concatenate([tokens[is_before], rows["tokens"]])
+        values = np.concatenate([values[is_before], values_of_rows])
     return reduced(steps, tokens, values, size)
 
 
@@ -99,22 +106,29 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     # The first step of a run is 1, so an interval ends at a multiple of `size`: intervals of all
     # runs then end at equal steps, also of runs whose steps begin after a resume.
     intervals = (steps - 1) // size
-    starts = np.flatnonzero(np.diff(intervals, prepend=intervals[0] - 1))
+    # The smaller number in front makes the first step the start of an interval.
+    increases = np.diff(intervals, prepend=intervals[0] - 1)
+    starts = np.flatnonzero(increases)
     lengths = np.diff(starts, append=len(steps))
+    last_places = starts + lengths - 1
     # As in `finite`, numbers beyond LARGEST count as infinite.
     is_finite = np.abs(values) <= LARGEST
     values = np.where(is_finite, values, np.nan)
     # Sums of finite values: a NaN would remove the mean of an interval.
-    total = np.add.reduceat(np.where(is_finite, values, 0), starts)
+    finite_values = np.where(is_finite, values, 0)
+    total = np.add.reduceat(finite_values, starts)
     count = np.add.reduceat(is_finite.astype(np.int64), starts)
+    # fmin and fmax ignore NaN.
+    low = np.fmin.reduceat(values, starts)
     high = np.fmax.reduceat(values, starts)
     is_peak = values == np.repeat(high, lengths)
+    steps_of_peaks = np.where(is_peak, steps, 0)
     return StepCurve(
-        tokens=tokens[starts + lengths - 1],
+        tokens=tokens[last_places],
         mean=np.where(count > 0, total / count.clip(1), np.nan),
-        low=np.fmin.reduceat(values, starts),
+        low=low,
         high=high,
-        peak_steps=np.maximum.reduceat(np.where(is_peak, steps, 0), starts),
+        peak_steps=np.maximum.reduceat(steps_of_peaks, starts),
     )
 
 
@@ -140,30 +154,30 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
         # A killed process may not have written the rows of its last events.
         if not len(tokens) or event.tokens > int(tokens[-1]):
             continue
+        last_tokens = event.tokens + APART * run.tokens_per_step
         value = finite(event.value)
-        spike = Spike(
-            step=event.step,
-            x=event.tokens,
-            end=event.tokens + APART * run.tokens_per_step,
-            value=np.inf if value is None else value,
-        )
-        spikes[name].append(spike)
+        if value is None:
+            value = np.inf
+        spikes[name].append(Spike(event.step, event.tokens, last_tokens, value))
     return spikes
 
 
 def unmarked(curve: StepCurve) -> Array:
     """Return which intervals of a curve have no marked spike, as booleans (n,)."""
-    places = np.searchsorted(curve.tokens, [spike.x for spike in curve.spikes])
-    return ~np.isin(np.arange(len(curve.tokens)), places)
+    spike_tokens = [spike.x for spike in curve.spikes]
+    spike_places = np.searchsorted(curve.tokens, spike_tokens)
+    places = np.arange(len(curve.tokens))
+    return ~np.isin(places, spike_places)
 
 
 def line_without_spikes(curve: StepCurve) -> Series:
     """Return the means of a curve, interpolated at intervals with a marked spike."""
-    calm = unmarked(curve)
+    is_calm = unmarked(curve)
     values = curve.mean
-    if calm.any():
-        interpolated = np.interp(curve.tokens, curve.tokens[calm], values[calm])
-        values = np.where(calm, values, interpolated)
+    # Without calm intervals, there is nothing to interpolate between.
+    if is_calm.any():
+        interpolated = np.interp(curve.tokens, curve.tokens[is_calm], values[is_calm])
+        values = np.where(is_calm, values, interpolated)
     return Series(curve.tokens, values)
 
 
@@ -175,23 +189,32 @@ def band_of_values(lines: Sequence[Series], curves: Sequence[StepCurve]) -> Band
         curves: values of each seed.
     """
     band = over_seeds(lines)
-    lows = over_seeds(Series(curve.tokens, curve.low) for curve in curves)
-    highs = over_seeds(Series(curve.tokens, curve.high) for curve in curves)
+    low_curves = []
+    high_curves = []
+    spikes: list[Spike] = []
+    for curve in curves:
+        low_curves.append(Series(curve.tokens, curve.low))
+        high_curves.append(Series(curve.tokens, curve.high))
+        spikes += curve.spikes
+    lows = over_seeds(low_curves)
+    highs = over_seeds(high_curves)
     if band is None or lows is None or highs is None:
         return None
     peaks = []
-    spikes: list[Spike] = []
     for curve in curves:
-        spikes += curve.spikes
         # Captions name the highest spike and, apart from it, the highest value without a mark.
         high = np.where(unmarked(curve), curve.high, np.nan)
         if np.isfinite(high).any():
             place = np.nanargmax(high)
-            peaks.append((float(high[place]), int(curve.peak_steps[place])))
+            peak_step = int(curve.peak_steps[place])
+            peaks.append((float(high[place]), peak_step))
+    # Where a seed has no value, `low` and `high` are NaN, and single seeds have the values.
+    lowest = np.fmin.reduce([lows.low, *lows.singles])
+    highest = np.fmax.reduce([highs.high, *highs.singles])
     return replace(
         band,
-        low=np.fmin.reduce([lows.low, *lows.singles]),
-        high=np.fmax.reduce([highs.high, *highs.singles]),
+        low=lowest,
+        high=highest,
         spikes=tuple(spikes),
         peak=max(peaks, default=None),
     )
@@ -212,7 +235,10 @@ def stages_of(run: Run) -> list[tuple[Run, int]]:
 
 def tokens_before(run: Run) -> int:
     """Return the training tokens of all stages before a run."""
-    return (run.facts.get("previous") or {}).get("tokens") or 0
+    previous = run.facts.get("previous")
+    if not previous:
+        return 0
+    return previous.get("tokens") or 0
 
 
 def previous_run(run: Run) -> Run | None:
@@ -253,8 +279,9 @@ def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
         arrays = (tokens, curve.mean, curve.low, curve.high, curve.peak_steps)
         arrays_of_stages.append([array[is_trained] for array in arrays])
         for spike in curve.spikes:
-            if spike.x + start <= end:
-                spikes.append(spike._replace(x=spike.x + start, end=spike.end + start))
+            spike_start = spike.x + start
+            spike_end = spike.end + start
+            if spike_start <= end:
+                spikes.append(spike._replace(x=spike_start, end=spike_end))
     joined = map(np.concatenate, zip(*arrays_of_stages, strict=True))
-    tokens, mean, low, high, peak_steps = joined
-    return StepCurve(tokens, mean, low, high, peak_steps, tuple(spikes))
+    return StepCurve(*joined, spikes=tuple(spikes))

@@ -43,7 +43,8 @@ class RowStyle:
 
     @property
     def line(self) -> dict[str, Any]:
-        return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
+        linestyle = (0, self.dash) if self.dash else "-"
+        return {"color": self.colour, "linestyle": linestyle}
 
     @property
     def swatch(self) -> Markup:
@@ -57,11 +58,13 @@ class RowStyle:
 
 def row_styles(rows: Sequence[RunArm]) -> list[RowStyle]:
     """Return the style of each row's curve; a variant looks the same in every figure."""
+    labels = []
     identities = []
     for row in rows:
         changes = overrides(row.runs[0]) if row.runs else row.keys
+        labels.append(row.label)
         identities.append(style_identity(row.variant, changes))
-    return styles_of([row.label for row in rows], identities)
+    return styles_of(labels, identities)
 
 
 def style_identity(variant: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -89,7 +92,8 @@ def styles_of(labels: Sequence[str], identities: Sequence[tuple[str, ...]]) -> l
     """
     styles: list[RowStyle] = []
     used: set[tuple[str, int]] = set()
-    for i, (label, identity) in enumerate(zip(labels, identities, strict=True)):
+    pairs = zip(labels, identities, strict=True)
+    for i, (label, identity) in enumerate(pairs):
         variant, *changes = identity
         hue, dash = variant_style(variant)
         # Rows with equal overrides, such as those of several learning rates, become darker.
@@ -115,14 +119,18 @@ def styles_of(labels: Sequence[str], identities: Sequence[tuple[str, ...]]) -> l
 
 def shade(colour: str, light: float) -> str:
     """Multiply red, green and blue of a colour such as "#0068b0" by `light`."""
-    channels = [round(channel * light) for channel in bytes.fromhex(colour[1:])]
+    channels = []
+    for channel in bytes.fromhex(colour[1:]):
+        channels.append(round(channel * light))
     return f"#{bytes(channels).hex()}"
 
 
 def variant_style(variant: str) -> tuple[str, int]:
     """Return the hue of an attention variant and the index of its dash pattern."""
     # The style of a plugin's variant depends on its name alone.
-    place = STYLED.index(variant) if variant in STYLED else len(STYLED) + crc32(variant.encode())
+    place = len(STYLED) + crc32(variant.encode())
+    if variant in STYLED:
+        place = STYLED.index(variant)
     if place < len(FIRST_VARIANTS):
         return HUES[place], 0
     others = HUES[len(FIRST_VARIANTS) :]

@@ -103,7 +103,8 @@ def gap_columns(row: Row) -> dict[str, Any]:
 def csv_text(rows: list[Row]) -> str:
     lines = []
     for row in rows:
-        lines.append([Cell(value=value) for value in row.values.values()])
+        cells = [Cell(value=value) for value in row.values.values()]
+        lines.append(cells)
     return Table.of(list(rows[0].values), lines).csv()
 
 
@@ -154,7 +155,9 @@ def gap_cell(row: Row) -> Cell:
 
 
 def seeds_cell(row: Row) -> Cell:
-    tag = f"{row.diverged} diverged: {share_words(row.diverged_share)}" if row.diverged else ""
+    tag = ""
+    if row.diverged:
+        tag = f"{row.diverged} diverged: {share_words(row.diverged_share)}"
     return Cell(row.seeds_text, row.seeds, tag=tag)
 
 
@@ -282,9 +285,11 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
             unit = f"({', '.join(cell.small)} {column.unit})" if cell.small else column.unit
             removed.setdefault("All zero", []).append(f"{column.title} {unit}".strip())
         elif len(column.cells) > 1:
-            parts = filter(None, (column.title, column.unit, cell.line))
+            parts = [part for part in (column.title, column.unit, cell.line) if part]
             removed.setdefault("Equal as shown in all rows", []).append(" ".join(parts))
         else:
             columns.append(column)
-    sentences = [f"{reason}: {', '.join(texts)}." for reason, texts in removed.items()]
+    sentences = []
+    for reason, texts in removed.items():
+        sentences.append(f"{reason}: {', '.join(texts)}.")
     return Table(columns), sentences

@@ -217,19 +217,12 @@ class StudyArm(Arm[int]):
         """
         mean = self.mean.within(*limits) if self.mean else None
         # Readers of verdict.json find the same keys for an arm without runs.
-        content: dict[str, Any] = dict.fromkeys(
-            ("variant", "parameters", "flops_per_token", "tokens")
-        )
-        if self.runs:
-            run = self.runs[0]
-            content = {
-                "variant": run.variant,
-                "parameters": run.facts.parameters,
-                "flops_per_token": run.facts.flops_per_token,
-                "tokens": run.planned_tokens,
-            }
+        run = self.runs[0] if self.runs else None
         return {
-            **content,
+            "variant": run.variant if run else None,
+            "parameters": run.facts.parameters if run else None,
+            "flops_per_token": run.facts.flops_per_token if run else None,
+            "tokens": run.planned_tokens if run else None,
             "rates": sorted({run.lr for run in self.runs}),
             "lr": self.lr,
             "mean": mean.mean if mean else None,

@@ -6,6 +6,7 @@ opposite claims. The probability that a study has a false "shown" is therefore a
 same holds for a false "refuted".
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,20 +36,21 @@ class Tested(RuleTest):
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Return the tests and the verdict of each rule, in the order of the study's rules."""
-    tests = [rule_test(study, rule, arms) for rule in study.rules]
-    families: dict[str, list[float | None]] = {}
-    for name in ("showing", "refuting"):
+    tests = []
+    p_values: defaultdict[str, list[float | None]] = defaultdict(list)
+    for rule in study.rules:
+        test = rule_test(study, rule, arms)
+        tests.append(test)
         # A rule of a removed kind has p = 1. It stays in the family, so that a removal does not
         # make the other rules easier to show.
-        sides: list[Side] = [getattr(test, name) for test in tests]
-        families[name] = holm([side.p for side in sides])
-        families[f"{name}_exact"] = holm([side.exact for side in sides])
-    exact_tests = sum(test.showing.exact is not None for test in tests)
+        for name, side in (("showing", test.showing), ("refuting", test.refuting)):
+            p_values[name].append(side.p)
+            p_values[f"{name}_exact"].append(side.exact)
+    families = {name: holm(family) for name, family in p_values.items()}
+    exact_tests = len(tests) - p_values["showing_exact"].count(None)
     tested = []
     for i, test in enumerate(tests):
-        adjusted = {}
-        for name, p_values in families.items():
-            adjusted[name] = p_values[i]
+        adjusted = {name: family[i] for name, family in families.items()}
         verdict, reason = decide(study, test, adjusted, exact_tests)
         if test.best_losses:
             reason += f"; {test.best_losses}"

@@ -36,8 +36,8 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
     # `check_trends` compared the planned sizes before the runs; these are the recorded sizes.
     check_sizes(rule, parameters)
     sizes = []
-    for candidate, base in zip(candidates, bases, strict=True):
-        product = parameters[candidate.label] * parameters[base.label]
+    for candidate_name, base_name in rule.pairs:
+        product = parameters[candidate_name] * parameters[base_name]
         sizes.append(math.sqrt(product))
     candidate_slopes = slopes_by_seed(sizes, candidates)
     base_slopes = slopes_by_seed(sizes, bases)
@@ -46,7 +46,9 @@ def slopes(rule: Rule, arms: Mapping[str, StudyArm]) -> tuple[Arm[int], Arm[int]
 
 def slopes_by_seed(sizes: list[float], arms: list[StudyArm]) -> dict[int, float | None]:
     """Return the slope of the metric over `sizes`, the numbers of parameters of `arms`."""
-    common_seeds = set.intersection(*(set(arm.seed_values) for arm in arms))
+    common_seeds = set(arms[0].seed_values)
+    for arm in arms:
+        common_seeds.intersection_update(arm.seed_values)
     by_seed: dict[int, float | None] = {}
     for seed in sorted(common_seeds):
         values = [arm.seed_values[seed] for arm in arms]

@@ -111,10 +111,11 @@ def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
     """Return the verdict of a study; `evidence` must contain at least one ended run."""
     choices = choose_rates(study, evidence.rates)
     rates = {choice.arm: choice.lr for choice in choices}
-    arms = []
+    arms_by_name = {}
     for name in study.arms:
-        arms.append(evidence.arm(study, name, rates.get(name)))
-    tested = apply_rules(study, {arm.label: arm for arm in arms})
+        arms_by_name[name] = evidence.arm(study, name, rates.get(name))
+    arms = list(arms_by_name.values())
+    tested = apply_rules(study, arms_by_name)
     # Only the first rule decides the verdict; Holm's correction covers all rules.
     verdict, reasons = tested[0].verdict, [tested[0].reason]
     comparands = []
@@ -166,20 +167,28 @@ def run_problems(arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
     for choice in choices:
         if choice.problem:
             problems.append(f"learning rate of {choice.arm}: {choice.problem}")
-    runs = runs_of(arms)
-    strayed = [run for run in runs if run.strayed]
+    strayed = []
+    corpus_notes = set()
+    plugin_code = []
+    position_settings = set()
+    for run in runs_of(arms):
+        plugin_code.append(run.plugin_code)
+        if run.strayed:
+            strayed.append(run)
+        if run.facts.corpus_note:
+            corpus_notes.add(run.facts.corpus_note)
+        if run.positions:
+            position_settings.add(run.position_settings)
     if strayed:
         first = strayed[0]
         problem = f"{first.name} is not the run of the study: {first.strayed}"
         if len(strayed) > 1:
             problem += f"; runs that differ from the study: {len(strayed)}"
         problems.append(problem)
-    notes = {run.facts.corpus_note or "" for run in runs} - {""}
-    problems += [f"corpus: {note}" for note in sorted(notes)]
-    versions_by_plugin = several_versions([run.plugin_code for run in runs])
-    for name, versions in versions_by_plugin.items():
+    for note in sorted(corpus_notes):
+        problems.append(f"corpus: {note}")
+    for name, versions in several_versions(plugin_code).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    position_settings = {run.position_settings for run in runs if run.positions}
     return problems + unequal_positions(position_settings)
 
 

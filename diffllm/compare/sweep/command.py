@@ -49,13 +49,20 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str,
         "sweep", lambda: plan_runs(words, config_dirs, world.size)
     )
     jobs = [Job(**fields) for fields in planned_jobs]
-    unfinished_jobs = [job for job in jobs if not job.finished]
+    finished_jobs = []
+    unfinished_jobs = []
+    for job in jobs:
+        if job.finished:
+            finished_jobs.append(job)
+        else:
+            unfinished_jobs.append(job)
+    # The other ranks only take part in the runs.
     if place is None:
         run_here(unfinished_jobs, world)
         return 0, None
     directory, cluster = place
     announce(len(jobs), len(unfinished_jobs), directory)
-    former_pace = Pace.of_summaries(job for job in jobs if job.finished)
+    former_pace = Pace.of_summaries(finished_jobs)
     try:
         if cluster:
             stopped, endings = cluster.run(unfinished_jobs, directory)
@@ -71,7 +78,8 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> tuple[int, dict[str,
     if not stopped or is_stopped_by_user:
         files = write_comparison(directory.path)
     print_upload(directory.path)
-    content = launch_values(directory, [job.name for job in jobs], endings, stopped)
+    names = [job.name for job in jobs]
+    content = launch_values(directory, names, endings, stopped)
     content["files"] = files
     if stopped:
         return stopped_status(stopped), content
@@ -295,7 +303,8 @@ def wandb_ids(directory: Path) -> list[str]:
     files = [*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]
     for file in sorted(files):
         with suppress(CheckpointError):
-            ids.append((read_record(file) or {}).get("wandb_id"))
+            facts = read_record(file) or {}
+            ids.append(facts.get("wandb_id"))
     return [run_id for run_id in ids if run_id and RUN_ID.fullmatch(run_id)]
 
 

@@ -121,8 +121,8 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of each run of a sweep; the last key varies fastest."""
-    words_by_key = [split_values(override) for override in overrides]
-    return [list(words) for words in itertools.product(*words_by_key)]
+    words_by_key = map(split_values, overrides)
+    return list(map(list, itertools.product(*words_by_key)))
 
 
 def split_values(override: Override) -> list[str]:
@@ -137,12 +137,14 @@ def split_values(override: Override) -> list[str]:
         values = [word_of_value(key, value) for value in override.sweep_iterator()]
     except (HydraException, ValueError) as error:
         raise ConfigError(f"{word}: {one_line(error)}") from error
-    if key in GROUPS:
+    words = []
+    for value in values:
         # glob(*) also matches the schemas of a group.
-        values = [value for value in values if not value.endswith("_schema")]
-    if not values:
+        if key not in GROUPS or not value.endswith("_schema"):
+            words.append(f"{key}={value}")
+    if not words:
         raise ConfigError(f"{word} selects no value; a sweep needs at least one value of {key}")
-    return [f"{key}={value}" for value in values]
+    return words
 
 
 def word_of_value(key: str, value: Any) -> str:
@@ -164,7 +166,8 @@ def run_plans(overrides: list[Override]) -> list[RunPlan]:
     """Return a plan per combination of swept values; raises ConfigError if a config is invalid."""
     word_lists = combinations(overrides)
     configs = configs_of([partial(load_config, words) for words in word_lists])
-    return [RunPlan(words, cfg) for words, cfg in zip(word_lists, configs, strict=True)]
+    pairs = zip(word_lists, configs, strict=True)
+    return [RunPlan(words, cfg) for words, cfg in pairs]
 
 
 def plan_sweep(
@@ -185,7 +188,8 @@ def plan_sweep(
     all_keys = [override.get_key_element() for override in overrides]
     plans = run_plans(overrides)
     plans[0].cfg.run.name = "run"  # `choose_path` needs a name.
-    directory = SweepDirectory(choose_path(plans[0].cfg).parent, created_paths=created_paths)
+    path = choose_path(plans[0].cfg).parent
+    directory = SweepDirectory(path, created_paths=created_paths)
     keys = naming_keys(directory, keys_of_sweep(overrides), all_keys)
     begun = begun_configs(directory)
     shared_words = apply_older_defaults(plans, all_keys, begun)
