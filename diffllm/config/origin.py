@@ -247,17 +247,19 @@ def implied(origin: Origin, typed_values: dict[str, str]) -> list[str]:
             words.append(f"model={origin.name}")
         declared = declarations(origin.model)
         for key, value in flatten(yaml_dict(origin.model)).items():
-            set_elsewhere = key.startswith("attention.") or key in rope_keys
-            if is_of_model(declaration_of(key, declared)) and not set_elsewhere:
+            is_set_elsewhere = key.startswith("attention.") or key in rope_keys
+            if is_of_model(declaration_of(key, declared)) and not is_set_elsewhere:
                 words.append(f"model.{key}={as_text(value)}")
     if "attention" not in typed_values:
         words.append(f"attention={origin.attention}")
         # The run may have used a YAML that is not in the search path of this process.
         if origin.attention in variants():
             changes = differing(origin.model.attention, origin.attention)
-            words += [f"model.attention.{key}={as_text(value)}" for key, value in changes.items()]
+            for key, value in changes.items():
+                words.append(f"model.attention.{key}={as_text(value)}")
     if typed_values.get("data") != "tokens" and "data.tokenizer" not in typed_values:
-        words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
+        path = str(origin.tokenizer.absolute())
+        words.append(f"data.tokenizer={as_text(path)}")
     check_shared(words, str(origin.path))
     return words
 
@@ -269,5 +271,7 @@ def rope_of_experiment(name: str) -> set[str]:
     for model in ("tiny", "dense_7b"):
         default = dict(compose_config([f"model={model}", "experiment=none"]).model.rope)
         rope = dict(compose_config([f"model={model}", f"experiment={name}"]).model.rope)
-        keys |= {f"rope.{key}" for key in rope if rope[key] != default[key]}
+        for key, value in rope.items():
+            if value != default[key]:
+                keys.add(f"rope.{key}")
     return keys

@@ -56,7 +56,8 @@ def check_interpolations(words: list[str], prefix: str = "") -> None:
     """
     for word in words:
         # Hydra removes backslashes, so `\\${` is an interpolation, too.
-        if "${" in ALLOWED.sub("", word.replace("\\", "")):
+        unescaped = word.replace("\\", "")
+        if "${" in ALLOWED.sub("", unescaped):
             key = word.partition("=")[0]
             raise ConfigError(
                 f"{prefix}{key}: this interpolation is not allowed; use ${{KEY}}, such as "
@@ -86,8 +87,10 @@ def check_secrets(words: list[str]) -> None:
     Examples are keys that end in api_key or password. The message does not contain the value.
     """
     for word in words:
-        key, value = key_of_word(word), word.partition("=")[2]
-        if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value.replace("\\", "")):
+        key = key_of_word(word)
+        _, _, value = word.partition("=")
+        unescaped = value.replace("\\", "")
+        if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(unescaped):
             raise ConfigError(f"{key}: set secrets in the environment: WANDB_API_KEY, HF_TOKEN")
 
 
@@ -110,20 +113,24 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
     files in a config group.
     """
     for override in overrides:
-        word, key = str(override.input_line), override.key_or_group
+        word = str(override.input_line)
+        key = override.key_or_group
         if key in REMOVED:
             raise ConfigError(removal(key))
-        fixed = not key or key == "run" or re.match(r"hydra\b", key)
-        if fixed or override.is_delete():
+        is_fixed = not key or key == "run" or re.match(r"hydra\b", key)
+        if is_fixed or override.is_delete():
             raise ConfigError(f"{word}: {FIXED}")
         if key in GROUPS and override.is_add():
             raise ConfigError(f"{word}: {key} already exists; remove the +")
         if override.is_sweep_override():
             raise ConfigError(f"{word}: several values need -m (a sweep); {LIST_OR_TEXT}")
         if key in GROUPS and override.package is None:
-            name, options = str(override.value()), choices(key)
+            name = str(override.value())
+            options = choices(key)
             word = f"{key}={name}"
-            if key == "data" and name not in options and re.search(r"[./*]", name):
+            # The name looks like a file, a pattern of files, or a dataset of the hub.
+            is_path = bool(re.search(r"[./*]", name))
+            if key == "data" and name not in options and is_path:
                 instead = f"use data.paths={name} for files, data.dataset={name} for a hub dataset"
                 raise ConfigError(f"{word} does not exist; {instead}")
             check_choice(word, name, options)
@@ -134,15 +141,17 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
     for override in overrides:
         value = override.value()
         # OmegaConf converts any integer to a boolean without an error.
-        number = isinstance(value, int) and value not in (0, 1)
-        if number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
+        is_number = isinstance(value, int) and value not in (0, 1)
+        if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
             raise ConfigError(f"{override.input_line}: the value must be true or false")
 
 
 def unknown_key(key: str, keys: Sequence[str]) -> str:
     if key in REMOVED:
         return removal(key)
-    return f"unknown key {key}{suggestion(key) or did_you_mean(key, keys)}"
+    # A name that other frameworks use says more than a name with similar letters.
+    hint = suggestion(key) or did_you_mean(key, keys)
+    return f"unknown key {key}{hint}"
 
 
 def flag_suggestion(word: str) -> str:
@@ -168,17 +177,24 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
-    set_keys = {}
+    source_by_key = {}
     for key, declared in class_declarations(DataConfig, "data.").items():
         if declared.implies and keys.get(key) is not None:
-            set_keys[key] = declared.implies
-    nonempty = {key: source for key, source in set_keys.items() if keys[key] not in ([], {})}
-    # The empty list of data.paths= must not select the default corpus.
-    by_key = nonempty or set_keys
-    sources = set(by_key.values())
+            source_by_key[key] = declared.implies
+    nonempty = {}
+    for key, source in source_by_key.items():
+        if keys[key] not in ([], {}):
+            nonempty[key] = source
+    # Empty values count only alone: the empty list of data.paths= must not select the default
+    # corpus.
+    if nonempty:
+        source_by_key = nonempty
+    sources = set(source_by_key.values())
     if len(sources) > 1:
-        named = " and ".join(f"{key} (data={source})" for key, source in by_key.items())
-        raise ConfigError(f"{named} select different data sources; remove one of them")
+        choices = [f"{key} (data={source})" for key, source in source_by_key.items()]
+        raise ConfigError(
+            f"{' and '.join(choices)} select different data sources; remove one of them"
+        )
     return [f"data={source}" for source in sources if cfg.data.source != source]
 
 
@@ -187,7 +203,9 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
     for name in node:
         names.append(f"{prefix}{name}")
         child = node._get_node(name)
-        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+        if not isinstance(child, DictConfig):
+            continue
+        if not child._is_missing() and not child._is_none():
             names += known_keys(child, f"{prefix}{name}.")
     return names
 
@@ -199,6 +217,7 @@ def explain(error: Exception, words: list[str]) -> str:
     """
     if isinstance(error, OverrideParseException):
         return explain_syntax(error.override or "")
+    # Hydra wraps the error of OmegaConf, which names the key.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = one_line(cause)
     full_key = re.search(r"full_key: (\S+)", str(cause))
@@ -206,8 +225,11 @@ def explain(error: Exception, words: list[str]) -> str:
     if key in AUTO:
         text += f", null, or auto (in a YAML file: {AUTO[key]})"
     file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
-    file_choice = f"{file[1]}={file[2]}" if file else ""
-    prefix = f"{file_choice}: " if file else ""
+    file_choice = ""
+    prefix = ""
+    if file:
+        file_choice = f"{file[1]}={file[2]}"
+        prefix = f"{file_choice}: "
     unknown = re.search(r"Key '(\S+)' (?:is not in struct|not in '\w+')", text)
     if unknown:
         return explain_unknown_key(key or unknown[1], file_choice, error, words)
@@ -215,8 +237,9 @@ def explain(error: Exception, words: list[str]) -> str:
     if schema:
         return f"{prefix}{schema[1]}={schema[2]} is not registered; import it with plugins=[module]"
     if file:
-        key_prefix = f"{key}: " if key else ""
-        return f"{prefix}{key_prefix}{text[file.end() :]}"
+        if key:
+            prefix += f"{key}: "
+        return f"{prefix}{text[file.end() :]}"
     override = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
     culprit = key
     if override:
@@ -234,8 +257,11 @@ def explain_unknown_key(name: str, file_choice: str, error: Exception, words: li
         name: the unknown key.
         file_choice: the YAML file with the key, as GROUP=NAME; "" for a key in an override.
     """
-    chosen = [word for word in words if key_of_word(word) in GROUPS]
-    names = [*GROUPS, *known_keys(compose("train", overrides=[] if file_choice else chosen))]
+    # The keys depend on the chosen variants, but a file with a wrong key cannot be composed.
+    choices = []
+    if not file_choice:
+        choices = [word for word in words if key_of_word(word) in GROUPS]
+    names = [*GROUPS, *known_keys(compose("train", overrides=choices))]
     if file_choice and name == file_choice.partition("=")[0]:
         # Hydra has put the content of the file below the name of the group.
         return f"{file_choice}: the first line of the YAML must be '# @package _global_'"
@@ -251,12 +277,13 @@ def explain_unknown_key(name: str, file_choice: str, error: Exception, words: li
     inner_keys = [key for key in typed_keys if key.startswith(f"{name}.")]
     if inner_keys and not file_choice:
         name = inner_keys[0]
-    return prefix + unknown_key(name, names)
+    return f"{prefix}{unknown_key(name, names)}"
 
 
 def explain_syntax(word: str) -> str:
     """Return a one-line message for an override that Hydra cannot parse."""
-    shown, key = repr(word[:LONGEST_QUOTED]), key_of_word(word)
+    shown = repr(word[:LONGEST_QUOTED])
+    key = key_of_word(word)
     if "=" in word and not key.isascii():
         return unknown_key(key, [*GROUPS, *known_keys(compose("train"))])
     if re.match(r"\+{0,2}[a-z_][\w.]*=", word):

@@ -49,11 +49,13 @@ def version_changes(recorded: dict[str, str]) -> Changes:
     `recorded` maps plugins to versions. Return {"plugins": (recorded versions, current versions)}
     for the plugins whose versions differ, or {} if all versions are equal.
     """
-    now = {name: loaded_version(name) for name in recorded}
-    changed = [name for name in recorded if recorded[name] != now[name]]
+    current = {name: loaded_version(name) for name in recorded}
+    changed = [name for name in recorded if recorded[name] != current[name]]
     if not changed:
         return {}
-    return {"plugins": (versions_text(recorded, changed), versions_text(now, changed))}
+    recorded_text = versions_text(recorded, changed)
+    current_text = versions_text(current, changed)
+    return {"plugins": (recorded_text, current_text)}
 
 
 def versions_text(versions: dict[str, str], names: Iterable[str]) -> str:
@@ -61,11 +63,16 @@ def versions_text(versions: dict[str, str], names: Iterable[str]) -> str:
 
 
 def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
+    """Return {plugin: versions} for the plugins of which `records` contain several versions."""
     by_name: dict[str, set[str]] = {}
     for record in records:
         for name, version in record.items():
             by_name.setdefault(name, set()).add(version)
-    return {name: sorted(by_name[name]) for name in sorted(by_name) if len(by_name[name]) > 1}
+    several = {}
+    for name, versions in sorted(by_name.items()):
+        if len(versions) > 1:
+            several[name] = sorted(versions)
+    return several
 
 
 def sources(name: str, place: Path, base: Path) -> set[Path]:
@@ -80,19 +87,21 @@ def sources(name: str, place: Path, base: Path) -> set[Path]:
         place: file or package directory of the plugin.
         base: directory from which Python imports the plugin.
     """
-    installed = any(base.glob("*.dist-info"))
-    package = base / name.partition(".")[0] if installed else place
-    todo = [place, *package.rglob("*.py"), *named_files(base, name)]
+    is_installed = any(base.glob("*.dist-info"))
+    package = place
+    if is_installed:
+        package = base / name.partition(".")[0]
+    candidates = [place, *package.rglob("*.py"), *named_files(base, name)]
     files: set[Path] = set()
-    while todo:
-        file = todo.pop()
+    while candidates:
+        file = candidates.pop()
         # The name of an imported module may be too long for a file.
         with suppress(OSError):
             if file not in files and file.is_file() and file.is_relative_to(base):
                 files.add(file)
                 # Next to an installed package are all other packages, with their own versions.
-                if not installed:
-                    todo += imported_files(file, base)
+                if not is_installed:
+                    candidates += imported_files(file, base)
     if not files:
         raise ConfigError(
             f"module {name} must not be in an archive, because runs record source files; "
@@ -111,7 +120,9 @@ def imported_files(file: Path, base: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level <= len(file.parents):
             start = file.parents[node.level - 1] if node.level else base
-            names = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
+            module = node.module or ""
+            # An imported name may be a module, too. `from . import name` has no module.
+            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
         elif isinstance(node, ast.Import):
             start = base
             names = [alias.name for alias in node.names]
@@ -119,7 +130,8 @@ def imported_files(file: Path, base: Path) -> Iterator[Path]:
             continue
         for name in names:
             # A relative import is never an import of the standard library or of diffllm.
-            if name.partition(".")[0] not in NOT_OWN or start != base:
+            is_relative = start != base
+            if is_relative or name.partition(".")[0] not in NOT_OWN:
                 yield from named_files(start, name)
 
 
@@ -153,7 +165,8 @@ class BuiltInYaml(FileConfigSource):
         result = super().load_config(config_path)
         content = OmegaConf.to_container(result.config)
         file = Path(self.path, self._normalize_file_name(config_path))
-        check_texts(content, file, section_of(config_path, result.header))
+        section = section_of(config_path, result.header)
+        check_texts(content, file, section)
         return result
 
 
@@ -173,9 +186,11 @@ class SharedYaml(FileConfigSource):
         if config_path.startswith("hydra/"):
             raise ConfigError(f"{file}: a file cannot set Hydra's own keys; delete the file")
         content, text = read_yaml(file)
-        check_interpolations([f"{key}={value}" for key, value in content.items()], f"{file}: ")
+        words = [f"{key}={value}" for key, value in content.items()]
+        check_interpolations(words, f"{file}: ")
         header = self._get_header_dict(text[:512].decode(errors="ignore"))
-        check_texts(content, file, section_of(config_path, header))
+        section = section_of(config_path, header)
+        check_texts(content, file, section)
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(content), header)
 
 
@@ -222,10 +237,12 @@ def plugins_in(words: list[str]) -> list[str]:
         if match is None:
             continue
         text = match[1].strip()
+        items = text[1:-1]
+        # Only the last override counts, so begin anew.
         names = []
         is_list = text[:1] == "[" and text[-1:] == "]"
-        if is_list and text[1:-1].strip():
-            names = [name.strip().strip("'\"") for name in text[1:-1].split(",")]
+        if is_list and items.strip():
+            names = [name.strip().strip("'\"") for name in items.split(",")]
         if not is_list or not all(map(MODULE_NAME.fullmatch, names)):
             raise ConfigError(f"{match[0]!r} must be a list of modules, such as plugins=[mine]")
     return names
@@ -252,8 +269,9 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
             # A namespace package has directories, but no file.
             places = [Path(place) for place in spec.submodule_search_locations or []]
         for place in places:
-            if (place / "conf").is_dir():
-                add_directory(place / "conf")
+            conf = place / "conf"
+            if conf.is_dir():
+                add_directory(conf)
 
 
 def imported(name: str) -> ModuleSpec:
@@ -276,9 +294,11 @@ def imported(name: str) -> ModuleSpec:
         # The version is that of the imported code: a later edit of the file does not change it.
         # A plugin has a new spec after its first import and after a reload.
         if target not in LOADED or LOADED[target][0] is not spec:
-            place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
+            places = spec.submodule_search_locations or [str(spec.origin)]
+            place = Path(next(iter(places)))
             base = place.parents[spec.name.count(".")]
-            LOADED[target] = spec, hash_sources(base, sources(spec.name, place, base))
+            files = sources(spec.name, place, base)
+            LOADED[target] = spec, hash_sources(base, files)
         return spec
     except ConfigError as error:
         raise ConfigError(f"plugins=[{name}]: {error}") from error
@@ -289,15 +309,15 @@ def imported(name: str) -> ModuleSpec:
             raise ConfigError(
                 f"plugins=[{name}]: cannot find module {missing}; add its directory to PYTHONPATH"
             ) from None
-        frames = traceback.extract_tb(error.__traceback__)
         # A wrong argument of a function of diffllm is an error in a line of the plugin.
         skipped = ("importlib", str(Path(__file__).parents[1]))
         location = ""
-        for frame in frames:
+        for frame in traceback.extract_tb(error.__traceback__):
             if not any(part in frame.filename for part in skipped):
                 location = f" ({frame.filename}, line {frame.lineno})"
         # Not str(error), which may raise.
-        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        lines = "".join(traceback.format_exception_only(error))
+        text = " ".join(lines.split())
         raise ConfigError(f"plugins=[{name}] cannot be imported: {text}{location}") from error
 
 
@@ -350,7 +370,9 @@ def launch_words(plugins: str) -> list[str]:
     for directory in directories():
         if yamls(directory):
             words += ["--config-dir", str(directory)]
-    return [*words, f"plugins={plugins}"] if plugins else words
+    if plugins:
+        words.append(f"plugins={plugins}")
+    return words
 
 
 def add_directory(directory: Path) -> None:
@@ -366,8 +388,9 @@ def add_directory(directory: Path) -> None:
         # Hydra would use the first of two files with one name, without a message.
         common = sorted(yamls(directory) & yamls(other))
         if common:
+            file = common[0]
             raise ConfigError(
-                f"{directory / common[0]} has the same name as {other / common[0]}; rename one file"
+                f"{directory / file} has the same name as {other / file}; rename one file"
             )
     _DIRECTORIES.append(directory)
 
@@ -376,5 +399,6 @@ def yamls(directory: Path) -> set[Path]:
     """Return the YAML files in a directory as relative paths, such as attention/mine.yaml."""
     paths: set[Path] = set()
     for group in GROUPS:
-        paths |= {path.relative_to(directory) for path in directory.glob(f"{group}/*.yaml")}
+        for path in directory.glob(f"{group}/*.yaml"):
+            paths.add(path.relative_to(directory))
     return paths

@@ -59,7 +59,8 @@ def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     Plugins of the run that this process has not imported count as changed if `needs_all` is true,
     and are ignored if `needs_all` is false.
     """
-    recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
+    record = read_record(run / "run.json") or {}
+    recorded = record.get("plugin_code") or {}
     if not needs_all:
         recorded = {name: version for name, version in recorded.items() if name in LOADED}
     return version_changes(recorded)
@@ -67,7 +68,8 @@ def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
 
 @cache
 def warn_of_plugins(run: Path) -> None:
-    if changes := plugin_changes(run, needs_all=False):
+    changes = plugin_changes(run, needs_all=False)
+    if changes:
         to_stderr(f"warning: {run} was trained with {what_differs(changes)}")
 
 
@@ -77,17 +79,21 @@ def changes_to(begun: Any, cfg: Any, counts: Counts = is_fixed) -> Changes:
     `begun` and `cfg` are two configs, or one section of two configs. Omit a key that has the value
     of another key in both configs, as `model.init_seed` usually has the value of `seed`.
     """
-    saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
+    saved = flatten(yaml_dict(begun))
+    new = flatten(yaml_dict(cfg))
     declared = {**declarations(begun), **declarations(cfg)}
     differing = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
     changes: Changes = {}
     for key in sorted(differing):
         declaration = declaration_of(key, declared)
         source = declaration.follows
-        follows = source in differing and all(
-            values.get(key) == values.get(source) for values in (saved, new)
-        )
-        if counts(declaration) and not follows:
+        is_following = False
+        # The difference of the source is enough, if the key follows the source in both configs.
+        if source in differing:
+            follows_before = saved.get(key) == saved.get(source)
+            follows_now = new.get(key) == new.get(source)
+            is_following = follows_before and follows_now
+        if counts(declaration) and not is_following:
             changes[key] = (saved.get(key), new.get(key))
     return changes
 
@@ -114,12 +120,15 @@ def load_run_config(path: Path) -> TrainConfig:
         schemas = content["resolved"].get("schemas", {})
         if "attention" in schemas:
             classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
-            base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
+            data = classes.get("data", DataConfig)
+            base, values = defaults_of(None, classes["attention"], data)
         else:
             # A run of an older version has no schemas, and can only use built-in variants.
-            base, values = defaults_of(content["resolved"]["choices"]["attention"])
+            variant = content["resolved"]["choices"]["attention"]
+            base, values = defaults_of(variant)
         # A merge of only the changed entries is faster than a merge of all.
-        return typed_config(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
+        merged = OmegaConf.merge(base, changed(content, values))
+        return typed_config(merged)  # type: ignore[arg-type]
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise CheckpointError(no_run(path)) from None
@@ -159,7 +168,9 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
         suggestion = similar_path(path, has_runs)
         return f"{path} is not a run directory: it does not exist{suggestion}"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
-    hint = f"; it contains {', '.join(runs[:5])}" if runs else ""
+    hint = ""
+    if runs:
+        hint = f"; it contains {', '.join(runs[:5])}"
     if len(runs) > 5:
         hint += ", ..."
     return f"{path} is not a run directory: it has no {missing}{hint}"
@@ -170,10 +181,11 @@ def changed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]
     changes = {}
     for key, value in content.items():
         default = defaults.get(key)
+        # The types differ for True and 1, which Python calls equal.
+        has_other_type = type(value) is not type(default)
         if isinstance(value, dict) and isinstance(default, dict):
             changes[key] = changed(value, default)
-        # The types differ for True and 1, which Python calls equal.
-        elif type(value) is not type(default) or value != default or key not in defaults:
+        elif has_other_type or value != default or key not in defaults:
             changes[key] = value
     return changes
 
@@ -187,17 +199,21 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
     for group, name in saved["resolved"].get("schemas", {}).items():
         if (group, name) not in SCHEMAS:
             missing.append(f"{group}={name}")
-    for part in (saved["data"], *saved["data"].get("sources", {}).values()):
-        if part["source"] not in SOURCES and part["source"] not in PREPARED_ELSEWHERE:
-            missing.append(f"data.source={part['source']}")
+    data = saved["data"]
+    for part in (data, *data.get("sources", {}).values()):
+        source = part["source"]
+        if source not in SOURCES and source not in PREPARED_ELSEWHERE:
+            missing.append(f"data.source={source}")
     if missing:
         names = [str(name) for name in saved.get("plugins", [])]
         # The file may come from another person, and the user may copy the advice to a shell.
         are_modules = all(map(MODULE_NAME.fullmatch, names))
-        plugins = ",".join(names) if are_modules else ""
+        plugins = "MODULE"
+        if names and are_modules:
+            plugins = ",".join(names)
         raise UserError(
             f"{path} needs {' and '.join(missing)} of a plugin that is not imported; "
-            f"if you trust the code of the plugin, add plugins=[{plugins or 'MODULE'}]"
+            f"if you trust the code of the plugin, add plugins=[{plugins}]"
         )
 
 
@@ -205,7 +221,8 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
 def defaults_of(
     variant: str | None, attention: type | None = None, data: type = DataConfig
 ) -> tuple[DictConfig, Any]:
-    base = compose_config([f"attention={variant}"] if variant else ["experiment=none"])
+    words = [f"attention={variant}"] if variant else ["experiment=none"]
+    base = compose_config(words)
     if attention:
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
@@ -228,7 +245,10 @@ def yaml_dict(cfg: Any) -> dict[str, Any]:
     """Convert a config dataclass to nested dicts; replace enum members by their names."""
 
     def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: v.name if isinstance(v, Enum) else v for key, v in items}
+        named = {}
+        for key, value in items:
+            named[key] = value.name if isinstance(value, Enum) else value
+        return named
 
     return asdict(cfg, dict_factory=by_name)
 

@@ -40,15 +40,20 @@ def check_values(cfg: Any) -> None:
         is_null = value is None and kind is not declared
         # OmegaConf does not check the type of a value that an interpolation inserts.
         if get_origin(kind) is list and not is_null:
-            (kind,) = get_args(kind)
-            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-                items = "text" if kind is str else "integers"
+            (item_type,) = get_args(kind)
+            is_list = isinstance(value, list)
+            if not is_list or not all(isinstance(item, item_type) for item in value):
+                items = "text" if item_type is str else "integers"
                 raise ConfigError(f"{name}={value!r} must be a list of {items}")
-        for item in value if isinstance(value, list) else [value]:
+        for item in items_of(value):
             if isinstance(item, str):
                 check_text(name, item, by_name[name])
             elif isinstance(item, int | float) and not isinstance(item, bool):
                 check_number(name, item)
+
+
+def items_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def check_paths(cfg: Any) -> None:
@@ -58,20 +63,27 @@ def check_paths(cfg: Any) -> None:
     """
     by_name = declarations(cfg)
     for name, _, value in leaves(cfg):
-        if "path" in by_name[name].kinds:
-            for text in value if isinstance(value, list) else [value]:
-                if text is not None:
-                    # The default of data.cache_dir follows a variable of the environment.
-                    cache = name == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
-                    kind, _, path = text.partition(":")
-                    place = path if name == "resume" and kind in CARRIED else text
-                    user_path(place, "DIFFLLM_CACHE" if cache else name)
+        if "path" not in by_name[name].kinds:
+            continue
+        for text in items_of(value):
+            if text is None:
+                continue
+            path = text
+            kind, _, path_after_kind = text.partition(":")
+            if name == "resume" and kind in CARRIED:
+                path = path_after_kind
+            label = name
+            # The default of data.cache_dir follows a variable of the environment.
+            if name == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text:
+                label = "DIFFLLM_CACHE"
+            user_path(path, label)
 
 
 def check_number(key: str, value: float) -> None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{key}={value} must be from -2^63 to 2^63 - 1")
-    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+    is_in_range = value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+    if isinstance(value, float) and not is_in_range:
         raise ConfigError(
             f"{key}={value} is outside the range of float32: the absolute value must be 0, or "
             f"{SMALLEST_FLOAT:.4g} to {LARGEST_FLOAT:.4g}"
@@ -82,7 +94,8 @@ def check_text(key: str, value: str, declared: Declaration) -> None:
     # Python decodes the invalid bytes of a command line to surrogates.
     is_broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
     is_one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
-    if is_broken or not (is_one_line or "text" in declared.kinds):
+    is_allowed = is_one_line or "text" in declared.kinds
+    if is_broken or not is_allowed:
         raise ConfigError(
             f"{key}={value[:20]!r} must be one line of 1 to {LONGEST_TEXT} printable characters"
         )

@@ -80,10 +80,12 @@ def quote_text(word: str, sweep: bool = False) -> str:
         sweep: whether commas separate the values of a sweep.
     """
     match = OVERRIDE.fullmatch(word)
-    kind = declared_type(match[2]) if match else None
-    if match is None or not (kind is str or is_container(kind)):
+    if match is None:
         return word
     prefix, key, value = match.groups()
+    kind = declared_type(key)
+    if kind is not str and not is_container(kind):
+        return word
     convert = quote_sweep if sweep else quote_value
     try:
         return f"{prefix}{key}={convert(value, kind)}"
@@ -107,7 +109,9 @@ def with_brackets(text: str) -> str:
         is_list = part.startswith("[") and part.endswith("]")
         items += split(part[1:-1]) if is_list else [part]
     typed = []
-    for item in filter(None, items):
+    for item in items:
+        if not item:
+            continue
         item_text = unquoted(item)
         has_bracket = re.search(r"[()\[\]{}:]", item_text)
         typed.append(quoted(item_text) if has_bracket else typed_text(item_text))
@@ -119,14 +123,16 @@ def quote_sweep(text: str, kind: Any) -> str:
 
     Raises NotPlain for functions of Hydra that could change text: shuffle, sort and tag.
     """
-    if function := FUNCTION.fullmatch(text):
+    function = FUNCTION.fullmatch(text)
+    if function:
         name, arguments = function.groups()
         if name == "choice":
             return f"choice({quote_sweep(arguments, kind)})"
         if name in ("shuffle", "sort", "tag") and kind is str:
             raise NotPlain(text)
         return text
-    return ",".join(quote_value(part, kind) for part in split(text))
+    values = [quote_value(part, kind) for part in split(text)]
+    return ",".join(values)
 
 
 def quote_value(text: str, kind: Any) -> str:
@@ -152,7 +158,8 @@ def quote_value(text: str, kind: Any) -> str:
         else:
             # A single text needs no brackets.
             items = [text] if bare else []
-        return f"[{','.join(quote_value(item, item_type) for item in items)}]"
+        values = [quote_value(item, item_type) for item in items]
+        return f"[{','.join(values)}]"
     if is_container(kind) and ends == "{}":
         entries = [quote_entry(entry, kind) for entry in split(bare[1:-1])]
         return f"{{{','.join(entries)}}}"
@@ -161,7 +168,8 @@ def quote_value(text: str, kind: Any) -> str:
 
 def quote_entry(entry: str, kind: Any) -> str:
     name, colon, value = entry.partition(":")
-    return f"{name}{colon}{quote_value(value.strip(), type_of_entry(kind, name.strip()))}"
+    value_type = type_of_entry(kind, name.strip())
+    return f"{name}{colon}{quote_value(value.strip(), value_type)}"
 
 
 def split(text: str) -> list[str]:
@@ -201,12 +209,16 @@ def declared_type(key: str) -> Any:
 def type_of_entry(kind: Any, name: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         # A variant or a plugin can add keys to a section.
-        classes = [kind, *(cls for cls in SCHEMAS.values() if issubclass(cls, kind))]
+        subclasses = [cls for cls in SCHEMAS.values() if issubclass(cls, kind)]
+        classes = [kind, *subclasses]
         for cls in classes:
             types = field_types(cls)
             if name in types:
                 return types[name]
-    return get_args(kind)[1] if get_origin(kind) is dict else None
+    if get_origin(kind) is not dict:
+        return None
+    _, value_type = get_args(kind)
+    return value_type
 
 
 @cache
@@ -308,8 +320,10 @@ def check_texts(content: Any, file: Path, section: str = "") -> None:
         section: dotted config key of `content`; "" for the whole config.
     """
     kind: Any = TrainConfig
-    for name in filter(None, section.split(".")):
-        kind = type_of_entry(kind, name)
+    for name in section.split("."):
+        # The section "" has one empty name.
+        if name:
+            kind = type_of_entry(kind, name)
     check_text(content, kind, section, file)
 
 
@@ -318,7 +332,9 @@ def check_text(value: Any, kind: Any, key: str, file: Path) -> None:
         for name, entry in value.items():
             inner = f"{key}.{name}" if key else str(name)
             if inner.startswith("hydra."):
-                entry_type = declared_type(inner.removeprefix("hydra.sweeper.params.").lstrip("+"))
+                # The entries of a sweep have config keys as names, perhaps with a prefix.
+                config_key = inner.removeprefix("hydra.sweeper.params.").lstrip("+")
+                entry_type = declared_type(config_key)
             else:
                 entry_type = type_of_entry(kind, str(name))
             check_text(entry, entry_type, inner, file)
@@ -342,8 +358,9 @@ def with_recipe(word: str) -> list[str]:
     """
     key, _, text = word.partition("=")
     path = unquoted(text)
-    several = "," in text and path == text
-    if key != "data" or not path.endswith(SUFFIXES) or several:
+    # A sweep over several files; in quotes, the comma is a part of the path.
+    has_several = "," in text and path == text
+    if key != "data" or not path.endswith(SUFFIXES) or has_several:
         return [word]
     file = user_path(path, key)
     content, _ = read_yaml(file)
@@ -356,8 +373,12 @@ def with_recipe(word: str) -> list[str]:
         entries = content.get(name)
         sizes.append(len(entries) if isinstance(entries, dict | list) else 0)
     check_sizes(*sizes)
-    source = content.pop("source", "mixture" if "sources" in content else None)
-    words = [f"data={source}"] if source else []
-    words += [f"data.{name}={as_text(value)}" for name, value in content.items()]
+    default = "mixture" if "sources" in content else None
+    source = content.pop("source", default)
+    words = []
+    if source:
+        words.append(f"data={source}")
+    for name, value in content.items():
+        words.append(f"data.{name}={as_text(value)}")
     check_shared(words, word)
     return words

@@ -33,8 +33,10 @@ def check_same(world: World, label: str, values: Mapping[str, object]) -> None:
 
     def compare() -> None:
         keys = [f"{key}/{rank}" for rank in range(world.size)]
+        # A rank may be late: reading a missing key would wait without handling signals.
         world.wait(keys)
-        values_by_rank = [json.loads(text) for text in world.store.multi_get(keys)]
+        rank_texts = world.store.multi_get(keys)
+        values_by_rank = [json.loads(text) for text in rank_texts]
         differences = differences_between(values_by_rank)
         if differences:
             raise LaunchError(
@@ -64,7 +66,9 @@ def differences_between(values_by_rank: list[dict[str, str]]) -> list[str]:
             continue
         # The reversed list has the value of rank 0 last if several values are equally rare.
         common_first = sorted(ranks_by_value.items(), key=lambda item: len(item[1]), reverse=True)
-        parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in reversed(common_first)]
+        parts = []
+        for value, ranks in reversed(common_first):
+            parts.append(f"{value} on {ranks_text(ranks)}")
         differences.append(f"{name} is {', '.join(parts)}")
     return differences
 
@@ -84,8 +88,11 @@ def code_version() -> dict[str, str]:
 
 def hash_sources(root: Path, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
+    # Sorted, because the order of a directory's files differs between machines.
     for path in sorted(files):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+        name = path.relative_to(root)
+        digest.update(f"{name}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -103,6 +110,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     hashes = torch.stack([tensor_hash(local(tensor)) for tensor in tensors.values()])
     size = dist.get_world_size()
     gathered = [torch.empty_like(hashes) for _ in range(size)]
+    # Every rank gets all hashes, so that all ranks raise the error, and none waits for another.
     dist.all_gather(gathered, hashes)
     hashes_by_rank = [row.tolist() for row in gathered]
     differences = []
@@ -111,9 +119,10 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
         stride = replica_size if is_dtensor(tensor) else 1
         for first in range(stride):
             ranks = range(first, size, stride)
-            counts = Counter(hashes_by_rank[rank][i] for rank in ranks)
+            hash_by_rank = {rank: hashes_by_rank[rank][i] for rank in ranks}
+            counts = Counter(hash_by_rank.values())
             [(common_hash, _)] = counts.most_common(1)
-            others = [rank for rank in ranks if hashes_by_rank[rank][i] != common_hash]
+            others = [rank for rank in ranks if hash_by_rank[rank] != common_hash]
             if others:
                 differences.append(f"{name} on {ranks_text(others)}")
     if differences:
@@ -130,12 +139,17 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     on its position. The hash is the sum of the products, modulo 2^64.
     """
     flat = tensor.detach().flatten().view(torch.uint8)
-    flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))
+    # Zeros at the end, because integers have 4 bytes.
+    padding = -len(flat) % 4
+    flat = torch.nn.functional.pad(flat, (0, padding))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     # In chunks: the int64 products need several times the memory of the tensor.
     for start in range(0, len(flat), CHUNK):
-        words = flat[start : start + CHUNK].view(torch.int32).long()
+        chunk = flat[start : start + CHUNK]
+        words = chunk.view(torch.int32).long()
+        # Integer j of the tensor has the odd number 2j + 1; a chunk begins at j = start / 4.
         first = start // 2 + 1
-        weights = torch.arange(first, first + 2 * len(words), 2, device=flat.device)
-        total += (words * (weights * MIXER)).sum()
+        end = first + 2 * len(words)
+        factors = torch.arange(first, end, 2, device=flat.device) * MIXER
+        total += (words * factors).sum()
     return total

@@ -36,10 +36,12 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
         rows: not used, but part of the signature `Splits`.
         mesh: the n ranks between which the experts are divided.
     """
-    sent = counts.view(mesh.size(), -1)
-    received = all_to_all_single(sent, None, None, mesh)
-    send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    return send, receive, received
+    sent_counts = counts.view(mesh.size(), -1)
+    received_counts = all_to_all_single(sent_counts, None, None, mesh)
+    # One copy for both lists: each copy makes the host wait for the device.
+    totals = torch.stack([sent_counts.sum(1), received_counts.sum(1)])
+    send, receive = totals.tolist()
+    return send, receive, received_counts
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
@@ -50,14 +52,18 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """
     n = mesh.size()
     send = even_parts(rows, n)
+    # All ranks have equally many rows, so all send equally many to this rank.
     rows_from_rank = send[mesh.get_local_rank()]
+    receive = [rows_from_rank] * n
     rows_per_expert = even_parts(rows_from_rank, len(counts) // n)
-    received = torch.tensor([rows_per_expert] * n, device=counts.device)
-    return send, [rows_from_rank] * n, received
+    received_counts = torch.tensor([rows_per_expert] * n, device=counts.device)
+    return send, receive, received_counts
 
 
 def even_parts(total: int, n: int) -> list[int]:
-    return [total // n + (i < total % n) for i in range(n)]
+    size, remainder = divmod(total, n)
+    larger_parts = [size + 1] * remainder
+    return larger_parts + [size] * (n - remainder)
 
 
 def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
@@ -75,33 +81,44 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """
     from torch.distributed.tensor import DTensor, Shard  # A slow import: half a second.
 
+    rank = mesh.get_local_rank()
+    # A list, because the loop replaces the parameters.
     for name, param in list(experts.named_parameters(recurse=False)):
-        part = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
+        parts = param.detach().chunk(mesh.size())
         # Clone: a chunk is a view, which would keep the parameter with all experts.
-        divided = DTensor.from_local(part.clone(), mesh, [Shard(0)], run_check=False)
+        part = parts[rank].clone()
+        divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(divided))
     compute = experts.forward
 
     def forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         # Every rank must reach the exchanges, also a rank without rows.
-        send, receive, received = splits(counts, len(x), mesh)
+        send, receive, received_counts = splits(counts, len(x), mesh)
         rows = all_to_all_single_autograd(x, receive, send, mesh)
         weights = all_to_all_single_autograd(weights, receive, send, mesh)
         # Rows arrive by rank, then by expert; `order` sorts them by expert, `back` undoes it.
-        expert = torch.arange(received.shape[1], device=received.device).repeat(len(received))
-        expert = torch.repeat_interleave(expert, received.flatten(), output_size=sum(receive))
-        order = expert.argsort(stable=True)
+        ranks, experts_of_rank = received_counts.shape
+        expert_of_block = torch.arange(experts_of_rank, device=received_counts.device).repeat(ranks)
+        block_sizes = received_counts.flatten()
+        # Without `output_size`, the host would wait for the device to learn the size.
+        expert_of_row = torch.repeat_interleave(
+            expert_of_block, block_sizes, output_size=sum(receive)
+        )
+        order = expert_of_row.argsort(stable=True)
         back = order.argsort()
         rows = _Reorder.apply(rows, order, back)
         weights = _Reorder.apply(weights, order, back)
+        # `compute` needs plain tensors, so replace the DTensors during the call.
         # `torch.func.functional_call` would run the hooks of `experts` a second time.
         params: dict[str, Any] = experts._parameters
         divided = dict(params)
-        params.update({name: param.to_local() for name, param in divided.items()})
         try:
-            y = compute(rows, weights, received.sum(0))
+            for name, param in divided.items():
+                params[name] = param.to_local()
+            y = compute(rows, weights, received_counts.sum(0))
         finally:
             params.update(divided)
+        # Rows return to their ranks in the order in which they came.
         y = _Reorder.apply(y, back, order)
         return all_to_all_single_autograd(y, send, receive, mesh)
 
@@ -110,8 +127,11 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
 
 def expert_ranks(param: Tensor) -> int:
+    """Return the number of ranks that share the experts of `param`; 1 for other parameters."""
     mesh = getattr(param, "device_mesh", None)
-    if mesh is None or "expert" not in (mesh.mesh_dim_names or ()):
+    if mesh is None or mesh.mesh_dim_names is None:
+        return 1
+    if "expert" not in mesh.mesh_dim_names:
         return 1
     return mesh["expert"].size()
 

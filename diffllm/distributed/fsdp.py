@@ -64,20 +64,35 @@ def parallelize(
     shard = partial(fully_shard, mp_policy=policy, ignored_params=fp32_parameters(model))
     shard_dense = partial(shard, **over(meshes.dense, "fsdp"))
     for layer in layers:
-        experts = getattr(layer.ffn, "experts", None) if meshes.experts else None
+        experts = experts_of(layer) if meshes.experts else None
         if experts is not None:
             assert meshes.experts is not None
+            # Before the layer, because FSDP2 omits the parameters that a submodule has sharded.
             share_out(experts, meshes.experts["expert"], splits)
             shard(experts, **over(meshes.experts, "shard"), reshard_after_forward=True)
         wrap_forward(layer, compile, recompute, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
-    if meshes.experts:  # By default FSDP prefetches only up to the next exchange of row counts.
-        for layer, next_layer in zip(layers, [*layers[1:], None], strict=True):
-            modules = [getattr(layer.ffn, "experts", None), next_layer]
-            layer.set_modules_to_forward_prefetch([m for m in modules if m is not None])
+    if meshes.experts:
+        prefetch(layers)
     # The root last: FSDP2 omits the parameters that a layer has sharded. The backward pass
     # begins with the root's parameters, so keep them gathered.
     shard_dense(model, reshard_after_forward=False)
+
+
+def experts_of(layer: Any) -> nn.Module | None:
+    return getattr(layer.ffn, "experts", None)
+
+
+def prefetch(layers: Any) -> None:
+    """Let FSDP2 gather the experts of a layer, and the next layer, while a layer computes."""
+    # By default FSDP prefetches only up to the next exchange of row counts.
+    next_layers = [*layers[1:], None]
+    for layer, next_layer in zip(layers, next_layers, strict=True):
+        modules = []
+        for module in (experts_of(layer), next_layer):
+            if module is not None:
+                modules.append(module)
+        layer.set_modules_to_forward_prefetch(modules)
 
 
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
@@ -89,11 +104,14 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        dim = shard_dim(local(param).shape, mesh[name].size())
+        ranks = mesh[name].size()
+        dim = shard_dim(local(param).shape, ranks)
         # DTensor computes wrong offsets if it shards an uneven part of a shard.
         is_even = dim is not None or param.ndim != 3
         assert is_even or not is_dtensor(param), "TrainConfig.check_world rules this out"
-        return None if dim is None else Shard(dim)
+        if dim is None:
+            return None
+        return Shard(dim)
 
     is_replicated = mesh["replicate"].size() > 1
     used_mesh = mesh["replicate", name] if is_replicated else mesh[name]
@@ -127,6 +145,7 @@ def stored_values(
         sizes: `ParallelConfig.sizes`, the numbers of replicas, shards and expert ranks.
     """
     replicate, shard, expert = sizes
+    # `parallelize` excludes these from FSDP2, and shards nothing on one rank.
     replicated = fp32_parameters(model)
     if replicate * shard * expert == 1:
         replicated = set(model.parameters())
@@ -138,11 +157,14 @@ def stored_values(
         if param in replicated:
             yield param, param.numel()
         elif param in divided:
+            # The mesh of experts has the dimensions replicate, shard and expert; expert is last.
             experts_of_rank = (len(param) // expert, *param.shape[1:])
-            yield param, shard_size(experts_of_rank, shard, rank // expert % shard)
+            index = rank // expert % shard
+            yield param, shard_size(experts_of_rank, shard, index)
         else:
             ranks = shard * expert
-            yield param, shard_size(param.shape, ranks, rank % ranks)
+            index = rank % ranks
+            yield param, shard_size(param.shape, ranks, index)
 
 
 def shard_size(shape: Sequence[int], ranks: int, index: int) -> int:
@@ -150,7 +172,8 @@ def shard_size(shape: Sequence[int], ranks: int, index: int) -> int:
     dim = shard_dim(shape, ranks) or 0
     # As in `torch.chunk`: the last shards may have fewer rows, or none.
     rows = math.ceil(shape[dim] / ranks)
-    rows_of_shard = min(rows, max(0, shape[dim] - index * rows))
+    rows_from_here = max(0, shape[dim] - index * rows)
+    rows_of_shard = min(rows, rows_from_here)
     return rows_of_shard * math.prod(shape) // shape[dim]
 
 
@@ -230,12 +253,14 @@ class OneRank(Weights):
                 if param not in fp32_only and param.dtype != dtype:
                     origins[name] = param
             adjacent = getattr(module, "adjacent", ())
-            for name, empty in empty_copies(origins, adjacent, dtype).items():
+            copies = empty_copies(origins, adjacent, dtype)
+            for name, empty in copies.items():
+                origin = origins[name]
                 copy = nn.Parameter(empty)
                 # The gradient moves to the float32 parameter at once, so that micro-batches are
                 # added in float32 and only one gradient exists per parameter.
-                copy.register_post_accumulate_grad_hook(partial(hand_over, origins[name]))
-                self.origins[copy] = origins[name]
+                copy.register_post_accumulate_grad_hook(partial(hand_over, origin))
+                self.origins[copy] = origin
                 setattr(module, name, copy)
 
     def block(self, param: Tensor) -> LocalBlock:
@@ -244,7 +269,9 @@ class OneRank(Weights):
     @torch.no_grad()
     def changed(self) -> None:
         if self.origins:
-            torch._foreach_copy_(list(self.origins), list(self.origins.values()))
+            copies = list(self.origins)
+            params = list(self.origins.values())
+            torch._foreach_copy_(copies, params)
 
 
 def empty_copies(
@@ -266,7 +293,8 @@ def empty_copies(
         return copies
     sizes = [params[name].shape[1] for name in neighbours]
     first = params[neighbours[0]]
-    together = first.new_empty((len(first), sum(sizes), first.shape[2]), dtype=dtype)
+    rows, _, columns = first.shape
+    together = first.new_empty((rows, sum(sizes), columns), dtype=dtype)
     slices = together.split(sizes, dim=1)
     return copies | dict(zip(neighbours, slices, strict=True))
 
@@ -301,7 +329,8 @@ class Sharded(Weights):
         return param.to_local(), offset, param.shape
 
     def begin_micro_batch(self, last: bool) -> None:
-        self.model.set_requires_gradient_sync(last or self.reduce is Reduce.every)
+        is_reducing = last or self.reduce is Reduce.every
+        self.model.set_requires_gradient_sync(is_reducing)
         self.model.set_requires_all_reduce(last)  # HSDP: once per step.
 
     def reshard(self) -> None:
@@ -317,7 +346,9 @@ def chosen_reduce(setting: Reduce | None, params: Iterable[Tensor]) -> AutoSetti
     """
     if setting is not None:
         return AutoSetting(setting, ASKED)
-    # Each rank has gradients only for its share of the experts.
-    size = 4 * sum(param.numel() // expert_ranks(param) for param in params)
-    reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
-    return AutoSetting(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)
+    size = 0
+    for param in params:
+        # Each rank has gradients only for its share of the experts; float32 has 4 bytes.
+        size += 4 * (param.numel() // expert_ranks(param))
+    value = Reduce.last if size <= LAST_UP_TO else Reduce.every
+    return AutoSetting(value, f"a float32 gradient of {size / 2**30:.2g} GiB on every rank")

@@ -51,6 +51,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh) -> Norms:
         if not is_dtensor(param.grad):
             replicated.append(param.grad)
     if dist.get_world_size() > 1:
+        # Every rank has the same parameters without shards, so all ranks call it or none does.
         if replicated:
             average(replicated)
         for param, grad in zip(trained.values(), grads, strict=True):
@@ -68,7 +69,8 @@ def average(tensors: list[Tensor]) -> None:
     packed = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(packed)
     packed /= dist.get_world_size()
-    parts = packed.split([tensor.numel() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = packed.split(sizes)
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
 
@@ -90,17 +92,22 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
             replicated.append(name)
     # Sharded tensors first: one all-reduce of a slice sums their squares over the shards.
     names = sharded + replicated
-    norms_of_rank = torch._foreach_norm([tensor_by_name[name] for name in names])
+    ordered = [tensor_by_name[name] for name in names]
+    norms_of_rank = torch.stack(torch._foreach_norm(ordered))
     # float64: squares of float32 norms overflow above 1.8e19.
-    squares = torch.stack(norms_of_rank).double().square()
+    squares = norms_of_rank.double().square()
     shards = mesh.get_group("fsdp")
     if dist.get_world_size(shards) > 1:
+        # Not over all ranks: replicas have the same values, and would count several times.
         dist.all_reduce(squares[: len(sharded)], group=shards)
-    return Norms(names, squares, squares.sum().sqrt().float())
+    total = squares.sum().sqrt()
+    return Norms(names, squares, total.float())
 
 
 def parameter_norm(params: Mapping[str, Tensor], mesh: DeviceMesh) -> Tensor:
-    return norms(params, [local(p).detach() for p in params.values()], mesh).total
+    """Compute the L2 norm of `params` over all shards. Every rank must call this."""
+    values = [local(p).detach() for p in params.values()]
+    return norms(params, values, mesh).total
 
 
 def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
@@ -113,5 +120,7 @@ def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: Device
     The tensors in `before` are overwritten. The mesh dimension "fsdp" shards the parameters. Every
     rank must call this.
     """
-    torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
+    values = [local(p).detach() for p in params.values()]
+    # In place: a difference in new tensors would need the memory of a third copy.
+    torch._foreach_sub_(before, values)
     return norms(params, before, mesh).total

@@ -111,7 +111,10 @@ class Watch:
     def activity(self) -> str:
         # The attribute is read once, because another thread may change it.
         waits = self.waits
-        return f"{self.place}, waiting for {waits[0]}" if waits else self.place
+        if waits is None:
+            return self.place
+        event, _ = waits
+        return f"{self.place}, waiting for {event}"
 
     def close(self) -> None:
         """Stop watching, and tell other ranks that this rank has finished or failed.
@@ -131,9 +134,9 @@ class Watch:
             self._beat(-1)
             while time.monotonic() < deadline:
                 self._listen()
-                if len(self.beats) == self.size and all(
-                    beat.has_left for beat in self.beats.values()
-                ):
+                # Iterate only over complete beats, to which the other thread adds no rank.
+                have_all_begun = len(self.beats) == self.size
+                if have_all_begun and all(beat.has_left for beat in self.beats.values()):
                     break
                 time.sleep(BEAT_S / 20)
 
@@ -176,10 +179,16 @@ class Watch:
             time.sleep(BEAT_S / 4)
             message = self.verdict or self._store_message(SILENT_S)
             silent = [rank for rank in self._silent(SILENT_S) if rank in self.beats]
-            if not message and (silent or any(beat.words for beat in self.beats.values())):
+            # A copy: the other thread adds heartbeats.
+            beats = list(self.beats.values())
+            has_failed = any(beat.words for beat in beats)
+            if not message and (silent or has_failed):
                 message = self._diagnosis(silent, calls)
-        message = message or self._diagnosis([], calls)
-        self._end(message or f"a collective failed: {_shortened(error)}")
+        if not message:
+            message = self._diagnosis([], calls)
+        if not message:
+            message = f"a collective failed: {_shortened(error)}"
+        self._end(message)
 
     def _talk(self) -> None:
         """Write and read heartbeats once per second, in a background thread."""
@@ -203,9 +212,10 @@ class Watch:
             if self.stopped and self.rank and not self.closed.wait(SILENT_S):
                 self.close()  # Rank 0 prints why the run stopped.
                 os._exit(0)
+            # A copy: the other thread adds heartbeats.
             others = list(self.beats.values())
-            stopping = self.request.has_come() or any(beat.stopping for beat in others)
-            limit = min(self.limit, STOPPING_S) if stopping else self.limit
+            is_stopping = self.request.has_come() or any(beat.stopping for beat in others)
+            limit = min(self.limit, STOPPING_S) if is_stopping else self.limit
             message = self.verdict or self._store_message(limit)
             silent = self._silent(limit)
             is_stuck = self.rank == 0 and any(self._is_stuck(beat) for beat in others)
@@ -220,7 +230,9 @@ class Watch:
         # Check both ages: a save in the background may wait long for another rank's slow disk
         # during normal steps.
         age_s = min(beat.calls.age_s, beat.place_s)
-        return age_s > self.limit and bool(not_called(self.beats, beat))
+        if age_s <= self.limit:
+            return False
+        return bool(not_called(self.beats, beat))
 
     def _judge_itself(self) -> None:
         """Warn if this process hangs, and exit this process if it continues to hang.
@@ -230,8 +242,12 @@ class Watch:
         reported_wait = None
         stop_requested_at = None
         while not self.closed.wait(BEAT_S):
+            # The attribute is read once, because the main thread may change it.
             waits = self.waits
-            waited = time.monotonic() - waits[1] if waits else 0.0
+            waited = 0.0
+            if waits is not None:
+                _, since = waits
+                waited = time.monotonic() - since
             message = f"this process hangs at {self.activity()}"
             stopped = stopped_children()
             if stopped:
@@ -271,12 +287,18 @@ class Watch:
 
     def _listen(self) -> None:
         """Read into `self.beats` the newest heartbeat of each rank in `self.watched`."""
-        ranks = list(self.watched)
-        # Reading a missing key would wait, so check the ranks without a heartbeat so far.
-        started = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
-        texts = self.store.multi_get([f"beat/{r}" for r in started])
+        started = []
+        keys = []
+        for rank in self.watched:
+            key = f"beat/{rank}"
+            # Reading a missing key would wait, so check the ranks without a heartbeat so far.
+            if rank in self.beats or self.store.check([key]):
+                started.append(rank)
+                keys.append(key)
+        texts = self.store.multi_get(keys)
         for rank, text in zip(started, texts, strict=True):
             beat = Beat(*json.loads(text))
+            # Compare numbers, not times of the sender: the clocks of two machines differ.
             if rank not in self.beats or beat.number != self.beats[rank].number:
                 self.heard[rank] = time.monotonic()
             self.beats[rank] = beat._replace(calls=Calls(*beat.calls))
@@ -284,10 +306,14 @@ class Watch:
     def _silent(self, limit: float) -> list[int]:
         if self.store_gone:
             return []
-        finished = {rank for rank, beat in dict(self.beats).items() if beat.has_left}
-        # The reference is the last answer of the store: a slow store delays all heartbeats.
-        late = {rank for rank in self.watched if self.answered - self.heard[rank] > limit}
-        return sorted(late - finished)
+        beats = dict(self.beats)  # A copy: another thread adds heartbeats.
+        silent = []
+        for rank in self.watched:
+            has_left = rank in beats and beats[rank].has_left
+            # The reference is the last answer of the store: a slow store delays all heartbeats.
+            if not has_left and self.answered - self.heard[rank] > limit:
+                silent.append(rank)
+        return silent
 
     def _store_message(self, limit: float) -> str:
         """Return an error message if the store has not answered for `limit` seconds, else ""."""
@@ -313,7 +339,8 @@ class Watch:
             pool = ThreadPoolExecutor()  # Use threads: the store or a disk may hang.
             announcement = pool.submit(self._announce, message)
             traces = pool.submit(self._write_traces, message)
-            work: list[Future[Any]] = [announcement, traces, pool.submit(self.on_end)]
+            ending = pool.submit(self.on_end)
+            work: list[Future[Any]] = [announcement, traces, ending]
             wait(work, LAST_WORDS_S)
             if not announcement.done() or announcement.result():
                 traces_text = traces.result() if traces.done() else ""

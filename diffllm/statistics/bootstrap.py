@@ -30,7 +30,8 @@ def of_documents(
     """
     sums = np.asarray(nats, np.float64)[:, None]
     weights = np.asarray(tokens, np.float64)[:, None]
-    return of_columns(sums, weights, draws, seed)[0]
+    [interval] = of_columns(sums, weights, draws, seed)
+    return interval
 
 
 def of_columns(
@@ -43,15 +44,22 @@ def of_columns(
     in at least one draw, all weights of mean k are 0. All intervals are None if fewer than
     LEAST_OF_ONE documents have a weight above 0.
     """
+    # A document without weight adds nothing to a mean, but would count as a degree of freedom.
     has_weight = (weights > 0).any(1)
     if has_weight.sum() < LEAST_OF_ONE:
         return [None] * sums.shape[1]
     sums, weights = sums[has_weight], weights[has_weight]
-    count_chunks = drawn_documents(np.random.default_rng(seed), len(sums), draws)
+    documents = len(sums)
+    rng = np.random.default_rng(seed)
+    means = []
+    # 0 / 0 is NaN, which the loop over the intervals turns into None.
     with np.errstate(invalid="ignore"):
-        means = [(counts @ sums) / (counts @ weights) for counts in count_chunks]
-    tail = expanded_tail((1 - CONFIDENCE) / 2, len(sums) - 1)
-    ends = low_and_high(np.concatenate(means), tail)
+        for counts in drawn_documents(rng, documents, draws):
+            totals = counts @ sums  # (draws in this chunk, K)
+            total_weights = counts @ weights
+            means.append(totals / total_weights)
+    tail = expanded_tail((1 - CONFIDENCE) / 2, documents - 1)
+    ends = np.quantile(np.concatenate(means), (tail, 1 - tail), axis=0)
     intervals: list[Interval] = []
     for low, high in ends.T.tolist():
         # Without weight a mean is NaN, for which the comparison is false.
@@ -74,12 +82,9 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
         yield rng.multinomial(documents - 1, shares, size=count)
 
 
-def low_and_high(draws: np.ndarray, tail: float) -> np.ndarray:
-    return np.quantile(draws, (tail, 1 - tail), axis=0)
-
-
 def expanded_tail(tail: float, df: int) -> float:
     from scipy.special import ndtr, stdtrit
 
     # Percentiles of few documents or seeds are too narrow: expand them (Hesterberg, 1411.5279).
-    return float(ndtr(stdtrit(df, tail)))
+    t_quantile = stdtrit(df, tail)
+    return float(ndtr(t_quantile))

@@ -22,14 +22,18 @@ def document_error(
         return None
     arm_influence = mean_influence(np.asarray(arm_nats, np.float64), tokens, log)
     base_influence = mean_influence(np.asarray(base_nats, np.float64), tokens, log)
+    # Both models are measured on the same documents, so their influences are paired.
     squares = (arm_influence - base_influence) ** 2
-    return float(np.sqrt(n / (n - 1) * squares.sum()))
+    variance = n / (n - 1) * squares.sum()
+    return float(np.sqrt(variance))
 
 
 def mean_influence(nats: np.ndarray, tokens: np.ndarray, log: bool) -> np.ndarray:
     """Return the influence (documents,) of each document on the mean loss over seeds."""
-    losses = nats.sum(axis=1, keepdims=True) / tokens.sum()
-    influences = (nats - losses * tokens) / tokens.sum()
+    total_tokens = tokens.sum()
+    losses = nats.sum(axis=1, keepdims=True) / total_tokens  # (seeds, 1)
+    influences = (nats - losses * tokens) / total_tokens
     if log:
+        # The derivative of log(loss) is 1 / loss.
         influences /= losses
     return influences.mean(axis=0)

@@ -78,16 +78,19 @@ class Gap:
             return 1.0
         from scipy.special import stdtr
 
-        return float(stdtr(self.df, (self.mean - bound) / self.error))
+        t = (self.mean - bound) / self.error
+        return float(stdtr(self.df, t))
 
     def p_above(self, bound: float = 0.0) -> float | None:
         """Return the p-value of the alternative gap > `bound`, or None if `error` is None."""
-        return replace(self, mean=-self.mean).p_below(-bound)
+        mirrored = replace(self, mean=-self.mean)
+        return mirrored.p_below(-bound)
 
     @property
     def p(self) -> float | None:
         """Two-sided p-value of the null hypothesis "the gap is 0", or None if `error` is None."""
-        below, above = self.p_below(), self.p_above()
+        below = self.p_below()
+        above = self.p_above()
         if below is None or above is None:
             return None
         # With zero variance both one-sided p-values are 1, so the product must be limited.
@@ -111,11 +114,14 @@ def paired(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap |
     mean = float(differences.mean())
     if n == 1:
         return Gap(mean, 1, 1)
+    df = n - 1
     deviation = float(differences.std(ddof=1))
     # Differences of equal losses are rounding errors of the losses, so compare with the losses.
-    if deviation <= ROUNDING * largest_magnitude(first, second):
-        return Gap(mean, n, n, 0.0, n - 1, zero_variance=True)
-    return Gap(mean, n, n, deviation / float(np.sqrt(n)), n - 1)
+    floor = ROUNDING * largest_magnitude(first, second)
+    if deviation <= floor:
+        return Gap(mean, n, n, 0.0, df, zero_variance=True)
+    error = deviation / float(np.sqrt(n))
+    return Gap(mean, n, n, error, df)
 
 
 def welch(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
@@ -123,8 +129,10 @@ def welch(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | 
 
     The test treats the samples as independent. Return None if `candidate` or `base` is empty.
     """
-    first, second = in_seed_order(candidate), in_seed_order(base)
-    n, m = len(first), len(second)
+    first = in_seed_order(candidate)
+    second = in_seed_order(base)
+    n = len(first)
+    m = len(second)
     if n == 0 or m == 0:
         return None
     mean = float(first.mean() - second.mean())
@@ -134,14 +142,17 @@ def welch(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | 
     second_sd = float(second.std(ddof=1))
     # Squares of tiny deviations underflow (also in scipy's ttest_ind), so scale the deviations.
     unit = max(first_sd, second_sd)
-    if unit <= ROUNDING * largest_magnitude(first, second):
+    floor = ROUNDING * largest_magnitude(first, second)
+    if unit <= floor:
         return Gap(mean, n, m, 0.0, n + m - 2, zero_variance=True)
     first_part = (first_sd / unit) ** 2 / n
     second_part = (second_sd / unit) ** 2 / m
     variance = first_part + second_part
     # Welch-Satterthwaite degrees of freedom.
-    df = variance**2 / (first_part**2 / (n - 1) + second_part**2 / (m - 1))
-    return Gap(mean, n, m, unit * math.sqrt(variance), df)
+    divisor = first_part**2 / (n - 1) + second_part**2 / (m - 1)
+    df = variance**2 / divisor
+    error = unit * math.sqrt(variance)
+    return Gap(mean, n, m, error, df)
 
 
 def seed_correlation(candidate: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
@@ -153,10 +164,13 @@ def seed_correlation(candidate: Mapping[Seed, float], base: Mapping[Seed, float]
     first, second = common_seeds(candidate, base)
     if len(first) < FEWEST_FOR_CORRELATION:
         return None
+    # The correlation with equal values would divide by 0, or by a rounding error.
     floor = ROUNDING * largest_magnitude(first, second)
-    if min(first.std(ddof=1), second.std(ddof=1)) <= floor:
+    smaller_sd = min(first.std(ddof=1), second.std(ddof=1))
+    if smaller_sd <= floor:
         return None
-    return float(np.corrcoef(first, second)[0, 1])
+    correlations = np.corrcoef(first, second)  # (2, 2)
+    return float(correlations[0, 1])
 
 
 @dataclass(frozen=True)
@@ -201,9 +215,11 @@ def holm(p: Sequence[float | None]) -> list[float | None]:
     """
     values = np.array([x for x in p if x is not None], dtype=np.float64)
     order = np.argsort(values, kind="stable")
-    steps = values[order] * np.arange(len(values), 0, -1)
+    factors = np.arange(len(values), 0, -1)
+    products = values[order] * factors
+    raised = np.maximum.accumulate(products)
     adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    adjusted[order] = np.minimum(raised, 1)
     remaining = iter(adjusted.tolist())
     return [None if x is None else next(remaining) for x in p]
 
@@ -230,4 +246,5 @@ def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
 
 
 def largest_magnitude(*samples: np.ndarray) -> float:
-    return float(max(np.abs(sample).max() for sample in samples))
+    magnitudes = [np.abs(sample).max() for sample in samples]
+    return float(max(magnitudes))

@@ -29,7 +29,8 @@ def sign_flip(differences: Array) -> float:
         differences: (n,), variant minus baseline for each seed. To test whether the mean is above
             another bound, subtract the bound first.
     """
-    return share_as_large(np.asarray(differences, np.float64), signs(len(differences)))
+    values = np.asarray(differences, np.float64)
+    return share_as_large(values, signs(len(values)))
 
 
 def label(candidate: Array, base: Array) -> float:
@@ -39,7 +40,10 @@ def label(candidate: Array, base: Array) -> float:
         candidate, base: (n,) and (m,), values of two independent samples.
     """
     values = np.concatenate([candidate, base]).astype(np.float64)
-    return share_as_large(values, chosen(len(candidate), len(values)))
+    # The sum over `candidate` orders the permutations as the difference of the means does, because
+    # the sum over all values is fixed.
+    assignments = chosen(len(candidate), len(values))
+    return share_as_large(values, assignments)
 
 
 def log_rank(candidate: Times, base: Times) -> float | None:
@@ -47,19 +51,25 @@ def log_rank(candidate: Times, base: Times) -> float | None:
 
     Return None if no run reaches the target loss, or if `candidate` or `base` contains no run.
     """
-    if not candidate.count + base.count or not candidate.tokens or not base.tokens:
+    if candidate.count + base.count == 0:
+        return None
+    if not candidate.tokens or not base.tokens:
         return None
     tokens = np.array([*candidate.tokens, *base.tokens], np.float64)
     reached = np.array([*candidate.reached, *base.reached], bool)
-    at_risk = (tokens[None, :] >= tokens[:, None]).sum(axis=1)
-    events = np.unique(tokens[reached])
+    # A run is at risk until it reaches the target loss or ends.
+    is_at_risk = tokens[None, :] >= tokens[:, None]
+    runs_at_risk = is_at_risk.sum(axis=1)
+    event_times = np.unique(tokens[reached])
     rates = []
-    for time in events:
+    for time in event_times:
         is_at_time = tokens == time
-        rates.append(reached[is_at_time].sum() / at_risk[is_at_time][0])
+        events = reached[is_at_time].sum()
+        rates.append(events / runs_at_risk[is_at_time][0])
     # Nelson-Aalen estimate of the cumulative hazard at the tokens of each run.
     hazards = np.append(0.0, np.cumsum(rates))
-    hazard = hazards[np.searchsorted(events, tokens, side="right")]
+    past_events = np.searchsorted(event_times, tokens, side="right")
+    hazard = hazards[past_events]
     # The log-rank statistic is the sum of these scores over `candidate`. The scores do not depend
     # on the labels, so a permutation of labels needs no new scores.
     scores = reached - hazard
@@ -75,8 +85,10 @@ def share_as_large(values: Array, assignments: Array) -> float:
         assignments: (count, n), weights of the n values in each sum. Row 0 gives the observed sum.
     """
     sums = assignments @ values
-    threshold = sums[0] - SUM_ROUNDING * np.abs(values).sum()
-    return float((sums >= threshold).mean())
+    # Equal sums of other permutations can differ from row 0 in the last bits.
+    rounding = SUM_ROUNDING * np.abs(values).sum()
+    is_as_large = sums >= sums[0] - rounding
+    return float(is_as_large.mean())
 
 
 # Cached, because reports and studies test many gaps with equal numbers of seeds.
@@ -89,10 +101,14 @@ def signs(n: int) -> Array:
     """
     if 2**n <= DRAWS:
         # Bit j of row i is the sign of difference j; row 0 has only positive signs.
-        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
+        rows = np.arange(2**n)[:, None]
+        bits = rows >> np.arange(n) & 1
         return 1.0 - 2.0 * bits
-    drawn = np.random.default_rng(n).integers(0, 2, (DRAWS, n))
-    return np.concatenate([np.ones((1, n)), 1.0 - 2.0 * drawn])
+    # A fixed seed, so that a report of the same runs has the same p-value.
+    rng = np.random.default_rng(n)
+    bits = rng.integers(0, 2, (DRAWS, n))
+    observed = np.ones((1, n))
+    return np.concatenate([observed, 1.0 - 2.0 * bits])
 
 
 @cache
@@ -103,12 +119,15 @@ def chosen(n: int, total: int) -> Array:
     Otherwise row 0 is followed by DRAWS random choices.
     """
     if math.comb(total, n) <= DRAWS:
+        # In lexicographic order, so row 0 has the first n values.
         places = np.array([*combinations(range(total), n)])
     else:
         rng = np.random.default_rng((n, total))
         rows = np.tile(np.arange(total), (DRAWS, 1))
-        drawn = rng.permuted(rows, axis=1)[:, :n]
-        places = np.concatenate([np.arange(n)[None], drawn])
+        permutations = rng.permuted(rows, axis=1)
+        drawn = permutations[:, :n]
+        observed = np.arange(n)[None]
+        places = np.concatenate([observed, drawn])
     marks = np.zeros((len(places), total))
     np.put_along_axis(marks, places, 1.0, axis=1)
     return marks

@@ -25,8 +25,11 @@ class SeedSpread:
         from scipy.special import chdtri
 
         tail = (1 - CONFIDENCE) / 2
-        low = self.sd * np.sqrt(self.df / chdtri(self.df, tail))
-        high = self.sd * np.sqrt(self.df / chdtri(self.df, 1 - tail))
+        # `chdtri` returns upper quantiles, so the larger quantile gives the lower end.
+        upper_quantile = chdtri(self.df, tail)
+        lower_quantile = chdtri(self.df, 1 - tail)
+        low = self.sd * np.sqrt(self.df / upper_quantile)
+        high = self.sd * np.sqrt(self.df / lower_quantile)
         return float(low), float(high)
 
     @property
@@ -38,7 +41,8 @@ class SeedSpread:
         """
         from scipy.special import chdtri
 
-        return self.sd * float(np.sqrt(self.df / chdtri(self.df, UPPER)))
+        quantile = chdtri(self.df, UPPER)
+        return self.sd * float(np.sqrt(self.df / quantile))
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
@@ -52,6 +56,7 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
         return None
     variance, df = pooled_variance(samples)
     sd = float(np.sqrt(variance))
+    # The mean of equal values can differ from them in the last bit.
     if sd <= ROUNDING * largest_magnitude(*samples):
         sd = 0.0
     return SeedSpread(sd, df)
@@ -102,16 +107,23 @@ def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
         return None
     rows = []
     for arm in arms:
-        rows.append(in_seed_order({seed: arm[seed] for seed in seeds}))
-    losses = np.stack(rows)
+        values = {seed: arm[seed] for seed in seeds}
+        rows.append(in_seed_order(values))
+    losses = np.stack(rows)  # (arms, seeds)
     centred = losses - losses.mean(axis=1, keepdims=True)
-    within = float((centred**2).sum()) / (len(arms) * (len(seeds) - 1))
+    df_within = len(arms) * (len(seeds) - 1)
+    within = float((centred**2).sum()) / df_within
     # The residual of a two-way analysis of variance, arms by seeds. The variance of a difference of
     # two arms, averaged over all pairs of arms, is twice the variance of this residual.
     residuals = centred - centred.mean(axis=0)
     df = (len(arms) - 1) * (len(seeds) - 1)
     error = float((residuals**2).sum()) / df
+    # Variances below this floor are rounding errors of equal values.
     floor = (ROUNDING * float(np.abs(losses).max())) ** 2
-    sd = 0.0 if error <= floor else float(np.sqrt(2 * error))
-    correlation = 1 - error / within if within > floor else None
+    sd = float(np.sqrt(2 * error))
+    if error <= floor:
+        sd = 0.0
+    correlation = None
+    if within > floor:
+        correlation = 1 - error / within
     return Pairs(SeedSpread(sd, df), correlation, len(seeds))

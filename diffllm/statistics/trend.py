@@ -7,7 +7,6 @@ Correlated noise within one run therefore does not affect the coverage of confid
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -51,13 +50,15 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
 
     Raises ValueError unless x has at least three different values, all above 0.
     """
-    if len(np.unique(x)) < FEWEST_POINTS or not (x > 0).all():
+    has_points = len(np.unique(x)) >= FEWEST_POINTS
+    if not has_points or not (x > 0).all():
         raise ValueError(f"a trend needs at least {FEWEST_POINTS} different x, all above 0")
     doublings = np.log2(x)
     centred = doublings - doublings.mean()
     slope = float(centred @ y / (centred @ centred))
     # The line passes through the mean of the points.
-    mean_x, mean_y = doublings.mean(), y.mean()
+    mean_x = doublings.mean()
+    mean_y = y.mean()
     start = float(mean_y + slope * (doublings[0] - mean_x))
     end = float(mean_y + slope * (doublings[-1] - mean_x))
     return Line(slope, start, end)
@@ -87,7 +88,9 @@ def gap_trend(candidate: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Tr
     base_slopes = {}
     start_gaps = []
     end_gaps = []
-    for seed, y, base_y in zip(seeds, ys[: len(seeds)], ys[len(seeds) :], strict=True):
+    candidate_ys = ys[: len(seeds)]
+    base_ys = ys[len(seeds) :]
+    for seed, y, base_y in zip(seeds, candidate_ys, base_ys, strict=True):
         line = fit_line(x, y)
         base_line = fit_line(x, base_y)
         candidate_slopes[seed] = line.slope
@@ -118,7 +121,9 @@ def common_points(
     for x, y in curves:
         is_finite = np.isfinite(y)
         finite_curves.append((x[is_finite], y[is_finite]))
-    common = reduce(np.intersect1d, [x for x, _ in finite_curves])
+    common = finite_curves[0][0]
+    for x, _ in finite_curves[1:]:
+        common = np.intersect1d(common, x)
     if len(common):
         common = common[common >= window * common[-1]]
     ys = []

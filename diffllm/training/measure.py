@@ -1,5 +1,6 @@
 """Measure the model of a run on held-out samples, evaluation tasks and held-out documents."""
 
+import math
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -7,10 +8,11 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedByAll
-from diffllm.data.heldout import HeldoutSample, heldout_documents
+from diffllm.data.heldout import HeldoutDocuments, HeldoutSample, heldout_documents
 from diffllm.data.mixture import Prepared
 from diffllm.data.shards import bits_per_byte
 from diffllm.distributed.stop import Agreement, raise_together, read_together
@@ -77,9 +79,11 @@ def heldout_samples(cfg: TrainConfig, data: Prepared) -> dict[str, HeldoutSample
     source follows.
     """
     sequences = cfg.eval.sequences
-    sequences_per_source = -(-sequences // max(1, len(data.sources)))
+    # Rounded up, so that each source has at least one sequence.
+    sequences_per_source = math.ceil(sequences / max(1, len(data.sources)))
+    parts = {"": data, **data.sources}
     samples = {}
-    for name, part in {"": data, **data.sources}.items():
+    for name, part in parts.items():
         samples[name] = HeldoutSample(
             part.split("heldout"),
             cfg.seq_len,
@@ -119,11 +123,13 @@ def sample_loss(t: Training, sample: HeldoutSample) -> float:
     Raises AgreedByAll if a rank cannot read its batches. Every rank must call this.
     """
     shape = t.micro_batch_size, t.cfg.seq_len
+    group, groups = t.group
     # Every rank runs the same number of rounds: sharded models need collectives in each forward.
-    rounds = -(-len(sample) // (t.micro_batch_size * t.group[1]))
-    batches = sample.batches(t.micro_batch_size, *t.group)
+    rounds = math.ceil(len(sample) / (t.micro_batch_size * groups))
+    batches = sample.batches(t.micro_batch_size, group, groups)
     loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents, t.slices)
     t.weights.reshard()
+    # Only now: a rank that cannot read must take part in the collectives of all rounds.
     raise_together(failure)
     return loss
 
@@ -139,8 +145,7 @@ def measure_documents(
     Raises AgreedByAll if a rank cannot read the data.
     """
     cfg = t.cfg
-    watch = process.watch
-    watch.reached("the choice of held-out documents")
+    process.watch.reached("the choice of held-out documents")
     chosen = read_together(
         lambda: heldout_documents(
             data.split("heldout"),
@@ -149,6 +154,30 @@ def measure_documents(
             whole=cfg.data.whole_documents,
         )
     )
+    nats, stopping = document_nats(t, chosen, process)
+    if nats is None:
+        return None, stopping
+    process.watch.reached("the text of held-out documents")
+    sizes, hashes = document_texts(t, data, chosen)
+    # The held-out split of a mixture contains one source after the other.
+    source_tokens = [source.manifest.splits["heldout"].tokens for source in data.sources.values()]
+    ends = np.cumsum(source_tokens)
+    sources = np.searchsorted(ends, chosen.starts, side="right").astype(np.int64)
+    columns = (nats.cpu().numpy(), chosen.predicted, sizes, hashes, sources)
+    has_targets = chosen.predicted > 0
+    return DocumentLosses(*(column[has_targets] for column in columns)), None
+
+
+def document_nats(
+    t: Training, chosen: HeldoutDocuments, process: Process
+) -> tuple[Tensor | None, signal.Signals | None]:
+    """Compute the loss of each document in nats, (documents,) float64, equal on all ranks.
+
+    Return (losses, None), or (None, signal) if a signal stopped all ranks. Raises AgreedByAll if a
+    rank cannot read its batches. Every rank must call this.
+    """
+    cfg = t.cfg
+    watch = process.watch
     group, groups = t.group
     rounds = chosen.rounds(cfg.seq_len, t.micro_batch_size, groups)
     tokens = int(chosen.lengths.sum())
@@ -163,7 +192,9 @@ def measure_documents(
     t.model.eval()
     for done in range(rounds):
         batch, error = next_batch(batches, empty)
-        failure = failure or error
+        if failure is None:
+            failure = error
+        # All ranks get the same signal in the same round, so all leave the loop together.
         stopping = agreement.all_reduce_flags().stopping
         if stopping:
             agreement.close()
@@ -176,7 +207,16 @@ def measure_documents(
     t.model.train()
     t.weights.reshard()
     raise_together(failure)
-    watch.reached("the text of held-out documents")
+    return nats, None
+
+
+def document_texts(
+    t: Training, data: Prepared, chosen: HeldoutDocuments
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (text sizes, text hashes) of the documents; see `HeldoutDocuments.texts`.
+
+    Raises AgreedByAll if a rank cannot read the data. Every rank must call this.
+    """
     # Each rank decodes a part of the documents, and has zeros for the other documents.
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -186,10 +226,4 @@ def measure_documents(
     texts = torch.from_numpy(texts_of_rank).to(t.device)
     dist.all_reduce(texts)
     sizes, hashes = texts.cpu().numpy()
-    # The held-out split of a mixture contains one source after the other.
-    source_tokens = [source.manifest.splits["heldout"].tokens for source in data.sources.values()]
-    ends = np.cumsum(source_tokens)
-    sources = np.searchsorted(ends, chosen.starts, side="right").astype(np.int64)
-    columns = (nats.cpu().numpy(), chosen.predicted, sizes, hashes, sources)
-    has_targets = chosen.predicted > 0
-    return DocumentLosses(*(values[has_targets] for values in columns)), None
+    return sizes, hashes

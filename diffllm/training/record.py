@@ -108,7 +108,8 @@ class Record:
         pending = self.pending
         self.pending = []
         # One copy for all steps: each copy makes the host wait for the device.
-        results = torch.stack([p.results for p in pending]).tolist()
+        stacked = torch.stack([p.results for p in pending])  # (steps, 3)
+        results = stacked.tolist()
         events = self._process(pending, results, loader)
         statistics: dict[int, dict[str, float]] = {}
         if self.sinks:  # Other ranks need not copy them to the host.
@@ -155,17 +156,20 @@ class Record:
         assert self.last is not None
         nll, norm, _ = results[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
-        self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
+        for name, loss in self.last.losses.items():
+            self.latest[name] = loss.item()
         if self.last.target_share is not None:
             self.latest["train/target_share"] = self.last.target_share.item()
         tokens = len(pending) * self.t.tokens
         flops_per_token = self.flops_per_token
         if self.keys_of_steps:
             # Each rank counts its queries; all ranks call `write` at the same steps.
-            keys = moved(torch.stack(self.keys_of_steps).sum(), self.t.device)
+            keys_of_rank = torch.stack(self.keys_of_steps).sum()
+            keys = moved(keys_of_rank, self.t.device)
             dist.all_reduce(keys)
-            self.visible_keys.add(int(keys.item()), tokens)
-            flops_per_token = self.t.model.flops_per_token(keys.item() / tokens)
+            visible_keys = int(keys.item())
+            self.visible_keys.add(visible_keys, tokens)
+            flops_per_token = self.t.model.flops_per_token(visible_keys / tokens)
         self.keys_of_steps.clear()
         assert self.state.training_flops is not None
         self.state.training_flops += tokens * flops_per_token
@@ -177,13 +181,14 @@ class Record:
         order = self.state.order
         stop = loader.sample - steps_ago * size
         places = loader.samples.places(range(stop - size, stop))
+        samples = {place.source: [place.first, place.stop] for place in places}
         return BatchPlace(
             tokens_hash=short_hash(order["tokens"]),
             seed=order["seed"],
             stage=self.state.stage,
             seq_len=order["seq_len"],
             packing=order["data.packing"],
-            samples={place.source: [place.first, place.stop] for place in places},
+            samples=samples,
         )
 
     def _flops_per_token_before(self) -> float:
@@ -195,7 +200,8 @@ class Record:
 
     def _tokens(self, step: int) -> int:
         """Return the training tokens up to `step`, a step of this start."""
-        return self.state.tokens - (self.state.step - step) * self.t.tokens
+        steps_ago = self.state.step - step
+        return self.state.tokens - steps_ago * self.t.tokens
 
     def _costs(self) -> Costs:
         assert self.state.training_flops is not None
@@ -209,14 +215,20 @@ class Record:
         Costs are interpolated between `former_costs`, the costs up to the step that precedes
         `pending`, and the costs up to the last step of `pending`.
         """
-        rows = np.zeros(len(pending), STEP)
+        count = len(pending)
+        rows = np.zeros(count, STEP)
         rows["step"] = [p.step for p in pending]
         rows["tokens"] = [self._tokens(p.step) for p in pending]
         rows["tokens_per_parameter"] = rows["tokens"] / self.active_parameters
         for name, first, last in zip(Costs._fields, former_costs, self.costs, strict=True):
-            rows[name] = np.linspace(first, last, len(pending) + 1)[1:]
+            costs = np.linspace(first, last, count + 1)
+            # The first cost belongs to the step that precedes `pending`.
+            rows[name] = costs[1:]
         rows["train/lr"] = [p.learning_rate for p in pending]
-        rows["train/loss"], rows["train/grad_norm"], rows["train/skipped"] = np.array(results).T
+        losses, grad_norms, skip_flags = np.array(results).T
+        rows["train/loss"] = losses
+        rows["train/grad_norm"] = grad_norms
+        rows["train/skipped"] = skip_flags
         return rows
 
     def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
@@ -232,6 +244,7 @@ class Record:
             peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         steps = step - self.logged_step
         elapsed = self.clock.train_seconds - self.since
+        waited_s = loader.waited_s - self.waited_s
         speed = steps * self.t.tokens / elapsed
         self.speeds.append(speed)
         line = {
@@ -243,7 +256,7 @@ class Record:
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / steps,
-            "perf/data_ms": 1e3 * (loader.waited_s - self.waited_s) / steps,
+            "perf/data_ms": 1e3 * waited_s / steps,
             "perf/peak_memory_gib": peak_memory,
             **self.spikes.metrics(),
         }
@@ -255,13 +268,15 @@ class Record:
             line["data/visible_keys"] = visible_keys
             flops_per_token = t.model.flops_per_token(visible_keys)
         if self.peak:
-            line["perf/mfu"] = flops_per_token * speed / dist.get_world_size() / self.peak
+            flops_of_gpu = flops_per_token * speed / dist.get_world_size()
+            line["perf/mfu"] = flops_of_gpu / self.peak
         return line
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
     """Return each parameter group's gradient L2 norm, by a name such as "grad_norm/attention"."""
     squares: defaultdict[str, float] = defaultdict(float)
+    # One copy for all norms: each copy makes the host wait for the device.
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square
     return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}

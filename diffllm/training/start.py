@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffllm.checkpoint.manifest import check_parameters, read_state, tokens_of
+from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes, changes_text, is_of_model, is_within
-from diffllm.config.compose import variant_config
-from diffllm.config.origin import named_in, origin_of
+from diffllm.config.changes import Changes, is_within
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.run_config import CARRIED
-from diffllm.config.saved import changes_to, flatten, yaml_dict
-from diffllm.core.errors import CheckpointError, DataError, UserError
+from diffllm.config.saved import flatten, yaml_dict
+from diffllm.core.errors import UserError
 from diffllm.core.keys import declaration_of, declarations
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
@@ -28,14 +26,11 @@ from diffllm.data.sequences import packing_counts
 from diffllm.data.text.skipped import rule_text, skipped_text
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
-from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
-from diffllm.distributed.world import World
 from diffllm.metrics.events import Event, append_stall
 from diffllm.metrics.records import read_record, stopped_text
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
-from diffllm.model.init_match import write_factors
 from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,
@@ -46,6 +41,12 @@ from diffllm.training.checks import (
     starting_point,
 )
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
+from diffllm.training.initial_values import (
+    carried,
+    match_initial_values,
+    previous_stage,
+    start_from,
+)
 from diffllm.training.memory import check_memory
 from diffllm.training.process import Process, in_sweep, log_file
 from diffllm.training.state import (
@@ -54,7 +55,6 @@ from diffllm.training.state import (
     continued,
     corpus_of,
     restore,
-    samples_of,
 )
 from diffllm.training.wandb_id import choose_wandb_id
 
@@ -98,8 +98,12 @@ def claim(cfg: TrainConfig, process: Process) -> Claimed:
             values[key] = value
     check_same(world, "config", values)
     shared, private = world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, world.size))
-    directory, saved = private or (None, None)
-    path, checkpoint, origin = (text and Path(text) for text in shared["paths"])
+    # Only rank 0 has the second result, because no other rank can hold the lock.
+    directory, saved = (None, None) if private is None else private
+    paths: list[Any] = []
+    for text in shared["paths"]:
+        paths.append(None if text is None else Path(text))
+    path, checkpoint, origin = paths
     if shared["ended"]:
         process.display.print(f"{path} {ended_text(shared['ended'])}")
     return Claimed(
@@ -135,22 +139,28 @@ def claim_on_rank_0(
         if not ended:
             check_memory(cfg, world_size, ranks_on_first_node())
             checkpoint, saved = continuation(cfg, directory)
+            # A checkpoint of this run has precedence: the origin is only for its first start.
             origin = None if checkpoint else starting_point(cfg)
             former = checkpoint or previous_stage(cfg, origin)
             if former:
                 run = former.absolute().parent.parent
                 eos_token = former_eos(run, cfg.data)
-                tokenizer_hash = (read_record(run / "run.json") or {}).get("tokenizer")
+                record = read_record(run / "run.json") or {}
+                tokenizer_hash = record.get("tokenizer")
             check_pieces(cfg, eos_token)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise
     corpus_hash = corpus_of(saved) if saved else None
+    ranks = saved["ranks"] if saved else 0
+    paths = []
+    for path in (directory.path, checkpoint, origin):
+        paths.append(None if path is None else str(path))
     shared = {
-        "paths": [path and str(path) for path in (directory.path, checkpoint, origin)],
+        "paths": paths,
         "ended": ended,
-        "ranks": saved["ranks"] if saved else 0,
+        "ranks": ranks,
         "eos_token": eos_token,
         "hashes": [corpus_hash, tokenizer_hash],
     }
@@ -276,15 +286,12 @@ def ended_text(summary: dict[str, Any]) -> str:
     if summary.get("stopped"):
         text = stopped_text(summary)
         return f"diverged and {text}; to train with other settings, set run.allow_changes"
-    loss = summary.get("heldout_loss") or math.nan  # Older versions wrote NaN instead of null.
-    result = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "the run diverged"
+    loss = summary.get("heldout_loss")
+    # Older versions wrote NaN instead of null.
+    has_loss = bool(loss) and math.isfinite(loss)
+    result = f"held-out loss {loss:.3f}" if has_loss else "the run diverged"
     advice = "to train further, set more steps= and run.allow_changes"
     return f"is finished: {summary['steps']} steps, {result}; {advice}"
-
-
-BASELINE = "standard"
-MATCH_SEQUENCES, MATCH_TOKENS = 8, 32_768
-"""Sequences that `match_initial_values` reads: as many as these tokens hold, at least one."""
 
 
 def fill(
@@ -308,88 +315,3 @@ def fill(
         facts["init_match"] = match_initial_values(t, data, process.world)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
     return facts
-
-
-def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Multiply the output projection `wo` of each attention layer by a factor (model.init_match).
-
-    With these factors, the attention output of each layer initially has the same RMS as with
-    standard attention. Rank 0 measures the factors on training sequences. Return one factor per
-    layer. Every rank must call this.
-    """
-    factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
-    with torch.no_grad():
-        for i, factor in enumerate(factors):
-            local(t.params[f"layers.{i}.attention.wo.weight"]).mul_(factor)
-    t.weights.changed()
-    return factors
-
-
-def measured_factors(t: Training, data: Prepared) -> list[float]:
-    count = max(1, min(MATCH_SEQUENCES, MATCH_TOKENS // t.cfg.seq_len))
-    batch = samples_of(t.cfg, data)[range(count)]
-    if isinstance(batch, DataError):
-        raise batch
-    inputs, _ = batch
-    documents = t.documents(inputs).to(t.device) if t.documents else None
-    tokens = inputs.to(t.device)
-    return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
-
-
-def carried(cfg: TrainConfig) -> tuple[str, ...]:
-    """Return the prefixes of the tensors that this run takes over from another model."""
-    named = named_in(cfg.resume)
-    return CARRIED[named.kind] if named else ()
-
-
-def previous_stage(cfg: TrainConfig, origin: Path | None) -> Path | None:
-    """Return `origin` if this is the checkpoint of resume=stage:PATH, else None."""
-    return origin if carried(cfg) == CARRIED["stage"] else None
-
-
-def start_from(t: Training, path: Path) -> dict[str, Any]:
-    """Load the carried tensors from a checkpoint, or parameters from a Hugging Face directory.
-
-    Return an entry of run.json. Its keys "path", "step", "tokens", "corpus" and "bos_token"
-    describe the other model; "tokens" includes all earlier stages. Its key "differs" lists the
-    model settings that differ between the other model and this run. Every rank must call this.
-    """
-    from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
-
-    origin = origin_of(path)
-    tensors = {}
-    for name, tensor in t.tensors().items():
-        if name.startswith(carried(t.cfg)):
-            tensors[name] = tensor
-    if origin.directory is None:
-        load_tensors(path, tensors)
-    else:  # Tensors that are not in the directory keep their initial values.
-        for name in origin.directory.names:
-            if f"model.{name}" not in tensors:
-                raise CheckpointError(
-                    f"{path} contains the tensor {name}, but the model does not; "
-                    "use the model config of these weights"
-                )
-            block, offset, _ = t.weights.block(tensors[f"model.{name}"])
-            # Every rank reads the whole tensor, and copies its shard of it.
-            part = tuple(
-                slice(start, start + size) for start, size in zip(offset, block.shape, strict=True)
-            )
-            block.copy_(origin.directory.tensor(name)[part])
-    t.weights.changed()
-    changes = changes_to(origin.model, t.cfg.model, is_of_model)
-    model_changes = {f"model.{key}": pair for key, pair in changes.items()}
-    state = read_state(path) if origin.run else {}
-    tokens = None
-    loop = state.get("loop")
-    if loop:
-        earlier_stages = origin.facts.get("previous") or {}
-        tokens = earlier_stages.get("tokens", 0) + tokens_of(loop)
-    return {
-        "path": str(path),
-        "step": state.get("step"),
-        "tokens": tokens,
-        "differs": changes_text(model_changes, "the weights") or None,
-        "corpus": origin.facts.get("corpus"),
-        "bos_token": " ".join(origin.text_prefix) or None,
-    }

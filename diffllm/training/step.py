@@ -61,9 +61,12 @@ def due(cfg: TrainConfig, step: int) -> Due:
     The last step is always logged, evaluated and saved.
     """
     last = step == cfg.steps
-    interval = cfg.checkpoint.interval
-    first, final = cfg.profile.steps or (0, -1)
     log = every(cfg.log_interval, step) or step == 1 or last
+    tasks = every(cfg.eval.suites_interval, step) or last
+    interval = cfg.checkpoint.interval
+    # An interval of time, such as 30min, is not counted in steps.
+    save = isinstance(interval, int) and every(interval, step)
+    first, final = cfg.profile.steps or (0, -1)
     return Due(
         statistics=every(cfg.diagnostics.interval, step),
         probes=every(cfg.diagnostics.probe_interval, step),
@@ -71,8 +74,8 @@ def due(cfg: TrainConfig, step: int) -> Due:
         log=log,
         check=every(cfg.distributed.check_interval, step),
         sample=every(cfg.eval.interval, step) or last,
-        tasks=bool(cfg.eval.suites) and (every(cfg.eval.suites_interval, step) or last),
-        save=(isinstance(interval, int) and every(interval, step)) or last,
+        tasks=bool(cfg.eval.suites) and tasks,
+        save=save or last,
         profile=first - 1 <= step <= final,
         last=last,
     )
@@ -143,13 +146,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         batches = iter(step_batches)
         counts = global_counts(t, [targets for _, targets in step_batches])
     sums = forward_backward(t, batches, due, probe(t, step, due), counts)
-    dist.all_reduce(sums.losses)
-    divisors: Tensor | int = t.tokens
-    if counts is not None:
-        divisors = torch.stack(
-            [counts.targets if name in OVER_TARGETS else counts.tokens for name in sums.names]
-        )
-    means = dict(zip(sums.names, (sums.losses / divisors).unbind(), strict=True))
+    means = mean_losses(t, sums, counts)
     grad_norms = finish_gradients(t.params, mesh)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
     # Norms of replicas may differ by rounding, but all ranks must decide alike.
@@ -161,10 +158,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     update(t.optimizer, lr, cfg.optim.clip_norm, grad_norms.total, skipped)
     t.weights.changed()
     t.optimizer.zero_grad(set_to_none=True)
-    stats = reduce_stats(sums.stats, t.micro_batches)
-    if counts is not None and "router_entropy" in stats:
-        # The entropy of padding is 0, but the mean is over all positions.
-        stats["router_entropy"] = stats["router_entropy"] * (t.tokens / counts.tokens)
+    stats = reduced_stats(t, sums, counts)
     if sums.routed is not None:
         dist.all_reduce(sums.routed)
         t.model.rebalance(sums.routed, skipped)
@@ -175,18 +169,9 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     if former_params is not None:
         update_norm = change_norm(t.params, former_params, mesh)
     target_share = None if counts is None else counts.targets / t.tokens
-    weights = {
-        "train/z_loss": cfg.model.z_loss,
-        "train/balance_loss": cfg.model.moe.balance_loss,
-        "train/router_z_loss": cfg.model.moe.router_z_loss,
-    }
-    losses = {}
-    for name, weight in weights.items():
-        if weight and name in means:
-            losses[name] = weight * means[name]
     return StepResult(
         nll=means["nll"],
-        losses=losses,
+        losses=weighted_losses(cfg, means),
         skipped=skipped,
         grad_norms=grad_norms,
         update_norm=update_norm,
@@ -208,6 +193,43 @@ class BatchSums(NamedTuple):
     visible_keys: Tensor | None
 
 
+def mean_losses(t: Training, sums: BatchSums, counts: Counts | None) -> dict[str, Tensor]:
+    """Return the mean of each loss over the global batch, by name. Every rank must call this."""
+    # One collective for all losses, because each collective has a latency.
+    dist.all_reduce(sums.losses)
+    if counts is None:
+        means = sums.losses / t.tokens
+    else:
+        divisors = []
+        for name in sums.names:
+            divisors.append(counts.targets if name in OVER_TARGETS else counts.tokens)
+        means = sums.losses / torch.stack(divisors)
+    return dict(zip(sums.names, means.unbind(), strict=True))
+
+
+def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the terms of the objective besides the cross-entropy, multiplied by their weights."""
+    weights = {
+        "train/z_loss": cfg.model.z_loss,
+        "train/balance_loss": cfg.model.moe.balance_loss,
+        "train/router_z_loss": cfg.model.moe.router_z_loss,
+    }
+    losses = {}
+    for name, weight in weights.items():
+        if weight and name in means:
+            losses[name] = weight * means[name]
+    return losses
+
+
+def reduced_stats(t: Training, sums: BatchSums, counts: Counts | None) -> Stats:
+    """Return the statistics over the global batch, by name. Every rank must call this."""
+    stats = reduce_stats(sums.stats, t.micro_batches)
+    if counts is not None and "router_entropy" in stats:
+        # The entropy of padding is 0, but the mean is over all positions.
+        stats["router_entropy"] = stats["router_entropy"] * (t.tokens / counts.tokens)
+    return stats
+
+
 def sliced(x: Tensor, slices: Slices | None) -> Tensor:
     """Return this rank's slice of the sequences x (b, T), or x if ranks have whole sequences."""
     return x if slices is None else slices.cut(x)
@@ -221,7 +243,10 @@ def global_counts(t: Training, targets: list[Tensor]) -> Counts:
     rows = []
     for part in targets:
         part = sliced(part, t.slices)
-        rows.append(torch.stack([(part >= 0).sum(), (part != PADDING).sum()]))
+        n_targets = (part >= 0).sum()
+        n_tokens = (part != PADDING).sum()
+        rows.append(torch.stack([n_targets, n_tokens]))
+    # Counted on the CPU, where the targets are, and copied to the device for the collective.
     counts = moved(torch.stack(rows).sum(0), t.device)
     dist.all_reduce(counts)
     # Without targets the losses are 0: avoid 0 / 0 = NaN.
@@ -244,8 +269,8 @@ def forward_backward(
     keys: list[Tensor] = []
     stats: Stats = {}
     for i in range(t.micro_batches):
-        batch = next(batches)
-        documents = t.documents(batch[0]) if t.documents else None
+        cpu_inputs, cpu_targets = next(batches)
+        documents = t.documents(cpu_inputs) if t.documents else None
         if documents is not None:  # Count on the CPU: reading the device would make the host wait.
             visible_keys = documents.visible_keys()
             # One rank of each group counts the keys of its sequences.
@@ -253,7 +278,8 @@ def forward_backward(
             keys.append(visible_keys if is_counting else torch.zeros_like(visible_keys))
             documents = documents.to(t.device)
         # Cut on the device: a slice of pinned memory is not contiguous, so its copy would block.
-        inputs, targets = (sliced(part.to(t.device, non_blocking=True), t.slices) for part in batch)
+        inputs = sliced(cpu_inputs.to(t.device, non_blocking=True), t.slices)
+        targets = sliced(cpu_targets.to(t.device, non_blocking=True), t.slices)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(
             inputs,
@@ -269,6 +295,7 @@ def forward_backward(
             parts["train/balance_loss"] = out.routed.balance
             parts["train/router_z_loss"] = out.routed.z
             routed = routed + out.routed.counts
+        # Detached: the sum would keep the graphs of all micro-batches.
         losses = losses + torch.stack(list(parts.values())).detach()
         stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
     return BatchSums(
@@ -286,7 +313,8 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
     Return None if no measurement is due.
     """
     # One compiled graph measures everything, also if only the other statistics are due.
-    if not (due.probes or (due.diagnose and t.compiled)):
+    is_measured = due.probes or (due.diagnose and t.compiled)
+    if not is_measured:
         return None
     positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
     return None if positions is None else moved(positions, t.device)
@@ -308,5 +336,6 @@ def scaled(t: Training, out: TrainOutput, counts: Counts | None) -> Tensor:
         moe = t.cfg.model.moe
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
         # `out.objective` contains the router losses, which are means over tokens.
-        objective = objective + routing * (ranks / counts.tokens - over_targets)
+        correction = ranks / counts.tokens - over_targets
+        objective = objective + routing * correction
     return objective

@@ -30,7 +30,8 @@ def with_labels(
     tags = split_tags(variables.get("DIFFLLM_WANDB_TAGS"))
     if cfg.run.sweep:
         tags = [*tags, cfg.run.sweep]
-    return with_defaults(wandb_config, default_group(cfg, facts, variables), tags)
+    group = default_group(cfg, facts, variables)
+    return with_defaults(wandb_config, group, tags)
 
 
 def default_group(
@@ -41,10 +42,10 @@ def default_group(
     Arguments as in `with_labels`.
     """
     variant = cfg.resolved.choices["attention"]
-    if facts is not None:
-        # Older versions recorded no group: the group of their runs is the attention variant.
-        return facts.get("wandb_group") or variant
-    return variables.get("DIFFLLM_WANDB_GROUP") or variant
+    if facts is None:
+        return variables.get("DIFFLLM_WANDB_GROUP") or variant
+    # Older versions recorded no group: the group of their runs is the attention variant.
+    return facts.get("wandb_group") or variant
 
 
 def wandb_arguments(
@@ -61,11 +62,12 @@ def wandb_arguments(
     del config["resolved"]["defaults"]
     # The runs of a sweep or study share WANDB_NAME, but need different names.
     variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
+    name = cfg.run.name or variables.get(variable)
     return {
         "directory": path,
         "job_type": cfg.resolved.choices["model"],
         "config": {**config, **without_online(facts)},
-        "name": cfg.run.name or variables.get(variable),
+        "name": name,
     }
 
 
@@ -75,7 +77,8 @@ def wandb_ending(summary: dict[str, Any]) -> tuple[dict[str, Any], int]:
     `summary` is the content of summary.json.
     """
     values = {name: value for name, value in summary.items() if name != "sample"}
-    return values, int(bool(summary.get("diverged") or summary.get("stopped")))
+    has_failed = bool(summary.get("diverged") or summary.get("stopped"))
+    return values, int(has_failed)
 
 
 def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
@@ -88,7 +91,9 @@ def record_wandb(directory: RunDirectory, wandb_id: str) -> None:
     online = has_online(wandb_parent(directory.path), wandb_id)
     if facts.get("wandb_id") == wandb_id and facts.get("wandb_online"):
         online = True  # also if wandb's directory is missing
-    recorded = {**without_online(facts), "wandb_id": wandb_id, **online_entry(online)}
+    recorded = without_online(facts)
+    recorded["wandb_id"] = wandb_id
+    recorded |= online_entry(online)
     if recorded != facts:
         directory.describe(recorded)
 

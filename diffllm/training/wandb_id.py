@@ -40,15 +40,17 @@ def choose_wandb_id(
         former_id = saved_id
     if former_id is None:
         # The runs of a sweep or study share the environment, but need different ids.
-        variable = None if in_sweep() else os.environ.get("WANDB_RUN_ID")
-        return variable or new_id(), None
-    if newest_id := uploaded_id(path, former_id, with_variables(directory.cfg.wandb)):
+        id_of_user = None if in_sweep() else os.environ.get("WANDB_RUN_ID")
+        return id_of_user or new_id(), None
+    newest_id = uploaded_id(path, former_id, with_variables(directory.cfg.wandb))
+    if newest_id:
         former_id = newest_id
         record |= {"wandb_id": newest_id, "wandb_online": True}
         directory.describe(record)
     # The entry describes the former id: a new id is written to run.json without it.
-    recorded_online = record.pop("wandb_online", False)
-    was_online = recorded_online or has_online(wandb_parent(path), former_id)
+    was_online = record.pop("wandb_online", False)
+    if not was_online:
+        was_online = has_online(wandb_parent(path), former_id)
     mode = resolve_mode(directory.cfg.wandb)
     if logs_other_values(directory, step, changes):
         reason = f"wandb cannot replace the steps after {step} of run {former_id}"
@@ -64,9 +66,12 @@ def choose_wandb_id(
 
 def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> bool:
     """Return whether the run repeats logged steps after `step` with other settings."""
-    path, cfg = directory.path, directory.cfg
-    changed = bool(changes or differences(path, cfg, logs_values))
+    path = directory.path
+    cfg = directory.cfg
+    has_changed = bool(changes or differences(path, cfg, logs_values))
     # Without a checkpoint of this run, the key `resume` decides where the run begins.
     if (path / "config.yaml").is_file() and not directory.checkpoints:
-        changed = changed or load_run_config(path).resume != cfg.resume
-    return changed and any(line["step"] > step for line in history(directory.path))
+        has_changed = has_changed or load_run_config(path).resume != cfg.resume
+    if not has_changed:
+        return False
+    return any(line["step"] > step for line in history(path))

@@ -60,4 +60,8 @@ def test_batches_are_pinned_and_copied_without_blocking(monkeypatch):
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".to")
     ]
     copies = {ast.unparse(call) for call in calls}
-    assert copies == {"documents.to(t.device)", "part.to(t.device, non_blocking=True)"}
+    assert copies == {
+        "cpu_inputs.to(t.device, non_blocking=True)",
+        "cpu_targets.to(t.device, non_blocking=True)",
+        "documents.to(t.device)",
+    }
