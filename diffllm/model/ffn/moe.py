@@ -131,7 +131,7 @@ class MoE(nn.Module):
                 balance = global_balance(routing.shares, self.router.load)
         if self.cfg.router_z_loss:
             squares = routing.logits.logsumexp(-1).square()
-            z = squares.masked_fill(padding.flatten(), 0).sum()
+            z = squares.masked_fill(is_padding, 0).sum()
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
