@@ -158,8 +158,8 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
     """
     columns: dict[str, np.ndarray] = {}
     for name, batch in (layer.maps | layer.by_query).items():
-        of_first_sequence = batch[0, heads]
-        columns[name] = of_first_sequence.double().cpu().numpy()
+        first_sequence = batch[0, heads]
+        columns[name] = first_sequence.double().cpu().numpy()
     # The side of a map gives each token a line of text, within limits that shrink with more heads.
     side_for_labels = len(labels) * SMALL / INCH * LINE_SPACING
     longest_side = 5.0 * len(heads) ** -0.35
