@@ -19,7 +19,8 @@ from diffllm.config.overrides import FILLED_IN
 from diffllm.core.keys import EFFECTS, Place, class_declarations, declaration, key
 from diffllm.metrics.facts import fact_declarations
 from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import METRICS, SECTIONS
+from diffllm.metrics.sections import SECTIONS
+from diffllm.metrics.table import METRICS
 
 CONFIGURATION = """\
 # Configuration

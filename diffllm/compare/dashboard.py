@@ -16,7 +16,7 @@ from diffllm.compare.report.terminal import loss_table
 from diffllm.compare.wandb_runs import NOISE_FLOOR, gap_metrics, ids_of_run, stored_comparison_id
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.panels import Panel, PanelSection, panels_of, sections_by_title
-from diffllm.metrics.table import GAPS
+from diffllm.metrics.sections import GAPS
 from diffllm.metrics.wandb_config import WandbConfig, WandbMode, resolve_mode, with_recorded
 
 LEAST_RUNS, PROJECT_RUNS = 10, 100

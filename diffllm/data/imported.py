@@ -113,14 +113,8 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     DataError if a file is missing or unusable, if token files are used without data.tokenizer, or
     if data.eos_token is not the EOS of the token shards.
     """
-    if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
-        shards = TokenData(Path(cfg.paths[0]).expanduser().absolute())
-        if cfg.eos_token is not None and cfg.eos_token != shards.tokenizer().eos_token:
-            raise DataError(
-                f"data.eos_token={cfg.eos_token} cannot change the EOS "
-                f"{shards.tokenizer().eos_token!r} of the tokens in {shards.directory}; remove "
-                "data.eos_token, or prepare the texts again with this EOS"
-            )
+    shards = token_shards(cfg)
+    if shards is not None:
         return shards
     if cfg.tokenizer is None:
         raise DataError(
@@ -152,6 +146,26 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     return ImportedData(directory, tuple(map(str, paths)), facts)
 
 
+def token_shards(cfg: DataConfig) -> TokenData | None:
+    """Return the directory of diffllm token shards at data.paths; None for other paths.
+
+    Raises DataError if data.eos_token is not the EOS of the token shards.
+    """
+    if len(cfg.paths) != 1:
+        return None
+    directory = Path(cfg.paths[0]).expanduser()
+    if not (directory / MANIFEST).is_file():
+        return None
+    shards = TokenData(directory.absolute())
+    if cfg.eos_token is not None and cfg.eos_token != shards.tokenizer().eos_token:
+        raise DataError(
+            f"data.eos_token={cfg.eos_token} cannot change the EOS "
+            f"{shards.tokenizer().eos_token!r} of the tokens in {shards.directory}; remove "
+            "data.eos_token, or prepare the texts again with this EOS"
+        )
+    return shards
+
+
 def token_paths(cfg: DataConfig) -> tuple[list[Path], Skipped]:
     """Return the token files that data.paths lists or finds, and the skipped files with reasons.
 
@@ -161,6 +175,7 @@ def token_paths(cfg: DataConfig) -> tuple[list[Path], Skipped]:
     local_files = paths_of(cfg)
     roots = local_files.roots
     skipped = dict(local_files.skipped)
+    # Files that data.paths lists are checked below; of directories, only token files are used.
     paths = [path for path, root in roots.items() if root is None or path.suffix in OPENERS]
     if not paths:
         raise DataError(
@@ -200,9 +215,11 @@ def manifest_of(
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     joined = JoinedTokens(files)
     length = len(joined)
-    share = max(fraction, min(LARGEST_SHARE, LEAST_TOKENS / max(length, 1)))
+    least_share = min(LARGEST_SHARE, LEAST_TOKENS / max(length, 1))
+    share = max(fraction, least_share)
     # The cut is at the end of a document, so that no document is in both splits.
-    cut = document_end(joined, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
+    place = max(0, int(length * (1 - share)) - 1)
+    cut = document_end(joined, tokenizer.eos_id, place)
     if cut >= length:
         raise DataError(
             f"{', '.join(map(str, paths[:3]))}: no document can be held out, because none begins "
@@ -216,7 +233,8 @@ def manifest_of(
         for number, first, last in spans(joined.ends, start, stop):
             if last > first:
                 documents += documents_in(files[number], first, last)
-                shards.append(Shard(paths[number].name, last - first, fingerprints[number]))
+                shard = Shard(paths[number].name, last - first, fingerprints[number])
+                shards.append(shard)
         splits[name] = Split(documents, stop - start, 0, shards)
     source = f"tokens of {names_of([path.name for path in paths])}"
     return Manifest.of(tokenizer, counts, source=source, corpus=corpus_hash, splits=splits)

@@ -179,7 +179,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray
     upper = values >> shift
     lower = values & mask
     for key in keys:
-        # Each round can be undone whatever the hash is, so the network is a permutation.
+        # Each round can be undone with any hash, so the network is a permutation.
         round_bits = _splitmix64_hash(lower ^ key) & mask
         upper, lower = lower, upper ^ round_bits
     return (upper << shift) | lower
@@ -187,8 +187,10 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray
 
 def _splitmix64_hash(x: np.ndarray) -> np.ndarray:
     # Products wrap around at 2**64, as the hash intends.
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(30))
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    x = x ^ (x >> np.uint64(27))
+    x = x * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
@@ -282,10 +284,11 @@ class MixedSequences:
         return mean_bits_per_nat(splits, tokens)
 
     def state(self, sample: int) -> dict[str, Any]:
+        counts = self.order.counts(sample)
         return {
             "seed": self.seed,
             "sample": sample,
-            "consumed": dict(zip(self.names, self.order.counts(sample), strict=True)),
+            "consumed": dict(zip(self.names, counts, strict=True)),
             "since": self.since,
             "before": dict(zip(self.names, self.before, strict=True)),
             "weights": [[start, *weights] for start, weights in self.plan],

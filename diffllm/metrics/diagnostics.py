@@ -53,6 +53,7 @@ class DiagnosticsConfig:
 
 
 def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
+    """Return the results of probes if `probes` is true, and the rest if `statistics` is true."""
     due = {}
     for name, value in stats.items():
         is_due = probes if metric_of(name).probe else statistics
@@ -70,15 +71,22 @@ def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) 
     """
     if not cfg.probe_interval:
         return None
-    edges = np.linspace(min(1, seq_len - 1), seq_len, min(cfg.probe_queries, seq_len) + 1)
+    segments = min(cfg.probe_queries, seq_len)
+    edges = np.linspace(min(1, seq_len - 1), seq_len, segments + 1)
+    # A seed of NumPy must not be negative.
     rng = np.random.default_rng((seed % 2**64, step))
-    return torch.from_numpy(np.floor(rng.uniform(edges[:-1], edges[1:])).astype(np.int64))
+    positions = np.floor(rng.uniform(edges[:-1], edges[1:]))
+    return torch.from_numpy(positions.astype(np.int64))
 
 
 def merge(into: Stats, new: Stats) -> Stats:
     if not into:
         return new
-    return {name: MERGE[metric_of(name).combine](into[name], new[name]) for name in new}
+    merged: Stats = {}
+    for name, value in new.items():
+        operation = MERGE[metric_of(name).combine]
+        merged[name] = operation(into[name], value)
+    return merged
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
@@ -93,9 +101,10 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
     """
     reduced: Stats = {}
     for op, kinds in OPS.items():
-        selected = {
-            name: value for name, value in stats.items() if metric_of(name).combine in kinds
-        }
+        selected: Stats = {}
+        for name, value in stats.items():
+            if metric_of(name).combine in kinds:
+                selected[name] = value
         # All ranks have statistics of the same names, so either all ranks skip the collective or
         # none.
         if not selected:
@@ -109,7 +118,8 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
         packed = torch.cat(flat)
         if op != SUM:
             # Some backends ignore NaN in minima and maxima.
-            packed = packed.nan_to_num(math.inf if op == MAX else -math.inf, math.inf, -math.inf)
+            in_place_of_nan = math.inf if op == MAX else -math.inf
+            packed = packed.nan_to_num(in_place_of_nan, math.inf, -math.inf)
         dist.all_reduce(packed, op)
         if op == SUM:
             # Micro-batches and ranks have equally many tokens, so their weights are equal.
@@ -141,14 +151,15 @@ def named_values(stats: Stats) -> dict[str, float]:
     if not stats:
         return {}
     n_layers = max(map(len, stats.values()))
+    packed = torch.cat([value.flatten() for value in stats.values()])
     # One transfer from the GPU for all values, because each transfer waits for the GPU.
-    values = iter(torch.cat([value.flatten() for value in stats.values()]).tolist())
-    by_name = {}
+    numbers = iter(packed.tolist())
+    number_by_name = {}
     for name, value in stats.items():
         heads = [""]
         if value.ndim == 2:
             heads = [f"_{i:02d}" for i in range(value.shape[1])]
         for layer in range(n_layers - len(value), n_layers):
             for head in heads:
-                by_name[f"{name}{head}/layer_{layer:02d}"] = next(values)
-    return by_name
+                number_by_name[f"{name}{head}/layer_{layer:02d}"] = next(numbers)
+    return number_by_name

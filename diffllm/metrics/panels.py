@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffllm.metrics.metric import Bars, Curve, Metric, Section
-from diffllm.metrics.table import METRICS, SECTIONS
+from diffllm.metrics.sections import SECTIONS
+from diffllm.metrics.table import METRICS
 
 OVER = {"tokens": "", "training_flops": ", over FLOPs"}
 """End of a panel's title, by x-axis."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any
 
 from diffllm.core.files import parse_json, read_json, read_lines, readable
@@ -13,18 +14,33 @@ POSITIVE = ("parameters", "active_parameters", "flops_per_token", "flops_per_vis
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": {
         "steps": WHOLE,
-        **dict.fromkeys(("state", "reason", "stopped"), TEXT),
-        **dict.fromkeys(("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens"), NUMBER),
-        **dict.fromkeys(("visible_keys", "flops_per_token"), NUMBER),
+        "state": TEXT,
+        "reason": TEXT,
+        "stopped": TEXT,
+        "heldout_loss": NUMBER,
+        "heldout_bits_per_byte": NUMBER,
+        "train_loss": NUMBER,
+        "tokens": NUMBER,
+        "visible_keys": NUMBER,
+        "flops_per_token": NUMBER,
     },
     "run.json": {
-        **dict.fromkeys((*POSITIVE, "heldout_tokens", "ranks"), NUMBER),
-        **dict.fromkeys(
-            ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
-        ),
-        **dict.fromkeys(("wandb_id", "wandb_group"), TEXT),
+        **dict.fromkeys(POSITIVE, NUMBER),
+        "heldout_tokens": NUMBER,
+        "ranks": NUMBER,
+        "corpus": TEXT,
+        "corpus_note": TEXT,
+        "tokenizer": TEXT,
+        "device": TEXT,
+        "compute_dtype": TEXT,
+        "torch": TEXT,
+        "wandb_id": TEXT,
+        "wandb_group": TEXT,
         "wandb_online": (bool,),
-        **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), OBJECT),
+        "diffllm": OBJECT,
+        "imported": OBJECT,
+        "environment": OBJECT,
+        "plugin_code": OBJECT,
     },
     "saved.json": {"step": WHOLE},
     "sweep.json": {"keys": LIST, "runs": OBJECT, "jobs": OBJECT},
@@ -51,7 +67,8 @@ def read_ending(run: Path) -> dict[str, Any] | None:
 
 
 def diverged(run: Path) -> bool:
-    return bool((read_ending(run) or {}).get("stopped"))
+    ending = read_ending(run)
+    return ending is not None and bool(ending.get("stopped"))
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
@@ -77,7 +94,9 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 def recorded_variables(facts: dict[str, Any]) -> dict[str, str]:
     """Return the environment variables that `facts`, the content of run.json, records."""
-    variables = (facts.get("environment") or {}).get("variables")
+    # A missing environment is valid, as is null.
+    environment = facts.get("environment") or {}
+    variables = environment.get("variables")
     if not isinstance(variables, dict):
         return {}
     return {name: str(value) for name, value in variables.items()}
@@ -107,22 +126,31 @@ def check_record(name: str, content: dict[str, Any]) -> None:
             is_usable = type(value) in types and not (field in POSITIVE and value <= 0)
         if not is_usable:
             raise ValueError(f"has no usable {field}: {value!r:.100}")
-    for field in {"keys", "jobs", "plugin_code"} & {*FIELDS[name]}:
+    for field in ("keys", "jobs", "plugin_code"):
+        if field not in FIELDS[name]:
+            continue
         values = content.get(field) or []
-        if not all_text(values.values() if isinstance(values, dict) else values):
+        if isinstance(values, dict):
+            values = values.values()
+        if not all_text(values):
             raise ValueError(f"has no usable {field}: every value must be text")
     if name == "sweep.json":
         for run, words in (content.get("runs") or {}).items():
-            # A run must be below the directory of the sweep.
-            path = PurePosixPath(run)
-            is_below = path.parts and not path.is_absolute() and ".." not in path.parts
-            has_words = isinstance(words, list) and all_text(words)
-            if not is_below or "\0" in run or not has_words:
+            if not is_below(run) or not isinstance(words, list) or not all_text(words):
                 raise ValueError("has no usable runs: must map directory names to overrides")
 
 
 def all_text(values: Iterable[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
+
+
+def is_below(name: str) -> bool:
+    """Return whether `name` is the relative path of a directory below the directory of a sweep."""
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute():
+        return False
+    # A forged sweep.json must not read files outside of its directory.
+    return ".." not in path.parts and "\0" not in name
 
 
 def read_changes(run: Path) -> list[dict[str, Any]]:
@@ -176,7 +204,7 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     types = {type(value) for value in line.values()}
-    if types - {int, float, type(None)}:
+    if not types <= {int, float, NoneType}:
         return None
     counts = {}
     for name in ("step", "tokens"):
@@ -185,5 +213,6 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
         if type(count) is not int or not 0 <= count < 2**53:
             return None
         counts[name] = count
+    metrics = {name: finite(value) for name, value in line.items()}
     # `finite` makes floats of all numbers, but these counts are integers.
-    return {name: finite(value) for name, value in line.items()} | counts
+    return {**metrics, **counts}

@@ -56,8 +56,11 @@ class SpikeCounter:
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
+        """The latest finite values."""
         self.recent: deque[bool] = deque(maxlen=self.window)
-        self.total = self.seen = 0
+        """Whether each of the latest values, finite or not, is a spike."""
+        self.total = 0
+        self.seen = 0
         self.finite = True
         """Whether the newest value is finite."""
 
@@ -68,9 +71,10 @@ class SpikeCounter:
         """
         # A value is compared with previous values only, so it enters the window afterwards.
         spike = self._judge(value)
+        is_spike = spike is not None
         self.seen += 1
-        self.total += spike is not None
-        self.recent.append(spike is not None)
+        self.total += is_spike
+        self.recent.append(is_spike)
         self.finite = math.isfinite(value)
         if self.finite:
             self.values.append(value)
@@ -82,13 +86,14 @@ class SpikeCounter:
         if len(self.values) < self.least:
             return None
         window = np.fromiter(self.values, dtype=np.float64)
-        signed = float(value - window.mean())
-        deviation = abs(signed) if self.two_sided else signed
+        difference = float(value - window.mean())
+        deviation = abs(difference) if self.two_sided else difference
         scale = float(window.std())
         bound = self.sigmas * scale
         # In a constant window the bound is 0, and an equal value must not be a spike.
-        if deviation > bound or (self.inclusive and deviation == bound > 0):
-            return Spike(signed / scale if scale else None)
+        is_at_bound = deviation == bound > 0
+        if deviation > bound or (self.inclusive and is_at_bound):
+            return Spike(difference / scale if scale else None)
         return None
 
     def metrics(self) -> dict[str, float]:
@@ -122,7 +127,8 @@ class SpikeCounter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values = deque(state["values"], self.window)
         self.recent = deque(map(bool, state["recent"]), self.window)
-        self.total, self.seen = state["total"], state["seen"]
+        self.total = state["total"]
+        self.seen = state["seen"]
         # Checkpoints of older versions lack this entry.
         self.finite = bool(state.get("finite", True))
 
@@ -171,7 +177,13 @@ class EventCounter:
         self.points: deque[tuple[int, float]] = deque(maxlen=TREND)
         """Steps and values in the fit of the line."""
         self.distances: deque[float] = deque(maxlen=SCALE)
-        self.seen = self.judged = self.total = self.in_a_row = 0
+        self.seen = 0
+        """Number of values so far, and so the step of the newest value."""
+        self.judged = 0
+        self.total = 0
+        """Number of events."""
+        self.in_a_row = 0
+        """Number of spikes and drops since the last other value, or since the fit was restarted."""
         self.last: int | None = None
         """Step of the last spike."""
 
@@ -189,9 +201,10 @@ class EventCounter:
         distance = self._distance(value)
         if distance is not None and len(self.distances) >= LEAST:
             self.judged += 1
-            root_mean_square = math.hypot(*self.distances) / math.sqrt(len(self.distances))
+            degrees = len(self.distances)
+            root_mean_square = math.hypot(*self.distances) / math.sqrt(degrees)
             scale = max(root_mean_square, FINEST)
-            deviations = as_normal(distance / scale, len(self.distances))
+            deviations = as_normal(distance / scale, degrees)
             if deviations < -SIGMAS:
                 # Limit the effect of a drop on the scale.
                 self.distances.append(-SIGMAS * scale)
@@ -220,10 +233,10 @@ class EventCounter:
         The first spike, and each spike more than APART steps after the previous spike, is counted
         as a new event.
         """
-        new = self.last is None or self.seen - self.last > APART
-        self.total += new
+        is_new = self.last is None or self.seen - self.last > APART
+        self.total += is_new
         self.last = self.seen
-        return Spike(height, new)
+        return Spike(height, is_new)
 
     def _distance(self, value: float) -> float | None:
         """Return the distance d of `value` from the fitted line; the module docstring defines d.
@@ -234,11 +247,14 @@ class EventCounter:
             return None
         # Omitted spikes and drops leave gaps, so the steps are not equally spaced.
         steps, values = np.array(self.points).T
-        middle = steps.mean()
-        centred = steps - middle
-        squares, ahead = centred @ centred, self.seen - middle
-        line = values.mean() + ahead * (centred @ values) / squares
-        return float((value - line) / math.sqrt(1 + 1 / len(steps) + ahead**2 / squares))
+        mean_step = steps.mean()
+        centred_steps = steps - mean_step
+        sum_of_squares = centred_steps @ centred_steps
+        steps_ahead = self.seen - mean_step
+        line = values.mean() + steps_ahead * (centred_steps @ values) / sum_of_squares
+        # The line is itself uncertain, and more so far ahead of the fitted steps: 1 + h.
+        variance_factor = 1 + 1 / len(steps) + steps_ahead**2 / sum_of_squares
+        return float((value - line) / math.sqrt(variance_factor))
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -257,7 +273,8 @@ class EventCounter:
         for name in COUNTS:
             setattr(self, name, state[name])
         # JSON turns tuples into lists.
-        self.points = deque(((step, value) for step, value in state["points"]), TREND)
+        points = [(step, value) for step, value in state["points"]]
+        self.points = deque(points, TREND)
         self.distances = deque(state["distances"], SCALE)
 
 
@@ -267,8 +284,10 @@ def as_normal(t: float, degrees: int) -> float:
     `degrees` is the number of degrees of freedom. The approximation is by D. L. Wallace (Annals of
     Mathematical Statistics 30, 1959).
     """
-    size = math.sqrt(degrees * math.log1p(t * t / degrees))
-    return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
+    # log1p keeps the digits of small values of t.
+    magnitude = math.sqrt(degrees * math.log1p(t * t / degrees))
+    correction = (8 * degrees + 1) / (8 * degrees + 3)
+    return math.copysign(correction * magnitude, t)
 
 
 SKIP_COUNTS = ("skipped_total", "skipped_in_a_row", "longest_skip")
@@ -278,10 +297,12 @@ class SpikeMonitor:
     """Count skipped updates, and spikes of loss and gradient norm by three definitions."""
 
     def __init__(self) -> None:
-        self.skipped_total = self.skipped_in_a_row = 0
+        self.skipped_total = 0
+        self.skipped_in_a_row = 0
         self.longest_skip = 0
         """Largest number of consecutive skipped updates since the last `forget_skips`."""
-        self.loss, self.grad = window128(), window128()
+        self.loss = window128()
+        self.grad = window128()
         self.counters: dict[str, SpikeCounter | EventCounter] = {
             "spikes/loss": self.loss,
             "spikes/grad": self.grad,
@@ -301,13 +322,15 @@ class SpikeMonitor:
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
         spikes = {}
         for name, counter in self.counters.items():
-            spike = counter.update(loss if name.endswith("/loss") else grad_norm)
+            value = loss if name.endswith("/loss") else grad_norm
+            spike = counter.update(value)
             if spike and spike.new:
                 spikes[name] = spike
         return spikes
 
     def forget_skips(self) -> None:
-        self.skipped_in_a_row = self.longest_skip = 0
+        self.skipped_in_a_row = 0
+        self.longest_skip = 0
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics by name, such as `spikes/loss_total` and `spikes/skipped_total`."""

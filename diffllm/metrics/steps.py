@@ -42,7 +42,8 @@ class StepsFile:
 
     def __init__(self, path: Path, last_step: int = 0):
         rows = read_steps(path, last_step) if last_step else np.zeros(0, STEP)
-        self.file = GrowingFile(path, header(len(rows)) + rows.tobytes(), "rows")
+        content = header(len(rows)) + rows.tobytes()
+        self.file = GrowingFile(path, content, "rows")
 
     def append(self, rows: np.ndarray) -> None:
         """Append rows (n,) of dtype STEP."""
@@ -60,10 +61,10 @@ class StepsFile:
         Until then, readers see the previous rows. Growing the number needs no disk space, because
         numpy pads the header to a constant length.
         """
-        begin = header((self.file.size - HEADER_SIZE) // STEP.itemsize)
+        rows = (self.file.size - HEADER_SIZE) // STEP.itemsize
         # Not the descriptor of GrowingFile: Linux appends all that is written through it.
         with suppress(OSError), open(self.file.path, "r+b", buffering=0) as stream:
-            stream.write(begin)
+            stream.write(header(rows))
 
 
 def header(rows: int) -> bytes:
@@ -88,12 +89,17 @@ def read_steps(path: Path, last_step: int | None = None) -> np.ndarray:
         with open_regular(path, LARGEST_STEPS_FILE) as stream:
             if np.lib.format.read_magic(stream) != (1, 0):
                 raise ValueError("is not a steps.npy: has another version of the format")
-            (count,), _, dtype = np.lib.format.read_array_header_1_0(stream)
+            (counted_rows,), _, dtype = np.lib.format.read_array_header_1_0(stream)
             if dtype != STEP:
                 raise ValueError(f"is not a steps.npy: has other columns than {STEP.names}")
-            rows_on_disk = (os.fstat(stream.fileno()).st_size - stream.tell()) // STEP.itemsize
-            rows = np.frombuffer(stream.read(min(count, rows_on_disk) * STEP.itemsize), STEP)
-        if not (np.diff(rows["step"].astype(np.int64)) > 0).all():
+            file_size = os.fstat(stream.fileno()).st_size
+            rows_on_disk = (file_size - stream.tell()) // STEP.itemsize
+            # The header of a truncated file counts rows that the file no longer has.
+            row_count = min(counted_rows, rows_on_disk)
+            rows = np.frombuffer(stream.read(row_count * STEP.itemsize), STEP)
+        # Signed, because differences of unsigned integers are never negative.
+        increases = np.diff(rows["step"].astype(np.int64))
+        if not (increases > 0).all():
             raise ValueError("is damaged: its steps do not increase")
         return rows if last_step is None else rows[rows["step"] <= last_step]
     return np.zeros(0, STEP)

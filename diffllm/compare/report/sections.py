@@ -47,7 +47,8 @@ from diffllm.compare.report.step_curves import (
 from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.metric import Bars, Curve, Layers, Metric, Plot
 from diffllm.metrics.panels import sections_by_title
-from diffllm.metrics.table import GAPS, METRICS, metric_of
+from diffllm.metrics.sections import GAPS
+from diffllm.metrics.table import METRICS, metric_of
 
 
 def page_sections(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -143,20 +143,16 @@ class Encoding:
                 continue
             hashes = document_hashes(documents)
             extreme_hashes += [int(hashes.min()), int(hashes.max())]
-            tokens, sizes = self.tokens_of(documents, threads)
             is_heldout = hashes < self.heldout_below
             # Pieces of a single document are divided by their part, not by their hashes.
             if self.cut:
                 is_heldout[:] = is_last_part
-            token_counts = [len(ids) for ids in tokens]
+            token_counts = self.write(documents, is_heldout, writers, threads)
             rows = np.column_stack([hashes, np.ones_like(hashes), token_counts])
             held += rows[is_heldout, 1:].sum(axis=0)
             # Drop rows that cannot be needed, so that memory does not grow with the part.
             candidates = np.concatenate([following, rows[~is_heldout]])
             following = next_held_out(candidates, held)
-            for split, is_chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
-                chosen = np.flatnonzero(is_chosen).tolist()
-                self.write(writers[split], documents, tokens, sizes, chosen)
             counts.text_bytes[number] += sum(document.predicted_bytes for document in documents)
             counts.tokens[number] += sum(token_counts)
         record = PartRecord(
@@ -172,23 +168,27 @@ class Encoding:
 
     def write(
         self,
-        writer: ShardWriter,
         documents: Sequence[Document],
-        tokens: Sequence[Sequence[int]],
-        sizes: Sequence[Sequence[int]],
-        chosen: Sequence[int],
-    ) -> None:
-        """Append the documents with the indices `chosen` to the shards of `writer`.
+        is_heldout: np.ndarray,
+        writers: Mapping[str, ShardWriter],
+        threads: int,
+    ) -> list[int]:
+        """Encode documents, append each to the shards of its split, and return their token counts.
 
-        `tokens` and `sizes` are the results of `tokens_of` for `documents`.
+        `is_heldout` (n,) bool contains the split of each document, and `writers` one writer per
+        split.
         """
-        chosen_tokens = [tokens[i] for i in chosen]
-        ids = np.fromiter(chain.from_iterable(chosen_tokens), dtype=np.uint32)
-        text_bytes = sum(documents[i].predicted_bytes for i in chosen)
-        mask = None
-        if self.corpus.has_prompts:
-            mask = loss_mask([sizes[i] for i in chosen])
-        writer.add(ids, text_bytes, len(chosen), mask)
+        tokens, sizes = self.tokens_of(documents, threads)
+        for split, is_chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
+            chosen = np.flatnonzero(is_chosen).tolist()
+            chosen_tokens = [tokens[i] for i in chosen]
+            ids = np.fromiter(chain.from_iterable(chosen_tokens), dtype=np.uint32)
+            text_bytes = sum(documents[i].predicted_bytes for i in chosen)
+            mask = None
+            if self.corpus.has_prompts:
+                mask = loss_mask([sizes[i] for i in chosen])
+            writers[split].add(ids, text_bytes, len(chosen), mask)
+        return [len(ids) for ids in tokens]
 
     def tokens_of(
         self, documents: Sequence[Document], threads: int

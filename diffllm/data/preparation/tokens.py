@@ -57,7 +57,8 @@ class TokensJob:
     def partial(self) -> Path:
         # The hash of the division is in the name: records of another division would not fit.
         division = [part.size for part in self.corpus.parts]
-        return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
+        division_hash = combined_hash(division)[:8]
+        return self.final.with_name(f"{self.final.name}.partial-{division_hash}")
 
     def build(self, prepare_cfg: PrepareConfig) -> None:
         """Encode the unfinished parts of the corpus, then move the shards of all parts to `final`.
@@ -104,11 +105,18 @@ class TokensJob:
 
         # These functions run in this process, and see the states that the workers write.
         def reading() -> str:
-            names = {parts[number].name for number in todo if counts.state[number] == READING}
+            # A set, because several parts of a large file have the same name.
+            names: set[str] = set()
+            for number in todo:
+                if counts.state[number] == READING:
+                    names.add(parts[number].name)
             return ", ".join(sorted(names))
 
         def tick() -> None:
-            finished_size = sum(sizes[number] for number in todo if counts.state[number] == DONE)
+            finished_size = 0
+            for number in todo:
+                if counts.state[number] == DONE:
+                    finished_size += sizes[number]
             # Rounding could give a share slightly above 1.
             share = min(share_before + finished_size / corpus_size, 1.0)
             seconds = time.monotonic() - started
@@ -130,6 +138,7 @@ class TokensJob:
         for split in manifest.splits.values():
             for shard in split.shards:
                 hashes[shard.file] = shard.sha256
+                # A shard of a corpus with prompts also has a file with the loss mask.
                 if shard.mask and shard.mask_sha256:
                     hashes[shard.mask] = shard.mask_sha256
         for path in encoding.directory.glob("*-*-*"):
@@ -142,10 +151,12 @@ class TokensJob:
         publish(encoding.directory, self.final)
         # The writers have just hashed the shards, so the first run need not hash them again.
         for name, sha256 in hashes.items():
-            leave_mark(self.final / name, sha256, identity_of(self.final / name))
+            path = self.final / name
+            leave_mark(path, sha256, identity_of(path))
         for attempt in self.final.parent.glob(f"{self.final.name}.partial-*"):
             shutil.rmtree(attempt, ignore_errors=True)
-        train, heldout = (manifest.splits[name].tokens for name in SPLITS)
+        train = manifest.splits["train"].tokens
+        heldout = manifest.splits["heldout"].tokens
         pieces = ", pieces of a single document," if manifest.cut else ""
         to_stderr(
             f"prepared {train:,} training and {heldout:,} held-out tokens{pieces} "
@@ -209,7 +220,8 @@ def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
         )
     # At least one distinct document is on each side of the limit.
     limit = least + 1 if least >= below else min(below, most)
-    train, held = (documents_and_tokens(records, split) for split in SPLITS)
+    train = documents_and_tokens(records, "train")
+    held = documents_and_tokens(records, "heldout")
     # Without any row, the array would not have three columns.
     candidates = np.array(following, np.int64).reshape(-1, 3)
     rows = next_held_out(candidates, held)

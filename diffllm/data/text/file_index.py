@@ -40,7 +40,9 @@ class FileFacts(NamedTuple):
 def ending_of(path: Path) -> str:
     """Return the ending of a file name in lower case, without .gz or .zst, such as ".json"."""
     stem, suffix = os.path.splitext(path.name.lower())
-    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+    if suffix in COMPRESSIONS:
+        _, suffix = os.path.splitext(stem)
+    return suffix
 
 
 def format_of(path: Path) -> str:
@@ -87,12 +89,14 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
 
 
 def combined_hash(parts: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
+    content = json.dumps(list(parts))
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _is_known(path: Path, index: dict[str, FileFacts]) -> bool:
+    facts = index.get(str(path))
     with usable(path):
-        return str(path) in index and index[str(path)].identity == identity_of(path)
+        return facts is not None and facts.identity == identity_of(path)
 
 
 def _read_facts(path: Path) -> FileFacts:
