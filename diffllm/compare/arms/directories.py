@@ -88,7 +88,7 @@ def home_of(directories: list[Path]) -> Path | None:
     which may belong to other users, or the root directory.
     """
     absolute_paths = []
-    near_paths = set()
+    near_paths: set[Path] = set()
     for directory in directories:
         path = Path(os.path.abspath(directory))
         absolute_paths.append(path)

@@ -284,4 +284,5 @@ def over_stages(curves: list[StepCurve], starts: list[int]) -> StepCurve:
             if spike_start <= end:
                 spikes.append(spike._replace(x=spike_start, end=spike_end))
     joined = map(np.concatenate, zip(*arrays_of_stages, strict=True))
-    return StepCurve(*joined, spikes=tuple(spikes))
+    tokens, mean, low, high, peak_steps = joined
+    return StepCurve(tokens, mean, low, high, peak_steps, tuple(spikes))

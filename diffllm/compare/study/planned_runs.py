@@ -74,9 +74,8 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
-    name = f"{RATES}/{arm}-lr{lr:g}-seed{seed}"
     words = words_of_arm(study, arm, study.lr.steps)
-    return Planned(RATES, arm, seed, lr, name, words)
+    return Planned(RATES, arm, seed, lr, f"{RATES}/{arm}-lr{lr:g}-seed{seed}", words)
 
 
 @cache
@@ -110,9 +109,7 @@ def steps_of_arm(study: Study, arm: str, baseline_steps: int | None = None) -> i
     if isinstance(study.budget, SecondsBudget) and baseline_steps is None:
         amount = study.budget.seconds
     else:
-        steps = baseline_steps
-        if not steps:
-            steps = config_before_budget(study, study.baseline).steps
+        steps = baseline_steps or config_before_budget(study, study.baseline).steps
         amount = steps * cost_of_step(study, study.baseline)
     # A quotient of equal costs can be rounded.
     if amount < cost * (1 - 1e-9):

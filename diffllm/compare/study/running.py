@@ -196,9 +196,8 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
-    first = first_runs(study)
     # `configs_of` can name the values of parallel.context that fit all arms.
-    loaded = configs_of([partial(config_of_planned, planned) for planned in first])
+    loaded = configs_of([partial(config_of_planned, run) for run in first_runs(study)])
     configs = dict(zip(study.arms, loaded, strict=True))
     check_trends(study, configs)
     for arm, cfg in configs.items():
