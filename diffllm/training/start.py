@@ -288,7 +288,7 @@ def ended_text(summary: dict[str, Any]) -> str:
         return f"diverged and {text}; to train with other settings, set run.allow_changes"
     loss = summary.get("heldout_loss")
     # Older versions wrote NaN instead of null.
-    has_loss = bool(loss) and math.isfinite(loss)
+    has_loss = loss and math.isfinite(loss)
     result = f"held-out loss {loss:.3f}" if has_loss else "the run diverged"
     advice = "to train further, set more steps= and run.allow_changes"
     return f"is finished: {summary['steps']} steps, {result}; {advice}"
