@@ -154,11 +154,9 @@ def claim_on_rank_0(
         raise
     corpus_hash = corpus_of(saved) if saved else None
     ranks = saved["ranks"] if saved else 0
-    paths = []
-    for path in (directory.path, checkpoint, origin):
-        paths.append(None if path is None else str(path))
+    paths = (directory.path, checkpoint, origin)
     shared = {
-        "paths": paths,
+        "paths": [None if path is None else str(path) for path in paths],
         "ended": ended,
         "ranks": ranks,
         "eos_token": eos_token,
