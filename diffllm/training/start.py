@@ -154,11 +154,9 @@ def claim_on_rank_0(
         raise
     corpus_hash = corpus_of(saved) if saved else None
     ranks = saved["ranks"] if saved else 0
-    paths = []
-    for path in (directory.path, checkpoint, origin):
-        paths.append(None if path is None else str(path))
+    paths = (directory.path, checkpoint, origin)
     shared = {
-        "paths": paths,
+        "paths": [None if path is None else str(path) for path in paths],
         "ended": ended,
         "ranks": ranks,
         "eos_token": eos_token,
@@ -288,7 +286,7 @@ def ended_text(summary: dict[str, Any]) -> str:
         return f"diverged and {text}; to train with other settings, set run.allow_changes"
     loss = summary.get("heldout_loss")
     # Older versions wrote NaN instead of null.
-    has_loss = bool(loss) and math.isfinite(loss)
+    has_loss = loss and math.isfinite(loss)
     result = f"held-out loss {loss:.3f}" if has_loss else "the run diverged"
     advice = "to train further, set more steps= and run.allow_changes"
     return f"is finished: {summary['steps']} steps, {result}; {advice}"

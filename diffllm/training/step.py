@@ -208,7 +208,7 @@ def mean_losses(t: Training, sums: BatchSums, counts: Counts | None) -> dict[str
 
 
 def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the terms of the objective besides the cross-entropy, multiplied by their weights."""
+    """Return all terms of the objective but the cross-entropy, multiplied by their weights."""
     weights = {
         "train/z_loss": cfg.model.z_loss,
         "train/balance_loss": cfg.model.moe.balance_loss,
