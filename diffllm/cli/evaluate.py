@@ -154,8 +154,9 @@ def without_empty(table: Table) -> Table:
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
     """Print mean scores over seeds and gaps to the baseline for the tasks and measures `names`."""
+    from diffllm.compare.report.checkpoint_scores import ALL
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.evaluations import ALL, Evaluated, ScoreLine
+    from diffllm.compare.report.evaluations import Evaluated, ScoreLine
 
     comparison, _ = read(runs, step=step)
     lines: list[tuple[Evaluated, ScoreLine]] = []
