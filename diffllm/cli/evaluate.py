@@ -209,8 +209,8 @@ def without_empty(table: Table) -> Table:
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
     """Print mean scores over seeds and gaps to the baseline for the tasks and measures `names`."""
+    from diffllm.compare.report.checkpoint_scores import ALL
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.evaluations import ALL
 
     comparison, _ = read(runs, step=step)
     rows_by_unit: dict[str, list[list[str]]] = {}

@@ -20,7 +20,6 @@ from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.curves import Band, Spike
 from diffllm.compare.report.figures import Bands, draw_curves, draw_gaps, to_image
 from diffllm.compare.report.results import (
     has_gaps,
@@ -33,7 +32,7 @@ from diffllm.compare.report.results import (
     trend_sentences,
 )
 from diffllm.compare.report.rows import keys_apart
-from diffllm.compare.report.scales import top_of, value_range
+from diffllm.compare.report.scales import largest_text, spikes_text, top_of, value_range
 from diffllm.compare.report.step_curves import (
     INTERVALS,
     NAMES,
@@ -380,27 +379,3 @@ def highest_layer(quantity: str, run: Run) -> Series:
     """Return the highest value over the layers of a metric that is logged per layer."""
     tokens, values = run.by_layer(quantity)
     return Series(tokens, values.max(axis=1, initial=-np.inf))
-
-
-def spikes_text(plot: Curve | Layers, bands: list[Band]) -> str:
-    spikes: list[Spike] = []
-    for band in bands:
-        spikes += band.spikes
-    if not spikes:
-        return ""
-    highest = max(spikes, key=lambda spike: spike.value)
-    value = short(highest.value) if np.isfinite(highest.value) else "not finite"
-    text = f" Triangles mark spikes, the highest at step {highest.step:,} ({value})."
-    if isinstance(plot, Curve) and plot.smooth:
-        text += " The running mean omits marked steps."
-    return text
-
-
-def largest_text(bands: list[Band]) -> str:
-    """Describe the largest value of a figure, and its step if the figure shows every step."""
-    peaks = [band.peak for band in bands if band.peak]
-    if not peaks:
-        _, largest = value_range(bands)
-        return f"the largest value is {short(largest)}"
-    value, step = max(peaks)
-    return f"the largest unmarked value is {short(value)}, at step {step:,}"

@@ -8,8 +8,8 @@ import pytest
 from report_pages import csv_rows, undrawn_page
 from runs.written import write_run
 
+from diffllm.compare.report.checkpoint_scores import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.comparison import Comparison, read
-from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.evaluation.evaluation import SHARE, results_of, store_result
 
 STEPS = (5, 10, 20)
