@@ -168,7 +168,7 @@ def test_packages_import_only_packages_of_lower_layers():
 TRAINING = (
     ("build", "clock", "directory", "memory"),
     ("process", "state", "step"),
-    ("measure", "record"),
+    ("initial_values", "measure", "record"),
     ("checks", "loop", "wandb_description", "wandb_id"),
     ("start", "summary"),
     ("outputs",),
