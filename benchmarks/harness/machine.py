@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diffllm.config import load_config
-from diffllm.core.torch_versions import CPU
+from diffllm.core.torch_versions import CPU_CAPABILITIES
 from diffllm.distributed.world import join
 from diffllm.training.process import provenance
 
@@ -54,7 +54,7 @@ def facts() -> dict[str, Any]:
     found = {
         "type": device.type,
         "device": f"{torch.get_num_threads()} CPU cores",
-        "processor": CPU.get("cpu_name"),
+        "processor": CPU_CAPABILITIES.get("cpu_name"),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),

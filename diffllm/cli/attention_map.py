@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 256
 """Maximum tokens of a prompt; labels and cells of more tokens would be too small to read."""
-FORMATS = (".png", ".pdf", ".svg")
+IMAGE_FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass
@@ -50,8 +50,10 @@ def attention_map_command(argv: list[str]) -> None:
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
     tokens = tokenizer.encode(args.prompt)
     check_length(tokens, min(cfg.model.seq_len, MOST_TOKENS))
-    if args.out and Path(args.out).suffix.lower() not in FORMATS:
-        raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if args.out and Path(args.out).suffix.lower() not in IMAGE_FORMATS:
+        raise ConfigError(
+            f"out={args.out} must end in {', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
+        )
     model, step = decoder(run, args.step or 0)
     # Compute the maps of all layers before the first figure, so that an error leaves no figures.
     maps: dict[int, LayerMaps] = {}

@@ -22,7 +22,7 @@ from diffllm.core.printing import echo, echo_json
 if TYPE_CHECKING:
     from diffllm.config import TrainConfig
 
-CONSOLIDATE = """\
+CONSOLIDATE_USAGE = """\
 diffllm consolidate run=<dir> [key=value ...]: write a checkpoint's parameters as safetensors.
 
 Writes model.safetensors, config.yaml and tokenizer.model. Above max_shard_size, writes several
@@ -34,7 +34,7 @@ To load it again:
   cfg = diffllm.config.saved.load_run_config(Path("exported"))
   model = diffllm.build_model(cfg.model)
   model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))"""
-EXPORT = """\
+EXPORT_USAGE = """\
 diffllm export run=<dir> out=<dir> [key=value ...]: write a checkpoint for transformers.
 
 Softmax attention becomes Llama, Qwen3 (with QK-norm) or Qwen3Moe (a mixture that follows the rules
@@ -42,7 +42,7 @@ of Qwen3Moe). DIFF V1 becomes DiffLlama. All other models get a diffllm modellin
 trust_remote_code=True. The directory also contains a fast tokenizer and a model card.
 
 diffllm export run=outputs/mine step=2000 out=mine-hf dtype=bf16"""
-IMPORT = """\
+IMPORT_USAGE = """\
 diffllm import hf=<dir or owner/name> out=<dir> [key=value ...]: make a run from another model.
 
 Llama, Qwen3, Qwen3Moe, DiffLlama and diffllm exports are imported unchanged, from safetensors.
@@ -56,7 +56,7 @@ diffllm import hf=Qwen/Qwen3-0.6B@main out=outputs/qwen3
 diffllm import hf=my-llama out=outputs/llama-v2 attention=diff_v2
 python train.py resume=weights:outputs/llama-v2 data.paths=[a.parquet] seq_len=2048 optim.lr=1e-5"""
 PARAMETERS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-LARGEST_FILE = 2**30
+LARGEST_COPIED_FILE = 2**30
 """Limit in bytes of a file that is copied next to the parameters."""
 
 
@@ -93,7 +93,7 @@ class ImportArguments(CommandArguments):
 
 
 def consolidate_command(argv: list[str]) -> None:
-    args = parse(ConsolidateArguments, argv, CONSOLIDATE)
+    args = parse(ConsolidateArguments, argv, CONSOLIDATE_USAGE)
     from diffllm.checkpoint.directory import with_checkpoint
     from diffllm.checkpoint.hf.safetensors import check_form
     from diffllm.config.saved import load_run_config
@@ -170,7 +170,7 @@ def files_next_to_parameters(run: Path) -> dict[str, bytes]:
     for name in ("config.yaml", *TOKENIZER_FILES):
         # A run has only some of the tokenizer files.
         with readable(run / name), suppress(FileNotFoundError):
-            contents[name] = read_bytes(run / name, LARGEST_FILE)
+            contents[name] = read_bytes(run / name, LARGEST_COPIED_FILE)
     return contents
 
 
@@ -186,7 +186,7 @@ def needing_interop(command: str) -> Iterator[None]:
 
 
 def export_command(argv: list[str]) -> None:
-    args = parse(ExportArguments, argv, EXPORT)
+    args = parse(ExportArguments, argv, EXPORT_USAGE)
     from diffllm.checkpoint.hf.safetensors import DTYPES, check_form
 
     if args.format != "hf":
@@ -204,7 +204,7 @@ def export_command(argv: list[str]) -> None:
 
 
 def import_command(argv: list[str]) -> None:
-    args = parse(ImportArguments, argv, IMPORT)
+    args = parse(ImportArguments, argv, IMPORT_USAGE)
     from diffllm.config.matching import totals
     from diffllm.config.words import printed_override
     from diffllm.data.tokenizer import Tokenizer, eos_text, guesses_eos, tokenizer_of

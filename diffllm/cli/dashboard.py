@@ -19,7 +19,7 @@ from diffllm.core.printing import echo, echo_json
 if TYPE_CHECKING:
     from diffllm.compare.dashboard import Dashboard
 
-DASHBOARD = """\
+DASHBOARD_USAGE = """\
 diffllm dashboard sweep=DIR... [key=value ...]
 diffllm dashboard study=STUDY.yaml out=DIR [key=value ...]
 diffllm dashboard project=NAME [entity=NAME] [key=value ...]
@@ -52,7 +52,7 @@ class DashboardArguments(CommandArguments):
 
 
 def dashboard_command(argv: list[str]) -> None:
-    args = parse(DashboardArguments, argv, DASHBOARD)
+    args = parse(DashboardArguments, argv, DASHBOARD_USAGE)
     if sum(map(bool, (args.sweep, args.study, args.project))) != 1:
         raise ConfigError("name exactly one of sweep=DIR, study=STUDY.yaml or project=NAME")
     check_wandb_mode(args.mode)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.metrics.events import KINDS, BatchPlace, Event, read_events, samples_text, short_hash
+from diffllm.metrics.events import (
+    EVENT_KINDS,
+    BatchPlace,
+    Event,
+    read_events,
+    samples_text,
+    short_hash,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
     from diffllm.data.mixture import Prepared
     from diffllm.data.tokenizer import Tokenizer
 
-EVENTS = """\
+EVENTS_USAGE = """\
 diffllm events run=<dir> [key=value ...]: list spikes, skipped updates, restarts and stalls
 
 show=text also prints the training samples of each listed step: their beginning, or with show=full
@@ -44,7 +51,7 @@ EVENT_HEADS = (
 @dataclass
 class EventsArguments(RunArguments):
     step: int | None = argument("only events of this step", None, least=0)
-    kind: str = argument(f"only {', '.join(KINDS)}", "")
+    kind: str = argument(f"only {', '.join(EVENT_KINDS)}", "")
     show: str = argument("text, full: the samples of each listed step", SHOW[0])
 
 
@@ -60,11 +67,11 @@ StepTexts = Iterator[tuple[int, list[SampleText]]]
 
 
 def events_command(argv: list[str]) -> None:
-    args = parse(EventsArguments, argv, EVENTS)
+    args = parse(EventsArguments, argv, EVENTS_USAGE)
     if args.show not in SHOW:
         raise ConfigError(f"show={args.show} must be one of {', '.join(SHOW)}")
-    if args.kind and args.kind not in KINDS:
-        raise ConfigError(f"kind={args.kind} must be one of {', '.join(KINDS)}")
+    if args.kind and args.kind not in EVENT_KINDS:
+        raise ConfigError(f"kind={args.kind} must be one of {', '.join(EVENT_KINDS)}")
     run = Path(args.run)
     events = chosen_events(run, args)
     texts = None

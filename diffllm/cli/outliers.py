@@ -8,7 +8,7 @@ from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation import TOKENS
 
-OUTLIERS = """\
+OUTLIERS_USAGE = """\
 diffllm outliers run=<dir> [key=value ...]: measure outliers and attention sinks per layer
 
 Reads the first sequences of the run's held-out split once, in float32. The tables contain:
@@ -37,7 +37,7 @@ class OutliersArguments(RunArguments):
 
 
 def outliers_command(argv: list[str]) -> None:
-    args = parse(OutliersArguments, argv, OUTLIERS)
+    args = parse(OutliersArguments, argv, OUTLIERS_USAGE)
     import torch
 
     from diffllm.config.saved import load_run_config

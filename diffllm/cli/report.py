@@ -10,7 +10,7 @@ from diffllm.core.printing import echo, echo_json
 if TYPE_CHECKING:
     from diffllm.compare.report.comparison import Comparison
 
-REPORT = """\
+REPORT_USAGE = """\
 diffllm report DIR... [key=value ...]: compare runs in report.html and report.csv
 
 DIR is a run, a sweep, another directory of runs, or a quoted glob of such directories. The report
@@ -35,7 +35,7 @@ class ReportArguments(CommandArguments):
 
 
 def report_command(argv: list[str]) -> None:
-    args = parse(ReportArguments, argv, REPORT)
+    args = parse(ReportArguments, argv, REPORT_USAGE)
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.report_page import write_page
     from diffllm.compare.report.terminal import whole_text

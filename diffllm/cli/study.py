@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from diffllm.compare.study.costs import Cost
     from diffllm.compare.study.file import Study
 
-STUDY = """\
+STUDY_USAGE = """\
 diffllm study run STUDY.yaml out=DIR [--json] [--dry-run] [pilot=DIR] [gpu=NAME]
                   [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
@@ -45,7 +45,7 @@ verdict   prints shown, refuted, equivalent, underpowered, not comparable or exp
 --dry-run checks all runs and prints their cost; hours follow from FLOPs and the speed of finished
           runs of the study, or else of the runs in pilot=DIR; gpu=h100 [mfu=0.25] assumes a speed
 --json    prints only the verdict, the costs of --dry-run, or the states of the runs, as JSON"""
-POWER = """\
+POWER_USAGE = """\
 diffllm power pilot=DIR... gap=NATS [key=value ...]: estimate seeds, tokens and hours for a gap
 
 A pilot consists of finished runs: a sweep, a directory of runs, or a quoted glob, with two or more
@@ -96,10 +96,10 @@ class PowerArguments(CommandArguments):
 
 def study_command(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
-        echo(STUDY)
+        echo(STUDY_USAGE)
         return 0
     if argv[:1] == ["verdict"]:
-        arguments = parse(VerdictArguments, argv[1:], STUDY)
+        arguments = parse(VerdictArguments, argv[1:], STUDY_USAGE)
         if arguments.values and arguments.out:
             raise ConfigError("out=DIR cannot be combined with values=FILE; remove one of them")
         study, place = study_and_directory(arguments.study, arguments.values or arguments.out)
@@ -110,7 +110,7 @@ def study_command(argv: list[str]) -> int:
         raise ConfigError(
             f"unknown command {command!r}; use diffllm study run or diffllm study verdict"
         )
-    args = parse(StudyRunArguments, argv[1:], STUDY)
+    args = parse(StudyRunArguments, argv[1:], STUDY_USAGE)
     launcher = []
     files = []
     for word in args.study:
@@ -264,7 +264,7 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
 
 
 def power_command(argv: list[str]) -> None:
-    args = vars(parse(PowerArguments, argv, POWER))
+    args = vars(parse(PowerArguments, argv, POWER_USAGE))
     from diffllm.compare.report.pilot import Goal, power_numbers
 
     goal = Goal(args["gap"], args["alpha"], args["power"], args["sides"], args["comparisons"])
@@ -337,20 +337,20 @@ def print_risks(numbers: dict[str, Any]) -> None:
     """Print how often pilots of the size of a pilot recommend too few seeds.
 
     The recommendations are those by the upper confidence limit of sd, and "by sd" itself. Too few
-    seeds have a power below the requested power, or below HALF.
+    seeds have a power below the requested power, or below LOW_POWER.
 
     Args:
         numbers: result of `power_numbers` for the pilot.
     """
-    from diffllm.compare.report.pilot import HALF
+    from diffllm.compare.report.pilot import LOW_POWER
 
     power = numbers["power"]
     need = numbers["need"]
     row = [f"{need['df']}"]
     for key in ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd"):
         row.append(percent(need[key]))
-    heads = ["degrees of freedom", f"power below {power:g}", f"below {HALF:g}"]
-    heads += [f"by sd: below {power:g}", f"below {HALF:g}"]
+    heads = ["degrees of freedom", f"power below {power:g}", f"below {LOW_POWER:g}"]
+    heads += [f"by sd: below {power:g}", f"below {LOW_POWER:g}"]
     echo(
         "how often a pilot of this size recommends too few seeds, if sd is the true standard "
         "deviation\n"

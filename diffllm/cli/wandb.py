@@ -16,7 +16,7 @@ from diffllm.cli.arguments import (
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import echo, echo_json, to_stderr
 
-WANDB = """\
+WANDB_USAGE = """\
 diffllm wandb run=DIR|sweep=DIR ... [key=value ...]: write runs to wandb from their directories
 
 Writes each step, the config, the summary and the table of events of finished and running runs, and
@@ -46,7 +46,7 @@ class WandbArguments(CommandArguments):
 
 
 def wandb_command(argv: list[str]) -> int:
-    args = parse(WandbArguments, argv, WANDB)
+    args = parse(WandbArguments, argv, WANDB_USAGE)
     check_wandb_mode(args.mode)
     from diffllm.compare.arms.directories import directories_with_runs, find_runs
     from diffllm.compare.wandb_runs import choose_destination, write_gaps, write_run

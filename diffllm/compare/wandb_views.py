@@ -21,7 +21,7 @@ from diffllm.metrics.wandb_start import abandon_service, has_api_key
 FILE = "dashboard.json"
 GROUP = "Group"
 """Name of the wandb group in wandb-workspaces. The wandb group of a run is its row."""
-COLUMNS = 3
+PANEL_COLUMNS = 3
 """Panels per line."""
 PANEL_WIDTH, PANEL_HEIGHT = 8, 6
 """Size of a panel of a report, which is 24 units wide."""
@@ -144,8 +144,8 @@ def workspace_of(dashboard: Dashboard) -> Any:
     sections = []
     for section in dashboard.sections:
         panels = [panel_of(dashboard, section, panel) for panel in section.panels]
-        rows = math.ceil(len(panels) / COLUMNS)
-        layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=rows)
+        rows = math.ceil(len(panels) / PANEL_COLUMNS)
+        layout = ws.SectionLayoutSettings(columns=PANEL_COLUMNS, rows=rows)
         sections.append(
             ws.Section(name=section.title, panels=panels, is_open=True, layout_settings=layout)
         )
@@ -183,7 +183,7 @@ def report_of(dashboard: Dashboard) -> Any:
     for section in dashboard.sections:
         panels = [panel_of(dashboard, section, panel) for panel in section.panels]
         for number, panel in enumerate(panels):
-            row, column = divmod(number, COLUMNS)
+            row, column = divmod(number, PANEL_COLUMNS)
             panel.layout = wr.Layout(
                 x=PANEL_WIDTH * column, y=PANEL_HEIGHT * row, w=PANEL_WIDTH, h=PANEL_HEIGHT
             )

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from diffllm.config.changes import is_within
 from diffllm.config.overrides import (
     COMPOSING,
-    GROUPS,
-    REMOVED,
+    CONFIG_GROUPS,
+    REMOVED_KEYS,
     check_booleans,
     check_computed,
     check_interpolations,
@@ -111,7 +111,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     chosen = cfg.hydra.runtime.choices
     with open_dict(cfg):
         cfg.resolved.defaults = defaults_text(deciding)
-        cfg.resolved.choices = {group: chosen[group] for group in GROUPS}
+        cfg.resolved.choices = {group: chosen[group] for group in CONFIG_GROUPS}
         del cfg["hydra"]
     return cfg
 
@@ -180,7 +180,7 @@ def typed_config(composed: DictConfig) -> TrainConfig:
     check_values(cfg)
     keys = [key for key, _, _ in leaves(cfg)]
     # A corpus, a tokenizer and tokens are compared by content, and old runs have removed keys.
-    keys += ["corpus", "tokenizer", "tokens", *REMOVED]
+    keys += ["corpus", "tokenizer", "tokens", *REMOVED_KEYS]
     for name in cfg.run.allow_changes:
         if not any(is_within(key, [name]) for key in keys):
             raise ConfigError(f"run.allow_changes: {unknown_key(name, keys)}")
@@ -232,23 +232,23 @@ def check_fields(cfg: TrainConfig) -> None:
         field_names = [f.name for f in fields(node)]
         for unknown in vars(node).keys() - field_names:
             keys = [key for key, _, _ in leaves(cfg)]
-            raise ConfigError(unknown_key(f"{prefix}{unknown}", [*GROUPS, *keys]))
+            raise ConfigError(unknown_key(f"{prefix}{unknown}", [*CONFIG_GROUPS, *keys]))
 
 
-BUDGETS = tuple(
+BUDGET_KEYS = tuple(
     key for key, declared in class_declarations(TrainConfig).items() if declared.fact == "steps"
 )
 """The keys that determine the steps."""
-LENGTHS = ("steps", *BUDGETS)
+LENGTHS = ("steps", *BUDGET_KEYS)
 """The key steps, and the keys that determine the steps."""
 # In floating point, 0.07 * 100 is 7.000000000000001, which must not become 8.
-ROUNDING = 1e-6
+STEP_TOLERANCE = 1e-6
 
 
 # Round the share up: otherwise the last interval would end one or two steps before the run ends.
 OmegaConf.register_new_resolver(
     "of_steps",
-    lambda share, most, _root_: max(1, min(most, math.ceil(share * _root_.steps - ROUNDING))),
+    lambda share, most, _root_: max(1, min(most, math.ceil(share * _root_.steps - STEP_TOLERANCE))),
     replace=True,
 )
 HELDOUT_SHARE, MOST_HELDOUT = 0.25, 1e7
@@ -286,7 +286,7 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
         if is_within(name, replaced) and OmegaConf.select(cfg, name) is not None:
             overridden.append(name)
     if overridden:
-        for name in BUDGETS:
+        for name in BUDGET_KEYS:
             if name not in overridden:
                 OmegaConf.update(cfg, name, None)
     remaining = lengths_in(cfg)
@@ -299,7 +299,7 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
 
 def lengths_in(cfg: DictConfig) -> list[str]:
     """Return the keys of a composed config that determine the steps."""
-    return [name for name in BUDGETS if OmegaConf.select(cfg, name) is not None]
+    return [name for name in BUDGET_KEYS if OmegaConf.select(cfg, name) is not None]
 
 
 def steps_to_train(cfg: TrainConfig, flops_per_token: float | None = None) -> int:

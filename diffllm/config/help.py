@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from omegaconf import DictConfig, Node, OmegaConf
 
 from diffllm.config.compose import compose_config, yaml_names
-from diffllm.config.overrides import AUTO, FILLED_IN, GROUPS
+from diffllm.config.overrides import AUTO, CONFIG_GROUPS, FILLED_IN
 from diffllm.config.plugins import config_directory, directories
 from diffllm.core.keys import UNDECLARED, Effect, declared_in
 from diffllm.model.attention.base import AttentionConfig
@@ -117,7 +117,7 @@ def rows(pairs: Iterable[tuple[str, str]]) -> str:
 def choices() -> dict[str, dict[str, str]]:
     """Return {config group: {YAML file name: first sentence of the comment in this file}}."""
     by_group: dict[str, dict[str, str]] = {}
-    for group in GROUPS:
+    for group in CONFIG_GROUPS:
         by_group[group] = {}
         for name in yaml_names(group):
             by_group[group][name] = first_sentence(yaml_comment(group, name)).rstrip(".:")

@@ -17,7 +17,7 @@ from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.keys import class_declarations
 from diffllm.data.config import DataConfig
 
-GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
+CONFIG_GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = "resolved"
 """Section of computed values, which overrides cannot set."""
 FIXED = "an override cannot set or delete this key; remove this override"
@@ -40,7 +40,7 @@ NOT_OPTIONAL = re.compile(r"field '\S+' is not Optional")
 NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\..*")
 OF_A_SECTION = "a section cannot have a value; set its keys, such as wandb.mode=disabled"
 LIST_OR_TEXT = "a list needs brackets, a text with commas needs quotes"
-NUMBERS = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
+NUMBER_TYPES = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
 # The key data.eos_token names a token of the tokenizer, not a secret.
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)(?<!eos_token)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
@@ -115,16 +115,16 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
     for override in overrides:
         word = str(override.input_line)
         key = override.key_or_group
-        if key in REMOVED:
+        if key in REMOVED_KEYS:
             raise ConfigError(removal(key))
         is_fixed = not key or key == "run" or re.match(r"hydra\b", key)
         if is_fixed or override.is_delete():
             raise ConfigError(f"{word}: {FIXED}")
-        if key in GROUPS and override.is_add():
+        if key in CONFIG_GROUPS and override.is_add():
             raise ConfigError(f"{word}: {key} already exists; remove the +")
         if override.is_sweep_override():
             raise ConfigError(f"{word}: several values need -m (a sweep); {LIST_OR_TEXT}")
-        if key in GROUPS and override.package is None:
+        if key in CONFIG_GROUPS and override.package is None:
             name = str(override.value())
             options = choices(key)
             word = f"{key}={name}"
@@ -147,7 +147,7 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def unknown_key(key: str, keys: Sequence[str]) -> str:
-    if key in REMOVED:
+    if key in REMOVED_KEYS:
         return removal(key)
     # A name that other frameworks use says more than a name with similar letters.
     hint = suggestion(key) or did_you_mean(key, keys)
@@ -260,8 +260,8 @@ def explain_unknown_key(name: str, file_choice: str, error: Exception, words: li
     # The keys depend on the chosen variants, but a file with a wrong key cannot be composed.
     choices = []
     if not file_choice:
-        choices = [word for word in words if key_of_word(word) in GROUPS]
-    names = [*GROUPS, *known_keys(compose("train", overrides=choices))]
+        choices = [word for word in words if key_of_word(word) in CONFIG_GROUPS]
+    names = [*CONFIG_GROUPS, *known_keys(compose("train", overrides=choices))]
     if file_choice and name == file_choice.partition("=")[0]:
         # Hydra has put the content of the file below the name of the group.
         return f"{file_choice}: the first line of the YAML must be '# @package _global_'"
@@ -285,7 +285,7 @@ def explain_syntax(word: str) -> str:
     shown = repr(word[:LONGEST_QUOTED])
     key = key_of_word(word)
     if "=" in word and not key.isascii():
-        return unknown_key(key, [*GROUPS, *known_keys(compose("train"))])
+        return unknown_key(key, [*CONFIG_GROUPS, *known_keys(compose("train"))])
     if re.match(r"\+{0,2}[a-z_][\w.]*=", word):
         return f"{shown}: brackets and quotes must balance, and text in a mapping needs quotes"
     return f"{shown} is not of the form key=value{flag_suggestion(word)}"
@@ -304,7 +304,7 @@ def one_line(error: BaseException) -> str:
     text = NOT_A_TEXT.sub("must be a list of text", text)
     text = NOT_A_SECTION.sub(OF_A_SECTION, text)
     text = NOT_A_LIST.sub("not a list, such as [1,2]", text)
-    return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)
+    return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBER_TYPES[match[2]]}", text)
 
 
 class Removed(NamedTuple):
@@ -319,7 +319,7 @@ class Removed(NamedTuple):
 
 
 MACHINES = "prepare a corpus on several machines with datatrove (data/README.md)"
-REMOVED = {
+REMOVED_KEYS = {
     "data.deduplicate": Removed(False, "remove duplicates with datatrove (data/README.md)"),
     "prepare.num_nodes": Removed(1, MACHINES),
     "prepare.node_rank": Removed(0, MACHINES),
@@ -332,7 +332,7 @@ RENAMED = {"activation_checkpointing": {True: "full", False: "none"}}
 
 
 def removal(key: str, detail: str = "") -> str:
-    return f"{key}{detail} was removed; {REMOVED[key].instead}"
+    return f"{key}{detail} was removed; {REMOVED_KEYS[key].instead}"
 
 
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -345,9 +345,9 @@ def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         if key in RENAMED and isinstance(value, bool):
             present[name] = RENAMED[key][value]
-        elif key in REMOVED:
+        elif key in REMOVED_KEYS:
             # A run with another value cannot be repeated without the removed code.
-            if value != REMOVED[key].default:
+            if value != REMOVED_KEYS[key].default:
                 raise ConfigError(removal(key, f"={value}"))
         elif isinstance(value, dict):
             present[name] = without_removed(value, f"{key}.")

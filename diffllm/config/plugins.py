@@ -26,7 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from diffllm.config.changes import Changes
-from diffllm.config.overrides import GROUPS, check_interpolations
+from diffllm.config.overrides import CONFIG_GROUPS, check_interpolations
 from diffllm.config.words import check_texts
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.errors import ConfigError
@@ -257,7 +257,7 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
     for directory in named_directories:
         if not yamls(directory):
             raise ConfigError(
-                f"--config-dir {directory} has no YAML file in {'/, '.join(GROUPS)}/; "
+                f"--config-dir {directory} has no YAML file in {'/, '.join(CONFIG_GROUPS)}/; "
                 "choose a directory that contains one of these directories with a YAML file"
             )
         add_directory(directory)
@@ -398,7 +398,7 @@ def add_directory(directory: Path) -> None:
 def yamls(directory: Path) -> set[Path]:
     """Return the YAML files in a directory as relative paths, such as attention/mine.yaml."""
     paths: set[Path] = set()
-    for group in GROUPS:
+    for group in CONFIG_GROUPS:
         for path in directory.glob(f"{group}/*.yaml"):
             paths.add(path.relative_to(directory))
     return paths

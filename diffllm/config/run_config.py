@@ -6,7 +6,7 @@ from typing import Any
 from diffllm.config.matching import Matched
 from diffllm.core.keys import key
 
-CARRIED = {"weights": ("model.",), "stage": ("model.", "optim.")}
+CARRIED_KEYS = {"weights": ("model.",), "stage": ("model.", "optim.")}
 """Tensors that a new run takes from a checkpoint, by the prefix of their names.
 
 The keys are those of resume=weights:PATH and resume=stage:PATH. Schedule, data order, random

@@ -3,7 +3,7 @@
 The names come from transformers, nanoGPT, nanochat, torchtitan, OLMo-core, lingua and Megatron-LM.
 """
 
-NAMES = {
+SYNONYMS = {
     "seed": "random_seed manual_seed global_seed data_seed",
     "steps": "max_steps num_steps total_steps n_steps train_steps training_steps num_train_steps "
     "num_training_steps max_train_steps max_iters num_iters train_iters num_iterations iterations",
@@ -127,9 +127,9 @@ NOTES = {
 }
 """Unit or an example of keys whose values differ from those of other frameworks."""
 
-TARGETS: dict[str, str] = {}
-for _key, _names in NAMES.items():
-    TARGETS |= dict.fromkeys(_names.split(), _key)
+KEY_BY_SYNONYM: dict[str, str] = {}
+for _key, _names in SYNONYMS.items():
+    KEY_BY_SYNONYM |= dict.fromkeys(_names.split(), _key)
 
 
 def suggestion(name: str) -> str:
@@ -138,7 +138,7 @@ def suggestion(name: str) -> str:
     `name` may contain dots. If KEY has a note, such as its unit, the note follows in brackets.
     """
     plain = name.lower().replace("-", "_")
-    key = TARGETS.get(plain) or TARGETS.get(plain.rpartition(".")[2])
+    key = KEY_BY_SYNONYM.get(plain) or KEY_BY_SYNONYM.get(plain.rpartition(".")[2])
     if key is None:
         return ""
     note = f" ({NOTES[key]})" if key in NOTES else ""

@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
-from diffllm.config.overrides import AUTO, GROUPS, check_shared
+from diffllm.config.overrides import AUTO, CONFIG_GROUPS, check_shared
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.errors import ConfigError
@@ -36,7 +36,7 @@ QUOTED_VALUE = re.compile(rf"\s*{QUOTED}\s*", re.DOTALL)
 FUNCTION = re.compile(r"(choice|glob|interval|range|shuffle|sort|tag)\((.*)\)", re.DOTALL)
 """A sweep in the syntax of Hydra: the name of the function and its arguments."""
 INTERPOLATION = re.compile(r"\$\{.*\}", re.DOTALL)
-SEPARATOR = re.compile(rf"(?:^|[\[{{(,:])(?:\s*{QUOTED})?|[\])}}]", re.DOTALL)
+VALUE_BOUNDARY = re.compile(rf"(?:^|[\[{{(,:])(?:\s*{QUOTED})?|[\])}}]", re.DOTALL)
 """A bracket, comma or colon, with the quoted text that follows. Other quotes are apostrophes."""
 SUFFIXES = (".yaml", ".yml")
 LONGEST_SHOWN = 200
@@ -176,7 +176,7 @@ def split(text: str) -> list[str]:
     """Split at the commas outside of brackets and quoted text; strip white space."""
     parts = []
     start = depth = 0
-    for match in SEPARATOR.finditer(text):
+    for match in VALUE_BOUNDARY.finditer(text):
         character = match[0][:1]
         if character in ("[", "{", "("):
             depth += 1
@@ -195,7 +195,7 @@ def declared_type(key: str) -> Any:
 
     Return None for an unknown key, a config group, and a union such as `int | str`.
     """
-    if key in GROUPS:
+    if key in CONFIG_GROUPS:
         return None
     kind: Any = TrainConfig
     if key.startswith("hydra.launcher."):

@@ -50,7 +50,7 @@ def to_stderr(text: str) -> None:
     echo(line, file=sys.stderr, flush=True)
 
 
-SEPARATOR = "  "
+COLUMN_GAP = "  "
 """Text between two columns."""
 
 
@@ -159,7 +159,7 @@ class Table:
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        total_width = sum(widths) + len(SEPARATOR) * (len(widths) - 1)
+        total_width = sum(widths) + len(COLUMN_GAP) * (len(widths) - 1)
         is_too_wide = width is not None and total_width > width
         text = []
         for cells in lines:
@@ -170,7 +170,7 @@ class Table:
                 if cells[0]:
                     text.append(cells[0])
                 padded[0] = "  "
-            line = SEPARATOR.join(padded)
+            line = COLUMN_GAP.join(padded)
             text.append(line.rstrip())
         return text
 

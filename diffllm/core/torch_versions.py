@@ -22,5 +22,5 @@ IS_ROCM = bool(torch.version.hip)
 """Whether "cuda" means AMD GPUs, whose kernels give fewer guarantees than CUDA kernels."""
 
 
-CPU: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+CPU_CAPABILITIES: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
 """Name and instruction sets of this CPU; empty if torch does not report this information."""

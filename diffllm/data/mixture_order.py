@@ -29,7 +29,7 @@ LEAST_WEIGHT = 1e-4
 SHORTEST_BLOCK, LONGEST_BLOCK = 64, 65_536
 RAREST_SAMPLES = 8
 """Minimum samples per block of the rarest source, for each other source."""
-MOST_SAMPLES = 2**53
+SAMPLE_LIMIT = 2**53
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ class MixturePlace:
 def check_sample_counts(counts: list[int]) -> None:
     least = min(counts, default=0)
     most = max(counts, default=0)
-    if not 0 <= least <= most < MOST_SAMPLES:
-        raise ValueError(f"sample counts must be from 0 to {MOST_SAMPLES - 1}")
+    if not 0 <= least <= most < SAMPLE_LIMIT:
+        raise ValueError(f"sample counts must be from 0 to {SAMPLE_LIMIT - 1}")
 
 
 def check_place(state: Any) -> None:

@@ -13,7 +13,7 @@ from diffllm.data.mixture_order import LEAST_WEIGHT, SHORTEST_BLOCK, MixtureOrde
 
 Segments = list[tuple[int, tuple[float, ...]]]
 """First sample of each segment, with one weight per source."""
-MOST_STEPS = 256
+MOST_BLOCKS = 256
 """Maximum segments between two points of a linear curriculum."""
 
 
@@ -38,7 +38,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
     plan: Segments = []
     for (start, first_weights), (stop, last_weights) in pairwise(points):
         length = stop - start
-        steps = min(MOST_STEPS, max(1, length // SHORTEST_BLOCK))
+        steps = min(MOST_BLOCKS, max(1, length // SHORTEST_BLOCK))
         for i in range(steps):
             midpoint = (2 * i + 1) / (2 * steps)
             weights = []

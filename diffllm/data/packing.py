@@ -32,7 +32,7 @@ from diffllm.data.streams import FileArray, Stream, check_size, checked_array, d
 from diffllm.data.verified import identity_of, leave_mark, usable
 
 PLAN_VERSION = 1
-WINDOW = 2**20
+PACKING_WINDOW = 2**20
 PLAN = "plan.json"
 ARRAYS = {"starts.bin": "<i8", "lengths.bin": "<i4", "firsts.bin": "<i8"}
 """First token and length of each piece, ordered by sequence, (k,) each; first piece of each
@@ -241,7 +241,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
 
     with track("packing", len(stream)) as advance:
         all_pieces = pieces_of_documents(stream, eos_id, seq_len)
-        for window in windows(all_pieces, WINDOW):
+        for window in windows(all_pieces, PACKING_WINDOW):
             _, lengths, positions = window
             # The last piece of a cut document takes one more place: an EOS without a target
             # separates the piece from the document before. A piece of T tokens needs no EOS.

@@ -16,7 +16,7 @@ from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.typed import made
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture import MixtureData, Prepared, of_source
-from diffllm.data.mixture_order import MOST_SAMPLES, MixtureOrder, MixturePlace
+from diffllm.data.mixture_order import SAMPLE_LIMIT, MixtureOrder, MixturePlace
 from diffllm.data.mixture_plan import Segments, from_sample, limited, segments
 from diffllm.data.sequences import Batch, Sequences, training_sequences
 from diffllm.data.shards import Split
@@ -108,10 +108,10 @@ class ShuffledSequences:
                 f"{count} sequences; resume with the checkpoint's corpus, seq_len and data.packing"
             )
         sample = state["epoch"] * count + state["sample"]
-        if sample >= MOST_SAMPLES:
+        if sample >= SAMPLE_LIMIT:
             raise CheckpointError(
                 f"the checkpoint is invalid: its sample number {sample} must be below "
-                f"{MOST_SAMPLES}; resume from another checkpoint"
+                f"{SAMPLE_LIMIT}; resume from another checkpoint"
             )
         return int(sample)
 

@@ -16,7 +16,13 @@ from diffllm.core.errors import DataError
 from diffllm.core.targets import PADDING
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.mixture import MixtureData, Prepared, of_source
-from diffllm.data.packing import PLAN_VERSION, WINDOW, PackingCounts, PackingPlan, write_plan
+from diffllm.data.packing import (
+    PACKING_WINDOW,
+    PLAN_VERSION,
+    PackingCounts,
+    PackingPlan,
+    write_plan,
+)
 from diffllm.data.shards import Manifest
 from diffllm.data.streams import Stream, as_targets
 from diffllm.data.text.file_index import combined_hash
@@ -145,7 +151,7 @@ def plan_key(manifest: Manifest, seq_len: int) -> str:
     tokens = [manifest.corpus, manifest.pieces_hash, manifest.eos_id, shards]
     # Everything that determines a plan, in an order that must not change: stored plans would not
     # be found again.
-    plan_hash = combined_hash([PLAN_VERSION, WINDOW, *tokens, seq_len])
+    plan_hash = combined_hash([PLAN_VERSION, PACKING_WINDOW, *tokens, seq_len])
     return plan_hash[:32]
 
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import open_regular
-from diffllm.core.targets import CONTEXT
+from diffllm.core.targets import CONTEXT_TARGET
 from diffllm.data.shards import Manifest, token_dtype
 from diffllm.data.verified import again, identity_in, identity_of, matches, usable
 
 MOST_OPEN = 256
 BLOCK = 2**22
-STEP = 2**12
-"""Tokens per read: BLOCK for searches and counts, STEP for the end of one document."""
+SHORT_BLOCK = 2**12
+"""Tokens per read: BLOCK for searches and counts, SHORT_BLOCK for the end of one document."""
 
 
 class FileArray:
@@ -160,14 +160,14 @@ class Stream(Readable, Protocol):
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return `tokens` with CONTEXT in place of each token that the loss mask of `stream` excludes.
+    """Return `tokens` with CONTEXT_TARGET in place of each token that the loss mask excludes.
 
     `tokens`, (n,) int64, are the tokens of `stream` from position `start` on.
     """
     if not stream.masked:
         return tokens
     is_predicted = stream.loss_mask(start, start + len(tokens))
-    return np.where(is_predicted, tokens, CONTEXT)
+    return np.where(is_predicted, tokens, CONTEXT_TARGET)
 
 
 def token_counts(
@@ -205,7 +205,7 @@ def document_end(stream: Readable, eos_id: int, position: int) -> int:
     The end is the position after the first EOS at or after `position`. Without such an EOS, the end
     is the length of the stream.
     """
-    for _, ends in document_ends(stream, eos_id, position, STEP):
+    for _, ends in document_ends(stream, eos_id, position, SHORT_BLOCK):
         if len(ends):
             return int(ends[0])
     return len(stream)

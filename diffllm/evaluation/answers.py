@@ -9,7 +9,7 @@ from typing import Any
 
 from diffllm.core.errors import ConfigError
 from diffllm.data.progress import track
-from diffllm.data.tasks import VERSION
+from diffllm.data.tasks import TASKS_VERSION
 from diffllm.data.tasks.task import Example, Task
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.evaluation import (
@@ -46,7 +46,7 @@ class Answers(Evaluation):
         self.examples_file = task.examples_file
 
     def settings(self, subject: Subject, options: EvaluationOptions) -> Settings:
-        version = [VERSION, SCORES_VERSION, self.task.version]
+        version = [TASKS_VERSION, SCORES_VERSION, self.task.version]
         examples = self.examples(options, subject.tokenizer, subject.cfg.seq_len)
         return {"version": version, **examples}
 

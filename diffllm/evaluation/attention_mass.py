@@ -26,7 +26,7 @@ from diffllm.evaluation.evaluation import (
     Settings,
     Subject,
 )
-from diffllm.evaluation.maps import ROUNDING, last_maps
+from diffllm.evaluation.maps import SUM_TOLERANCE, last_maps
 from diffllm.evaluation.scoring import PASS_TOKENS, Question, by_length, common, padded
 from diffllm.model.attention.base import Maps
 from diffllm.statistics.bootstrap import of_columns
@@ -34,10 +34,10 @@ from diffllm.statistics.bootstrap import of_columns
 PREFIX = "attention_mass_"
 MASS_VERSION = 1
 """Part of the key of results: increase it when lines or scores change."""
-KINDS = ("target", "filler", "sink")
+KEY_KINDS = ("target", "filler", "sink")
 TARGET, FILLER, SINK = range(3)
 NO_KEY, EFFECTIVE, SIGNED = "no key", "", "signed"
-DIGITS = 7
+DECIMALS = 7
 
 
 class AttentionMass(Evaluation):
@@ -114,14 +114,14 @@ class AttentionMass(Evaluation):
         sample = Sample(clusters_of(lines, self.task.cluster), groupings)
         uniform = uniform_shares(lines)
         mean_uniform = uniform.mean(0).tolist()
-        guesses = dict(zip(KINDS, mean_uniform, strict=True))
+        guesses = dict(zip(KEY_KINDS, mean_uniform, strict=True))
         shares_by_map: dict[str, np.ndarray] = {}
         for name in lines[0]["maps"]:
             shares = [line["maps"][name] for line in lines]
             shares_by_map[name] = np.array(shares)  # (n, L, 3)
         effective = shares_by_map.pop(EFFECTIVE)
         scores = []
-        for i, kind in enumerate(KINDS):
+        for i, kind in enumerate(KEY_KINDS):
             kind_shares = effective[..., i]
             scores.append(sample.score(kind, kind_shares, chance=guesses[kind]))
         targets = effective[..., TARGET]
@@ -137,10 +137,10 @@ class AttentionMass(Evaluation):
         score = sample.score("target, best heads", best, chance=guess_of_target, heads=heads)
         scores.append(score)
         no_key = np.array([line[NO_KEY] for line in lines])
-        if (no_key > ROUNDING).any():
+        if (no_key > SUM_TOLERANCE).any():
             scores.append(sample.score(f"sink, {NO_KEY}", no_key))
         for name, map_shares in shares_by_map.items():
-            for i, kind in enumerate(KINDS):
+            for i, kind in enumerate(KEY_KINDS):
                 label = f"{name} {kind}"
                 kind_shares = map_shares[..., i]
                 if name == SIGNED:
@@ -251,7 +251,7 @@ def measure_batch(
     lengths = torch.tensor(context_lengths, device=subject.device)
     # The kind of padding has no effect, because padding has no weight.
     kind_ids = padded(kinds, FILLER, subject.device)
-    by_kind = F.one_hot(kind_ids, len(KINDS)).double()  # (B, T, 3)
+    by_kind = F.one_hot(kind_ids, len(KEY_KINDS)).double()  # (B, T, 3)
     lines: list[Line] = []
     for _ in contexts:
         lines.append({NO_KEY: [], "heads": [], "maps": {}})
@@ -316,7 +316,7 @@ def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def rounded(values: Tensor) -> list[Any]:
-    return values.round(decimals=DIGITS).tolist()
+    return values.round(decimals=DECIMALS).tolist()
 
 
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:

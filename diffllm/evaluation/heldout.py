@@ -24,7 +24,7 @@ from diffllm.model.attention.masks import Documents, moved
 from diffllm.model.attention.slices import Slices
 
 LOSSES_DIRECTORY = "heldout"
-LARGEST_FILE = 2**34
+LARGEST_LOSSES_FILE = 2**34
 """Limit of the file in bytes."""
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
         )
     try:
         with (
-            open_regular(file, LARGEST_FILE) as stream,
+            open_regular(file, LARGEST_LOSSES_FILE) as stream,
             np.load(stream, allow_pickle=False) as content,
         ):
             arrays = {f.name: content[f.name] for f in fields(DocumentLosses)}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-ROUNDING = 1e-4
+SUM_TOLERANCE = 1e-4
 """Tolerance for the sum of a float32 softmax, which should be 1."""
 PERCENTILE = 99
 """Percentile of magnitudes at which colours end, because a few keys have very large weights."""
@@ -143,7 +143,7 @@ def attention_maps(
         by_query["gate"] = mean_gate.transpose(1, 2)
     else:
         missing = 1 - effective.sum(-1)
-        if (missing > ROUNDING).any():
+        if (missing > SUM_TOLERANCE).any():
             by_query["sink"] = missing
     return LayerMaps(maps, by_query)
 

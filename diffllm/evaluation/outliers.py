@@ -38,7 +38,7 @@ TOP = (1, 2, 3, 10, 100)
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
 OUTLIERS_VERSION = 1
 """Part of the key of results: increase it when lines or scores change."""
-NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
+MEASURES = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
@@ -319,7 +319,7 @@ class Outliers(Evaluation):
                 logits.append((place, numbers))
         scores = []
         for kind, places in (("hidden", hidden), ("logits", logits)):
-            for name in NUMBERS:
+            for name in MEASURES:
                 values = []
                 for place, numbers in places:
                     if numbers[name] is not None:

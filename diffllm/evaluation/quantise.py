@@ -158,11 +158,11 @@ def make_arms() -> list[Arm]:
     return arms
 
 
-ARMS = make_arms()
+QUANTISATIONS = make_arms()
 
 
 class Quantise(Evaluation):
-    """Evaluation of simulated quantisation: the change of the loss for each setting in ARMS.
+    """Evaluation of simulated quantisation: the change of the loss for each of QUANTISATIONS.
 
     The loss is computed on the sequences of `first_sequences`, one sequence at a time. The score
     of each setting also contains the loss without rounding.
@@ -187,15 +187,15 @@ class Quantise(Evaluation):
                 f"they belong to prompts; set limit above {most}"
             )
         lines: list[Line] = []
-        with track(self.name, len(ARMS) * len(sequences)) as advance:
-            for arm in ARMS:
+        with track(self.name, len(QUANTISATIONS) * len(sequences)) as advance:
+            for arm in QUANTISATIONS:
                 with quantised(subject.model, arm.weights, arm.activations):
                     lines += loss_lines(subject, arm.name, sequences, advance)
         return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         nats: dict[str, np.ndarray] = {}
-        for arm in ARMS:
+        for arm in QUANTISATIONS:
             losses = [line["nats"] for line in lines if line["arm"] == arm.name]
             nats[arm.name] = np.array(losses)
         # All settings use the same sequences, so the numbers of tokens are equal.
@@ -203,7 +203,7 @@ class Quantise(Evaluation):
         tokens = np.array(counts)
         loss = float(nats[PLAIN].sum() / tokens.sum())
         scores = []
-        for arm in ARMS[1:]:
+        for arm in QUANTISATIONS[1:]:
             change = nats[arm.name] - nats[PLAIN]
             scores.append(
                 NamedScore(
@@ -230,7 +230,7 @@ def loss_lines(
     CheckpointError if a loss is not finite.
 
     Args:
-        arm: name of the current setting in ARMS; the dicts and the error message contain this name.
+        arm: name of one of QUANTISATIONS; the dicts and the error message contain this name.
         advance: called with 1 after each sequence, to show progress.
     """
     lines = []

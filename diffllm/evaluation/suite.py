@@ -12,7 +12,15 @@ from diffllm.checkpoint.manifest import MANIFEST
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.files import user_path
-from diffllm.data.tasks.task import AVAILABLE, REMOVED, TASKS, DoesNotFit, Level, OwnFile, levels_of
+from diffllm.data.tasks.task import (
+    AVAILABLE,
+    REMOVED_TASKS,
+    TASKS,
+    DoesNotFit,
+    Level,
+    OwnFile,
+    levels_of,
+)
 from diffllm.data.text.file_index import JSON_LINES
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import (
@@ -131,7 +139,7 @@ def evaluation_named(name: str, allowed_names: Sequence[str] = ()) -> Evaluation
     task_name = name.removeprefix(PREFIX)
     if task_name != name and task_name in TASKS:
         return AttentionMass(TASKS[task_name])
-    if name in REMOVED:
+    if name in REMOVED_TASKS:
         raise ConfigError(f"tasks: {name} was removed; use {AVAILABLE}")
     if not allowed_names:
         allowed_names = sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])

@@ -192,7 +192,7 @@ RESULTS = {
     "heldout_bits_per_byte": "held-out bits per byte",
 }
 """Rows of the model card: key in summary.json, and title."""
-CARRIED = """ `modeling_diffllm.py`
+MODELING_NOTE = """ `modeling_diffllm.py`
 implements the model for transformers 5.4 or later; load it with `trust_remote_code=True`, or
 `import diffllm.interop` first."""
 
@@ -230,7 +230,7 @@ def write_card(
         line=facts.get("variant_line", ""),
         remote=", trust_remote_code=True" if has_modelling_file else "",
         rows="\n".join(lines),
-        carried=CARRIED if has_modelling_file else "",
+        carried=MODELING_NOTE if has_modelling_file else "",
     )
     (directory / "README.md").write_text(card, encoding="utf-8")
 

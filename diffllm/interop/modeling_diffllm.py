@@ -42,7 +42,7 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 
 WITH_MASKS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
 """Attention implementations with masks that explicit maps support."""
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+LAMBDA_PARAMETERS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {
@@ -239,7 +239,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: DiffLLMConfig):
         super().__init__()
         self.config = config
-        self.head_dim = config.head_dim // ATTENTION[config.attention["variant"]].members
+        self.head_dim = config.head_dim // ATTENTION_CLASSES[config.attention["variant"]].members
         self.register_buffer("inv_freq", torch.empty(0), persistent=False)
         self.fill()
 
@@ -544,7 +544,7 @@ class DiffV1Attention(Attention):
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        for name in LAMBDAS:
+        for name in LAMBDA_PARAMETERS:
             self.register_parameter(name, nn.Parameter(torch.zeros(self.head_dim)))
         eps = self.settings["head_norm_eps"]
         self.head_norm = norm(2 * self.head_dim, eps, self.settings["head_norm"])
@@ -574,7 +574,7 @@ class DiffV1Attention(Attention):
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
-        q1, k1, q2, k2 = [getattr(self, name).float() for name in LAMBDAS]
+        q1, k1, q2, k2 = [getattr(self, name).float() for name in LAMBDA_PARAMETERS]
         first = torch.exp((q1 * k1).sum())
         second = torch.exp((q2 * k2).sum())
         return first - second + self.lambda_init
@@ -624,7 +624,7 @@ class DiffV2Attention(Attention):
         return logits if self.form == "raw" else torch.sigmoid(logits)
 
 
-ATTENTION: dict[str, Any] = {
+ATTENTION_CLASSES: dict[str, Any] = {
     "standard": StandardAttention,
     "gated": GatedAttention,
     "diff_v1": DiffV1Attention,
@@ -730,7 +730,7 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__()
         width = config.hidden_size
-        self.self_attn = ATTENTION[config.attention["variant"]](config, layer_idx)
+        self.self_attn = ATTENTION_CLASSES[config.attention["variant"]](config, layer_idx)
         if config.moe and layer_idx >= config.moe["n_dense_layers"]:
             self.mlp: nn.Module = MoE(width, config.moe)
         else:
@@ -774,7 +774,7 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
         if isinstance(module, Attention):
             # Without submodules: the base class initialises the projections and norms.
             for name, parameter in module.named_parameters(recurse=False):
-                std = 0.1 if name in LAMBDAS else 0.0
+                std = 0.1 if name in LAMBDA_PARAMETERS else 0.0
                 initialization.normal_(parameter, 0.0, std)
         elif isinstance(module, Router | Experts):
             for weight in module.parameters():

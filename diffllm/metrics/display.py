@@ -15,7 +15,7 @@ from diffllm.core.errors import printable
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import KEPT
 
-SPIKE_COUNTS = (
+SPIKE_TEXT = (
     "{spikes/loss_total:.0f} loss, {spikes/grad_total:.0f} gradient norm; without the trend: "
     "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
 )
@@ -211,7 +211,7 @@ def frequency_text(loss: float, entropy: float) -> str:
 
 def spike_text(counts: Mapping[str, Any]) -> str:
     """Describe the numbers of spikes: in loss and gradient norm, then in both without the trend."""
-    return SPIKE_COUNTS.format_map(counts)
+    return SPIKE_TEXT.format_map(counts)
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from diffllm.metrics.growing_file import GrowingFile
 from diffllm.metrics.spikes import Spike
 
 EVENTS = "events.jsonl"
-KINDS = {
+EVENT_KINDS = {
     "loss_spike": "the loss is a spike",
     "grad_spike": "the gradient norm is a spike",
     "skipped": "the update was skipped",
@@ -29,11 +29,11 @@ OF_PROCESSES = ("restart", "stall")
 """Kinds that a resume keeps: training repeats steps, but processes stay in the past."""
 LARGEST_SAMPLE = 2**53
 """Limit of sample numbers."""
-LARGEST_FILE = 2**53
+LARGEST_EVENTS_FILE = 2**53
 """Limit in bytes: a stall is written to a file of any size."""
 TAIL = 8192
 """Bytes at the end of the file that contain the last line, if it is a stall."""
-MOST_SAMPLES = 2**20
+MOST_BATCH_SAMPLES = 2**20
 """Maximum number of samples of an event per source, more than any global batch has."""
 
 
@@ -54,7 +54,7 @@ class BatchPlace:
         """Raise ValueError if a range of samples is invalid."""
         for source, bounds in self.samples.items():
             first, stop = bounds if len(bounds) == 2 else (0, 0)
-            if not 0 <= first < stop <= min(first + MOST_SAMPLES, LARGEST_SAMPLE):
+            if not 0 <= first < stop <= min(first + MOST_BATCH_SAMPLES, LARGEST_SAMPLE):
                 raise ValueError(f"batch.samples.{source}={bounds} must be a first sample and end")
 
 
@@ -63,7 +63,7 @@ class Event:
     """One line of events.jsonl."""
 
     kind: str
-    """A key of KINDS."""
+    """A key of EVENT_KINDS."""
     step: int
     tokens: int
     """Tokens that the run has read up to `step`."""
@@ -79,8 +79,8 @@ class Event:
 
     def check(self) -> None:
         """Raise ValueError if a value is invalid, as in a damaged file."""
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        if self.kind not in EVENT_KINDS:
+            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(EVENT_KINDS)}")
         if min(self.step, self.tokens) < 0:
             raise ValueError("step and tokens must be at least 0")
         if self.batch:
@@ -234,7 +234,7 @@ def append_stall(run: Path, event: Event) -> None:
 
 def last_event(path: Path) -> Event | None:
     """Return the event in the last line of a file; None if the line is invalid or very long."""
-    with open_regular(path, LARGEST_FILE) as stream:
+    with open_regular(path, LARGEST_EVENTS_FILE) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - TAIL))
         lines = stream.read().decode(errors="replace").splitlines()

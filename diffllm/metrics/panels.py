@@ -9,7 +9,7 @@ from diffllm.metrics.metric import Bars, Curve, Metric, Section
 from diffllm.metrics.sections import SECTIONS
 from diffllm.metrics.table import METRICS
 
-OVER = {"tokens": "", "training_flops": ", over FLOPs"}
+AXIS_TITLES = {"tokens": "", "training_flops": ", over FLOPs"}
 """End of a panel's title, by x-axis."""
 BY_GROUP = "by group"
 """Text for the placeholder {group} in the title of a panel that shows all groups."""
@@ -73,7 +73,9 @@ def metric_panels(metric: Metric) -> list[Panel]:
     first = metric.plots[0]
     axes = first.axes if isinstance(first, Curve) else ("tokens",)
     title = first.title.format(group=BY_GROUP)
-    panels = [Panel(title + OVER[axis], axis=axis, log=first.log, **selection) for axis in axes]
+    panels = [
+        Panel(title + AXIS_TITLES[axis], axis=axis, log=first.log, **selection) for axis in axes
+    ]
     for plot in metric.plots:
         if isinstance(plot, Bars):
             panels.append(Panel(plot.title, axis="", **selection))

@@ -10,7 +10,7 @@ from typing import Any
 from diffllm.core.files import parse_json, read_json, read_lines, readable
 
 WHOLE, NUMBER, TEXT, LIST, OBJECT = (int,), (int, float), (str,), (list,), (dict,)
-POSITIVE = ("parameters", "active_parameters", "flops_per_token", "flops_per_visible_key")
+POSITIVE_FACTS = ("parameters", "active_parameters", "flops_per_token", "flops_per_visible_key")
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": {
         "steps": WHOLE,
@@ -25,7 +25,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "flops_per_token": NUMBER,
     },
     "run.json": {
-        **dict.fromkeys(POSITIVE, NUMBER),
+        **dict.fromkeys(POSITIVE_FACTS, NUMBER),
         "heldout_tokens": NUMBER,
         "ranks": NUMBER,
         "corpus": TEXT,
@@ -123,7 +123,7 @@ def check_record(name: str, content: dict[str, Any]) -> None:
             is_usable = name != "saved.json"
         else:
             # Not isinstance, because Python counts booleans as integers.
-            is_usable = type(value) in types and not (field in POSITIVE and value <= 0)
+            is_usable = type(value) in types and not (field in POSITIVE_FACTS and value <= 0)
         if not is_usable:
             raise ValueError(f"has no usable {field}: {value!r:.100}")
     for field in ("keys", "jobs", "plugin_code"):

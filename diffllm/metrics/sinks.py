@@ -22,7 +22,7 @@ from diffllm.metrics.events import Event, EventsFile
 from diffllm.metrics.growing_file import GrowingFile
 from diffllm.metrics.panels import tensorboard_layout
 from diffllm.metrics.steps import StepsFile, step_values
-from diffllm.metrics.table import AXES, metric_of
+from diffllm.metrics.table import COST_AXES, metric_of
 from diffllm.metrics.wandb_run import WandbRun
 
 
@@ -141,7 +141,7 @@ class Sinks(NamedTuple):
             # `metric_of` raises ConfigError for an unknown metric.
             for name in logged:
                 metric_of(name)
-            axes = {name: row.pop(name) for name in AXES}
+            axes = {name: row.pop(name) for name in COST_AXES}
             if logged:
                 self.file.write({**axes, **logged})
             self.wandb.log({**axes, **row, **logged})

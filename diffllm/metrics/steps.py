@@ -15,7 +15,7 @@ import numpy as np
 from diffllm.core.files import open_regular, readable
 from diffllm.metrics.growing_file import GrowingFile
 
-STEP = np.dtype([
+STEP_DTYPE = np.dtype([
     ("step", "<u4"),
     ("tokens", "<i8"),
     ("tokens_per_parameter", "<f8"),
@@ -41,12 +41,12 @@ class StepsFile:
     """
 
     def __init__(self, path: Path, last_step: int = 0):
-        rows = read_steps(path, last_step) if last_step else np.zeros(0, STEP)
+        rows = read_steps(path, last_step) if last_step else np.zeros(0, STEP_DTYPE)
         content = header(len(rows)) + rows.tobytes()
         self.file = GrowingFile(path, content, "rows")
 
     def append(self, rows: np.ndarray) -> None:
-        """Append rows (n,) of dtype STEP."""
+        """Append rows (n,) of dtype STEP_DTYPE."""
         for row in rows:
             self.file.append(row.tobytes())
         self._count_rows()
@@ -61,7 +61,7 @@ class StepsFile:
         Until then, readers see the previous rows. Growing the number needs no disk space, because
         numpy pads the header to a constant length.
         """
-        rows = (self.file.size - HEADER_SIZE) // STEP.itemsize
+        rows = (self.file.size - HEADER_SIZE) // STEP_DTYPE.itemsize
         # Not the descriptor of GrowingFile: Linux appends all that is written through it.
         with suppress(OSError), open(self.file.path, "r+b", buffering=0) as stream:
             stream.write(header(rows))
@@ -70,7 +70,7 @@ class StepsFile:
 def header(rows: int) -> bytes:
     """Return the bytes of a .npy file before its first row."""
     content = io.BytesIO()
-    described = {"descr": STEP.descr, "fortran_order": False, "shape": (rows,)}
+    described = {"descr": STEP_DTYPE.descr, "fortran_order": False, "shape": (rows,)}
     np.lib.format.write_array_header_1_0(content, described)
     return content.getvalue()
 
@@ -79,7 +79,7 @@ HEADER_SIZE = len(header(0))
 
 
 def read_steps(path: Path, last_step: int | None = None) -> np.ndarray:
-    """Read a steps.npy; return its rows up to training step `last_step`, (n,) of dtype STEP.
+    """Read a steps.npy; return its rows up to training step `last_step`, (n,) of dtype STEP_DTYPE.
 
     If the file does not exist, as in runs of older versions, there are no rows. Rows that are
     incomplete or not yet counted in the header are omitted. Raises CheckpointError for another
@@ -90,23 +90,23 @@ def read_steps(path: Path, last_step: int | None = None) -> np.ndarray:
             if np.lib.format.read_magic(stream) != (1, 0):
                 raise ValueError("is not a steps.npy: has another version of the format")
             (counted_rows,), _, dtype = np.lib.format.read_array_header_1_0(stream)
-            if dtype != STEP:
-                raise ValueError(f"is not a steps.npy: has other columns than {STEP.names}")
+            if dtype != STEP_DTYPE:
+                raise ValueError(f"is not a steps.npy: has other columns than {STEP_DTYPE.names}")
             file_size = os.fstat(stream.fileno()).st_size
-            rows_on_disk = (file_size - stream.tell()) // STEP.itemsize
+            rows_on_disk = (file_size - stream.tell()) // STEP_DTYPE.itemsize
             # The header of a truncated file counts rows that the file no longer has.
             row_count = min(counted_rows, rows_on_disk)
-            rows = np.frombuffer(stream.read(row_count * STEP.itemsize), STEP)
+            rows = np.frombuffer(stream.read(row_count * STEP_DTYPE.itemsize), STEP_DTYPE)
         # Signed, because differences of unsigned integers are never negative.
         increases = np.diff(rows["step"].astype(np.int64))
         if not (increases > 0).all():
             raise ValueError("is damaged: its steps do not increase")
         return rows if last_step is None else rows[rows["step"] <= last_step]
-    return np.zeros(0, STEP)
+    return np.zeros(0, STEP_DTYPE)
 
 
 def step_values(rows: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield each row (n,) of dtype STEP as Python numbers by name."""
-    names = STEP.names or ()
+    """Yield each row (n,) of dtype STEP_DTYPE as Python numbers by name."""
+    names = STEP_DTYPE.names or ()
     for row in rows:
         yield dict(zip(names, row.tolist(), strict=True))

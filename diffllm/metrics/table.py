@@ -317,7 +317,7 @@ METRICS: list[Metric] = [
            "mean over tokens without padding", "nats per token"),
 ]
 # fmt: on
-AXES = ("step", *(metric.name for metric in METRICS if metric.section is COST))
+COST_AXES = ("step", *(metric.name for metric in METRICS if metric.section is COST))
 """Names of the values that every step has, and that figures can have as their x-axis."""
 
 

@@ -17,7 +17,7 @@ from diffllm.metrics.events import EVENTS, Event, parse_event, samples_text
 
 MOST_ROWS = 1000
 """Maximum rows of the table, about 70 kB; each update uploads the whole table."""
-COLUMNS = tuple(Event.__dataclass_fields__)
+EVENT_COLUMNS = tuple(Event.__dataclass_fields__)
 TABLE_S = 3600
 """Seconds between two updates of the table during training."""
 CANCEL_TAG = "cancel"
@@ -56,15 +56,15 @@ def read_past_events(run: Path) -> list[Event]:
 def events_summary(run: Path) -> dict[str, Any]:
     """Return the table of a run's newest events as values of a wandb summary; {} without events.
 
-    "events" is the table, with the columns COLUMNS; "events_omitted" is the number of older events.
-    Raises CheckpointError as `newest_events`.
+    "events" is the table, with the columns EVENT_COLUMNS; "events_omitted" is the number of older
+    events. Raises CheckpointError as `newest_events`.
     """
     events, omitted = newest_events(run)
     if not events:
         return {}
     import wandb
 
-    table = wandb.Table(columns=list(COLUMNS), allow_mixed_types=True)
+    table = wandb.Table(columns=list(EVENT_COLUMNS), allow_mixed_types=True)
     for event in events:
         row = asdict(event) | {"batch": samples_text(event)}
         table.add_data(*row.values())

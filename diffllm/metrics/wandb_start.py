@@ -17,7 +17,7 @@ from diffllm.core.errors import ConfigError, UserError, printable
 from diffllm.core.files import read_lines
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import finite
-from diffllm.metrics.table import AXES, METRICS
+from diffllm.metrics.table import COST_AXES, METRICS
 from diffllm.metrics.wandb_directories import ONLINE_RUNS, sync_command
 
 ONLINE_SECONDS = 20
@@ -105,10 +105,10 @@ def open_run(mode: str, options: dict[str, Any], **settings: Any) -> Any:
     if run.resumed:
         # These values describe the last end of the run, such as a cancellation.
         run.summary.update({"state": None, "reason": None})
-    for axis in AXES:
+    for axis in COST_AXES:
         run.define_metric(axis, hidden=True)
     for metric in METRICS:
-        if metric.name in AXES:
+        if metric.name in COST_AXES:
             continue
         # wandb always keeps the last value; summary="last" would store it as <name>.last.
         kept_value = None if metric.summary == "last" else metric.summary

@@ -20,7 +20,7 @@ from diffllm.model.attention.slices import Slices
 BlockStats = dict[str, Tensor]
 ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
 OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
-GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
+PARAMETER_GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def block_stats(x: Tensor, aux: Aux | None, slices: Slices | None = None) -> BlockStats:
@@ -208,7 +208,7 @@ def negative_share(weights: Tensor) -> Tensor:
 
 @cache
 def group_of(name: str) -> str:
-    """Return the element of `GROUPS` to which the parameter `name` belongs.
+    """Return the element of `PARAMETER_GROUPS` to which the parameter `name` belongs.
 
     For example, the group of `layers.3.attention.wq.weight` is "attention".
     """

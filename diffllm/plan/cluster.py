@@ -8,7 +8,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.metrics.devices import DEVICES, Device, device_named
 from diffllm.plan.step import Call, Collective
 
-POSITIVE = {"above": 0, "below": float("inf")}
+POSITIVE_BOUNDS = {"above": 0, "below": float("inf")}
 
 
 @dataclass
@@ -20,18 +20,22 @@ class Cluster:
 
     gpus: int = bounded(8, help="number of GPUs, one rank per GPU", least=1, most=2**17)
     gpu: str = bounded("h200", help="name of the GPU, for peak FLOP/s and memory")
-    tokens: float | None = bounded(None, help="training tokens, for days and GPU-hours", **POSITIVE)
+    tokens: float | None = bounded(
+        None, help="training tokens, for days and GPU-hours", **POSITIVE_BOUNDS
+    )
     mfu: float = bounded(0.4, help="model FLOPs utilisation of a step", above=0, most=1)
     nvlink_gbs: float = bounded(
-        450.0, help="GB/s per GPU inside a node; default: NVLink of H100, H200", **POSITIVE
+        450.0, help="GB/s per GPU inside a node; default: NVLink of H100, H200", **POSITIVE_BOUNDS
     )
-    network_gbs: float = bounded(50.0, help="GB/s of the network card of each GPU", **POSITIVE)
+    network_gbs: float = bounded(
+        50.0, help="GB/s of the network card of each GPU", **POSITIVE_BOUNDS
+    )
     gpus_per_node: int = bounded(8, help="number of GPUs per node", least=1, most=2**17)
     reserve_gib: float = bounded(
         6.0, help="GiB per GPU for CUDA context, NCCL, fragmentation", least=0, most=1e6
     )
     peak_flops: float | None = bounded(
-        None, help="dense bf16 FLOP/s of the GPU; overrides the table", **POSITIVE
+        None, help="dense bf16 FLOP/s of the GPU; overrides the table", **POSITIVE_BOUNDS
     )
     memory_gib: float | None = bounded(
         None, help="GiB of the GPU; overrides the table", above=0, most=1e6

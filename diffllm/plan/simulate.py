@@ -106,7 +106,7 @@ class MeasuredTraining:
             self.memory.label(map(local, state.values()), Kind.optimizer)
         # Label the rest of the state now, so that later only memory of a step has no kind.
         self.memory.label_since(0, Kind.other)
-        t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD), prepend=True)
+        t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD_PASS), prepend=True)
         t.model.register_forward_hook(self.forward_ends)
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
@@ -126,7 +126,7 @@ class MeasuredTraining:
             # The last part that began before the peak contains the peak.
             if event <= peak.event:
                 part_of_peak = part
-            if part == FORWARD:
+            if part == FORWARD_PASS:
                 starts.append(call)
         # All micro-batches except the last have the collectives of the first.
         calls_of_first: list[Call] = []
@@ -167,4 +167,4 @@ class MeasuredTraining:
         self.begin("backward pass")
 
 
-FORWARD = "forward pass"
+FORWARD_PASS = "forward pass"

@@ -14,7 +14,7 @@ import numpy as np
 from diffllm.statistics.gap_tests import Gap, Seed, paired
 
 FEWEST_POINTS = 3
-WINDOW = 0.1
+LEADING_SHARE = 0.1
 """Share of training before which evaluations are ignored, because the steep first steps would
 dominate the slope. It is a constant because a window chosen from data would bias the result."""
 
@@ -69,7 +69,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def gap_trend(candidate: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Trend | None:
-    """Return the trend of the gap, `candidate` minus `base`, over log2 of x after WINDOW.
+    """Return the trend of the gap, `candidate` minus `base`, over log2 of x after LEADING_SHARE.
 
     Only the common seeds are used, at the x values of all their curves. Return None if these curves
     share fewer than FEWEST_POINTS x values. With a single seed, the slope has no confidence
@@ -81,7 +81,7 @@ def gap_trend(candidate: Mapping[Seed, Curve], base: Mapping[Seed, Curve]) -> Tr
     seeds = sorted(candidate.keys() & base.keys())  # type: ignore[type-var]
     curves = [candidate[seed] for seed in seeds]
     curves += [base[seed] for seed in seeds]
-    x, ys = common_points(curves, WINDOW)
+    x, ys = common_points(curves, LEADING_SHARE)
     if len(x) < FEWEST_POINTS:
         return None
     candidate_slopes = {}

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from diffllm.checkpoint.hf.conversion import TARGETS
+from diffllm.checkpoint.hf.conversion import TARGET_VARIANTS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_fixed_in_stage, is_within
@@ -172,7 +172,7 @@ def starting_point(cfg: TrainConfig) -> Path | None:
     if type(origin.model.attention) is not type(cfg.model.attention):
         variant = cfg.resolved.choices["attention"]
         hint = f"set attention={origin.attention}"
-        if variant in TARGETS:
+        if variant in TARGET_VARIANTS:
             convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={variant}"])
             hint = f"to convert: {convert} out=..."
         raise ConfigError(

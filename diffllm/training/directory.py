@@ -39,7 +39,15 @@ FILES = (
     "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", EVENTS, "run.log",
     "run.json", "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
 )  # fmt: skip
-DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
+RUN_SUBDIRECTORIES = (
+    "checkpoints",
+    "heldout",
+    "traces",
+    "profile",
+    "tensorboard",
+    "wandb",
+    "evaluation",
+)
 FOR_GOOD = ("init_match", "weights", "previous")
 """Facts in run.json that the first start of a run decides."""
 
@@ -270,7 +278,7 @@ def check_own_files(run: Path) -> None:
             raise CheckpointError(
                 f"{file} {problem}; rename or delete this path, or choose another run.name"
             )
-    for name in DIRECTORIES:
+    for name in RUN_SUBDIRECTORIES:
         place = run / name
         if os.path.lexists(place) and not place.is_dir():
             raise CheckpointError(

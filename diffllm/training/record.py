@@ -22,7 +22,7 @@ from diffllm.metrics.display import Display, evaluation_texts
 from diffllm.metrics.events import BatchPlace, Event, events_of_step, short_hash
 from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
-from diffllm.metrics.steps import STEP
+from diffllm.metrics.steps import STEP_DTYPE
 from diffllm.model.attention.masks import moved
 from diffllm.model.stats import group_of
 from diffllm.training.build import Training
@@ -210,13 +210,13 @@ class Record:
     def _rows(
         self, pending: list[Pending], results: list[list[float]], former_costs: Costs
     ) -> np.ndarray:
-        """Return the rows of steps.npy of the steps `pending`, (n,) of dtype STEP.
+        """Return the rows of steps.npy of the steps `pending`, (n,) of dtype STEP_DTYPE.
 
         Costs are interpolated between `former_costs`, the costs up to the step that precedes
         `pending`, and the costs up to the last step of `pending`.
         """
         count = len(pending)
-        rows = np.zeros(count, STEP)
+        rows = np.zeros(count, STEP_DTYPE)
         rows["step"] = [p.step for p in pending]
         rows["tokens"] = [self._tokens(p.step) for p in pending]
         rows["tokens_per_parameter"] = rows["tokens"] / self.active_parameters

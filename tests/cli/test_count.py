@@ -25,7 +25,7 @@ from diffllm import cli as tools
 from diffllm.cli.count import count
 from diffllm.config.compose import variant_config
 from diffllm.core.errors import ConfigError
-from diffllm.model.stats import GROUPS, group_of
+from diffllm.model.stats import PARAMETER_GROUPS, group_of
 
 FAST = ["tiny", "base_350m", "moe_mini"]
 
@@ -71,7 +71,7 @@ def test_parameter_and_flop_counts_match_independent_calculation(size, variant):
     groups = counts.pop("by_group")
     assert counts == expected_counts(cfg.model, variant, 4096)
     assert sum(groups.values()) == counts["total_params"]
-    assert set(groups) <= set(GROUPS)
+    assert set(groups) <= set(PARAMETER_GROUPS)
 
 
 @pytest.mark.parametrize(

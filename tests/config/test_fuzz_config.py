@@ -30,7 +30,7 @@ from tiers import slow_but
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config
-from diffllm.config.overrides import GROUPS
+from diffllm.config.overrides import CONFIG_GROUPS
 from diffllm.config.values import check_values, leaves
 from diffllm.core.bounds import RULES, check_bounds
 from diffllm.core.errors import LONGEST, ConfigError
@@ -237,7 +237,7 @@ def test_override_with_misspelt_key_is_refused(rng, count):
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
-        if wrong in KEYS or wrong.startswith(PARTS_OF_A_RUN) or wrong in GROUPS:
+        if wrong in KEYS or wrong.startswith(PARTS_OF_A_RUN) or wrong in CONFIG_GROUPS:
             continue
         prefix = rng.choice(["", "", "+", "++"])
         named = wrong.rpartition(".")[2] or "key=value"

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from diffllm.cli import main
 from diffllm.compare.sweep.plan import plan_sweep, split_overrides
 from diffllm.config import compose, load_config
-from diffllm.config.overrides import REMOVED, Removed
+from diffllm.config.overrides import REMOVED_KEYS, Removed
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 
-REAL = dict(REMOVED)
+REAL = dict(REMOVED_KEYS)
 OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}}
 
 
@@ -26,7 +26,7 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     for key, default in OLD.items():
-        monkeypatch.setitem(REMOVED, key, Removed(default, "use something else"))
+        monkeypatch.setitem(REMOVED_KEYS, key, Removed(default, "use something else"))
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,19 @@ from runs.written import study_file
 from diffllm.cli import main
 from diffllm.config import load_config
 from diffllm.config.compose import compose_config
-from diffllm.config.overrides import GROUPS, known_keys
-from diffllm.config.synonyms import NAMES, NOTES, TARGETS
+from diffllm.config.overrides import CONFIG_GROUPS, known_keys
+from diffllm.config.synonyms import KEY_BY_SYNONYM, NOTES, SYNONYMS
 from diffllm.core.errors import ConfigError
 
 RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
 
 
 def test_synonyms_lead_to_real_keys_and_are_no_keys() -> None:
-    keys = {*GROUPS, *known_keys(compose_config(["experiment=none"]))}
-    assert NAMES.keys() <= keys
-    assert NOTES.keys() <= NAMES.keys()
-    assert not TARGETS.keys() & keys
-    assert len(TARGETS) == sum(len(names.split()) for names in NAMES.values())
+    keys = {*CONFIG_GROUPS, *known_keys(compose_config(["experiment=none"]))}
+    assert SYNONYMS.keys() <= keys
+    assert NOTES.keys() <= SYNONYMS.keys()
+    assert not KEY_BY_SYNONYM.keys() & keys
+    assert len(KEY_BY_SYNONYM) == sum(len(names.split()) for names in SYNONYMS.values())
 
 
 @pytest.mark.parametrize("key", [key for key, note in NOTES.items() if "such as" in note])

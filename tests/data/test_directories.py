@@ -161,7 +161,7 @@ def write_kind(directory: Path, kind: str, documents: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("most", "least"), list(permutations(files.KINDS, 2)))
+@pytest.mark.parametrize(("most", "least"), list(permutations(files.FORMAT_NAMES, 2)))
 def test_directory_is_read_as_the_kind_with_the_most_bytes(
     tmp_path: Path, make_config: MakeConfig, most: str, least: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sample_texts import contents, documents_of, sample_documents
 
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.preparation.encoding import HALF, Document, document_hashes
+from diffllm.data.preparation.encoding import HASH_OFFSET, Document, document_hashes
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.data.shards import LEAST_TOKENS, thin_heldout
@@ -77,7 +77,7 @@ def test_heldout_split_contains_documents_with_smallest_hashes(
     counts = {text: n * np.array([1, sizes[text]]) for text, n in Counter(texts).items()}
     total, so_far, chosen = sum(counts.values()), np.zeros(2), []
     for text in sorted(sizes, key=hashes.__getitem__):
-        below = int(hashes[text]) + HALF < fraction * 2**64
+        below = int(hashes[text]) + HASH_OFFSET < fraction * 2**64
         missing = (so_far < (LEAST_DOCUMENTS, LEAST_TOKENS)).any()
         allowed = (so_far + counts[text] <= total / 5).all()
         if not (below or (missing and allowed) or not chosen):

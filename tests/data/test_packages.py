@@ -12,7 +12,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.text import packages
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import file_facts
-from diffllm.data.text.packages import REFERENCE, REFERENCE_SHA256
+from diffllm.data.text.packages import REFERENCE_PACKAGES, REFERENCE_SHA256
 
 MakeConfig = Callable[..., DataConfig]
 FILES = {
@@ -46,7 +46,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     for name, version in (("aaa", "1"), ("bbb", "2")):
         facts = file_facts(packages.package_files(name), tmp_path / "cache")
         reference[name] = (version, packages.texts_hash(facts))
-    monkeypatch.setattr(packages, "REFERENCE", reference)
+    monkeypatch.setattr(packages, "REFERENCE_PACKAGES", reference)
     identity = opened(make_config(source="packages")).identity
     monkeypatch.setattr(packages, "REFERENCE_SHA256", identity)
     return root
@@ -64,7 +64,7 @@ def test_reference_package_versions_match_constraints_file() -> None:
     pinned = (
         (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").splitlines()
     )
-    assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
+    assert {f"{name}=={version}" for name, (version, _) in REFERENCE_PACKAGES.items()} <= {*pinned}
 
 
 def test_packages_corpus_omits_generated_duplicate_and_empty_files(

@@ -126,7 +126,7 @@ def test_packing_cuts_only_documents_longer_than_a_sequence(
 ) -> None:
     stream, seq_len = drawn
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "WINDOW", window)
+        patch.setattr(packing, "PACKING_WINDOW", window)
         other = packed(stream, seq_len, directory)
         whole = [other.plan[i] for i in range(len(other))]
         patch.setattr(streams, "BLOCK", block)
@@ -200,7 +200,7 @@ def test_document_masks_separate_all_documents_packed_into_a_sequence(
 def test_packed_sequence_count_matches_reference_implementation(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "WINDOW", window)
+    monkeypatch.setattr(packing, "PACKING_WINDOW", window)
     lengths = np.random.default_rng(0).integers(1, 60, 300).tolist()
     sequences = packed(Tokens(lengths), 32, tmp_path)
     slots = [m for n in lengths for m in ([n] if n <= 32 else [32, n - 32 + (n - 32 < 32)])]

@@ -52,7 +52,7 @@ def corpus(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPa
 
 
 def hash_of(text: str) -> int:
-    return int(document_hashes([Document(text.encode(), b"")])[0]) + encoding.HALF
+    return int(document_hashes([Document(text.encode(), b"")])[0]) + encoding.HASH_OFFSET
 
 
 def contents(data: TokenData) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.streams import TokenStream
-from diffllm.data.tasks.generators import FILLER, KEYS, VALUES
+from diffllm.data.tasks.generators import FILLER, KEY_WORDS, VALUES
 from diffllm.data.tasks.task import TASKS
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.synthetic import words_of
@@ -91,7 +91,7 @@ def test_loss_mask_of_mqar_document_selects_only_the_answers(
         words = [tokenizer.decode([token]).strip() for token in ids[places[:-1]].tolist()]
         shown = [word for word, own in zip(words, predicted[places], strict=False) if own]
         asked = words[-2 * len(shown) :]
-        assert {*words} <= {*KEYS, *VALUES, *FILLER}
+        assert {*words} <= {*KEY_WORDS, *VALUES, *FILLER}
         assert shown == asked[1::2]
         pairs = dict(zip(words[: -len(asked) - 8 : 2], words[1 : -len(asked) - 8 : 2], strict=True))
         assert shown == [pairs[key] for key in asked[::2]]

@@ -149,13 +149,13 @@ def test_mqar_examples_use_separate_words_for_keys_values_and_filler() -> None:
         keys, values = ({*kind} for kind in zip(*pairs, strict=True))
         queries = words[2 * len(pairs) + 64 :]
         assert len(keys) == len(values) == len(pairs)
-        assert keys <= {*generators.KEYS}
+        assert keys <= {*generators.KEY_WORDS}
         assert values <= {*generators.VALUES}
         assert {*words[2 * len(pairs) :][:64]} <= {*generators.FILLER}
         assert count(example.prompt) == len(words)
         assert len(queries) == 2 * min(4, len(pairs) // 2) - 1
         assert len({*queries[::2]}) == len(queries[::2])
-    kinds = (generators.KEYS, generators.VALUES, generators.FILLER)
+    kinds = (generators.KEY_WORDS, generators.VALUES, generators.FILLER)
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
@@ -164,10 +164,10 @@ def test_mqar_uses_only_single_token_words_if_enough_such_words_exist() -> None:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
     keys, values, _ = generators.vocabulary(pieces)
-    assert keys == tuple(word for word in generators.KEYS if len(word) <= 5)
-    assert 16 <= len(keys) < len(generators.KEYS)
+    assert keys == tuple(word for word in generators.KEY_WORDS if len(word) <= 5)
+    assert 16 <= len(keys) < len(generators.KEY_WORDS)
     assert all(len(word) <= 5 for word in values)
-    every = (generators.KEYS, generators.VALUES, generators.FILLER)
+    every = (generators.KEY_WORDS, generators.VALUES, generators.FILLER)
     assert generators.vocabulary(lambda text: len(text)) == every
 
 

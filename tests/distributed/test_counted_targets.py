@@ -15,7 +15,7 @@ from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
-from diffllm.core.targets import CONTEXT, PADDING
+from diffllm.core.targets import CONTEXT_TARGET, PADDING
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
 
@@ -37,7 +37,7 @@ def masked_batch(cfg, step, share=None, padded=False):
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     drawn = torch.rand(targets.shape, generator=torch.Generator().manual_seed(step))
     shares = torch.linspace(1, 0, len(targets))[:, None] if share is None else share
-    targets = torch.where(drawn < shares, CONTEXT, targets)
+    targets = torch.where(drawn < shares, CONTEXT_TARGET, targets)
     if padded:
         lengths = torch.linspace(0, cfg.seq_len, len(targets)).round()[:, None]
         padding = torch.arange(cfg.seq_len) >= lengths
@@ -96,7 +96,7 @@ def reference(overrides, padded):
         objective += add("nll", -log_probs[valid].sum() / counted)
         objective += add("train/z_loss", z / counted)
         if moe.n_experts:
-            out = model(x, torch.full_like(y, CONTEXT), diagnose=True)
+            out = model(x, torch.full_like(y, CONTEXT_TARGET), diagnose=True)
             balance, z = moe.balance_loss * out.routed.balance, moe.router_z_loss * out.routed.z
             objective += add("train/balance_loss", balance / tokens)
             objective += add("train/router_z_loss", z / tokens)

@@ -19,7 +19,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.data.tasks.task import TASKS, Example, Task, task
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.attention_mass import (
-    DIGITS,
+    DECIMALS,
     AttentionMass,
     kinds_of,
     measure_batch,
@@ -130,7 +130,7 @@ def test_attention_mass_matches_reference_if_batch_is_padded(
 
 
 def approx(values):
-    return pytest.approx(values, abs=10**-DIGITS)
+    return pytest.approx(values, abs=10**-DECIMALS)
 
 
 def test_attention_mass_matches_hand_calculation():

@@ -13,7 +13,7 @@ import torch
 from runs.written import small_tokenizer, write_weights
 
 from diffllm.cli import main
-from diffllm.data.tasks import VERSION
+from diffllm.data.tasks import TASKS_VERSION
 from diffllm.data.tasks.task import TASKS
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation import suite
@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     assert asked == ["icl"]
     assert main([*words, "seed=1"]) == 0
     assert asked == ["icl", "mqar", "icl"]
-    monkeypatch.setattr("diffllm.evaluation.answers.VERSION", VERSION + 1)
+    monkeypatch.setattr("diffllm.evaluation.answers.VERSION", TASKS_VERSION + 1)
     assert main(words) == 0
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 

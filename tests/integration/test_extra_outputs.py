@@ -22,7 +22,7 @@ from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import TensorBoardFiles
 from diffllm.metrics.steps import read_steps
-from diffllm.metrics.table import AXES, metric_of
+from diffllm.metrics.table import COST_AXES, metric_of
 from diffllm.training import loop
 from diffllm.training.build import Training
 from diffllm.training.process import command
@@ -85,7 +85,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
 
     unfinish(path, 6)
     run(load_config(words))
-    expected = {name: values for name, values in written(path).items() if name not in AXES}
+    expected = {name: values for name, values in written(path).items() if name not in COST_AXES}
     expected["train/skipped"] = dict.fromkeys(range(1, 7), 0.0)
     assert shown(path).keys() == expected.keys()
     for name, values in shown(path).items():
@@ -139,10 +139,12 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
     page = (path / "report.html").read_text(encoding="utf-8")
     assert page.count(f"the highest at step {spike} (") == 2
 
-    axes = {name: wandb.metrics[name] for name in AXES}
+    axes = {name: wandb.metrics[name] for name in COST_AXES}
     assert not any(axis.step_metric for axis in axes.values())
     assert all(axes.keys() <= line.keys() for line in wandb.history)
-    assert {m.step_metric for name, m in wandb.metrics.items() if name not in AXES} == {"tokens"}
+    assert {m.step_metric for name, m in wandb.metrics.items() if name not in COST_AXES} == {
+        "tokens"
+    }
 
 
 def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):

@@ -16,7 +16,7 @@ def run_on_another_package(words: list[str]) -> int:
     for i, text in enumerate(documents(100)):
         Path(f"site/small/module{i}.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, "site")
-    packages.REFERENCE = {"small": ("2.0", "")}
+    packages.REFERENCE_PACKAGES = {"small": ("2.0", "")}
     cfg = diffllm.load_config([*words, "run.dir=run"])
     diffllm.train(cfg)
     return 0

@@ -13,7 +13,7 @@ from wandb.proto.wandb_internal_pb2 import RunRecord
 from wandb_file import OfflineRun, covers
 
 from diffllm.compare.report.comparison import read
-from diffllm.metrics.table import AXES, METRICS
+from diffllm.metrics.table import COST_AXES, METRICS
 
 SMALL = ("wandb.mode=offline", "seq_len=32", "global_batch_size=2", "data.num_workers=0")
 KEY = "0123456789" * 4
@@ -56,7 +56,7 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus, m
     steps = {line["step"]: line for line in found.history}
     assert [*steps] == [1, 2, 3, 4, 5, 6]
     assert all(line.items() <= steps[line["step"]].items() for line in lines)
-    names = {name for line in steps.values() for name in line} - {*AXES}
+    names = {name for line in steps.values() for name in line} - {*COST_AXES}
     assert len(names) > 25
     for name in names:
         (pattern,) = [metric.name for metric in METRICS if covers(metric.name, name)]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from diffllm.checkpoint.hf.config_json import KINDS, model_of
+from diffllm.checkpoint.hf.config_json import VALUE_TYPES, model_of
 from diffllm.checkpoint.hf.layout import Layout, layout_of
 from diffllm.checkpoint.hf.model_directory import ModelDirectory
 from diffllm.config import load_config
@@ -51,7 +51,7 @@ def config_of(found: Layout) -> dict[str, Any]:
 def keys_of(found: Layout) -> Iterator[tuple[str, ...]]:
     """List the keys of a config and of nested objects, and all keys with a checked type."""
     config = config_of(found)
-    for key in sorted({*config, *(key for _, keys in KINDS.values() for key in keys)}):
+    for key in sorted({*config, *(key for _, keys in VALUE_TYPES.values() for key in keys)}):
         yield (key,)
         if isinstance(config.get(key), dict):
             yield from ((key, inner) for inner in config[key])

@@ -15,7 +15,7 @@ from wandb_file import examples
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import MetricsFile, Sinks
-from diffllm.metrics.steps import STEP, StepsFile
+from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.metrics.table import METRICS, metric_of
 
 
@@ -158,6 +158,6 @@ def test_metric_name_missing_from_metrics_table_raises_config_error(tmp_path, na
     with pytest.raises(ConfigError, match=f"metric {name} has no description.*add_metric"):
         metric_of(name)
     sinks = Sinks(None, StepsFile(tmp_path / "steps.npy"), None, None)
-    row = np.zeros(1, STEP)
+    row = np.zeros(1, STEP_DTYPE)
     with pytest.raises(ConfigError, match="has no description"):
         sinks.write(row, {0: {name: 0.5}})

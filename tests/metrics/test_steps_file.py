@@ -7,11 +7,11 @@ import pytest
 from disks import small_disk
 
 from diffllm.core.errors import CheckpointError
-from diffllm.metrics.steps import HEADER_SIZE, STEP, StepsFile, read_steps
+from diffllm.metrics.steps import HEADER_SIZE, STEP_DTYPE, StepsFile, read_steps
 
 
 def rows(first: int, last: int) -> np.ndarray:
-    found = np.zeros(last - first + 1, STEP)
+    found = np.zeros(last - first + 1, STEP_DTYPE)
     found["step"] = np.arange(first, last + 1)
     found["train/loss"] = 1 / found["step"]
     return found
@@ -41,14 +41,14 @@ def test_resume_removes_rows_of_later_steps(tmp_path, last):
     assert (np.load(path) == expected).all()
 
 
-@pytest.mark.parametrize("lost", [1, STEP.itemsize, 3 * STEP.itemsize + 7])
+@pytest.mark.parametrize("lost", [1, STEP_DTYPE.itemsize, 3 * STEP_DTYPE.itemsize + 7])
 def test_rows_lost_in_power_failure_do_not_hinder_resume(tmp_path, lost):
     """The header may count rows that the disk does not have or has only in part."""
     path = tmp_path / "steps.npy"
     write(path, 1, 6)
     content = path.read_bytes()
     path.write_bytes(content[:-lost])
-    complete = (len(content) - lost - HEADER_SIZE) // STEP.itemsize
+    complete = (len(content) - lost - HEADER_SIZE) // STEP_DTYPE.itemsize
     assert (read_steps(path) == rows(1, complete)).all()
     write(path, 7, 8, 6)
     assert (np.load(path)["step"] == [*range(1, complete + 1), 7, 8]).all()

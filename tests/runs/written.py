@@ -33,7 +33,7 @@ from diffllm.core.files import write_atomic
 from diffllm.data.preparation.prepare import prepare, train_tokenizer
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
-from diffllm.metrics.steps import STEP, StepsFile
+from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.model import Transformer
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def edit_text(file: Path, old: str, new: str) -> None:
 
 def write_train_seconds(run: Path, step_seconds: list[float]) -> None:
     """Write a steps.npy whose steps take these seconds."""
-    rows = np.zeros(len(step_seconds), STEP)
+    rows = np.zeros(len(step_seconds), STEP_DTYPE)
     rows["step"] = np.arange(1, len(step_seconds) + 1)
     rows["train_seconds"] = np.cumsum(step_seconds)
     file = StepsFile(run / "steps.npy")

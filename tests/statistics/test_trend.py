@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diffllm.statistics.trend import WINDOW, common_points, fit_line, gap_trend
+from diffllm.statistics.trend import LEADING_SHARE, common_points, fit_line, gap_trend
 
 TOKENS = np.arange(1, 11) * 1e5
 SLOPE, DRAWS = 0.004, 4000
@@ -72,8 +72,10 @@ def test_line_fit_raises_value_error_without_three_different_positive_x_values(x
 def test_common_points_exclude_x_values_where_any_curve_is_not_finite():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
-    x, (first, second) = common_points([(every, hole), (every[::2], 2.0 * every[::2])], WINDOW)
-    expected = [n for n in range(100, 4000, 200) if n != 2100 and n >= WINDOW * 3900]
+    x, (first, second) = common_points(
+        [(every, hole), (every[::2], 2.0 * every[::2])], LEADING_SHARE
+    )
+    expected = [n for n in range(100, 4000, 200) if n != 2100 and n >= LEADING_SHARE * 3900]
     assert x.tolist() == first.tolist() == expected
     assert (second == 2 * x).all()
     assert common_points([])[0].size == 0

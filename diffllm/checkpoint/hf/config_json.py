@@ -23,7 +23,7 @@ from diffllm.model.ffn.router import MoEConfig, Score
 from diffllm.model.rope import RopeConfig, RopeScaling, YarnRamp, attention_factor
 
 T = TypeVar("T")
-COMPUTED = {
+COMPUTED_SETTINGS = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -62,7 +62,7 @@ def is_list_of(item_type: type, value: Any) -> bool:
     return type(value) is list and all(type(item) is item_type for item in value)
 
 
-KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+VALUE_TYPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a whole number above 0": (
         is_positive_integer,
         (
@@ -118,7 +118,7 @@ class Config(dict[str, Any]):
 
     def __init__(self, content: dict[str, Any]):
         super().__init__({key: value for key, value in content.items() if value is not None})
-        for kind, (is_kind, keys) in KINDS.items():
+        for kind, (is_kind, keys) in VALUE_TYPES.items():
             for key in self.keys() & keys:
                 if not is_kind(self[key]):
                     raise ValueError(f"has {key}={self[key]!r}, which must be {kind}")
@@ -140,7 +140,7 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
     name = architectures[0] if architectures else None
     if name not in READERS:
         raise ValueError(f"names the architecture {name}, which is not one of {', '.join(READERS)}")
-    for key, computed in COMPUTED.items():
+    for key, computed in COMPUTED_SETTINGS.items():
         if config.get(key, computed) != computed:
             raise ValueError(f"has {key}={config[key]}, but only {computed} is supported")
     unsupported = set(config.get("layer_types", ())) - {"full_attention"}

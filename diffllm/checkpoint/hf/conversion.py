@@ -24,7 +24,7 @@ from diffllm.model.attention.diff_v2 import DiffV2Config, Lambda, Pairing
 from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig
 
-TARGETS = ("diff_v2", "standard")
+TARGET_VARIANTS = ("diff_v2", "standard")
 
 
 def converted(
@@ -44,8 +44,8 @@ def converted(
 
     Raises ConfigError if the attention of `model` cannot be converted.
     """
-    if target not in TARGETS:
-        raise ConfigError(f"attention={target} must be one of {', '.join(TARGETS)}")
+    if target not in TARGET_VARIANTS:
+        raise ConfigError(f"attention={target} must be one of {', '.join(TARGET_VARIANTS)}")
     if target == "diff_v2":
         return to_diff_v2(model, perturb, seed)
     if perturb:

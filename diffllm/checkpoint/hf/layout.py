@@ -62,14 +62,14 @@ class Layout:
     imported: Sequence[Mapped]
 
 
-NAMES = {
+LLAMA_NAMES = {
     "tok_embeddings.": "model.embed_tokens.",
     "output.": "lm_head.",
     "norm.": "model.norm.",
     "layers.": "model.layers.",
 }
 """Prefixes of parameter names here, and in the Llama family."""
-PARTS = {
+LLAMA_PARTS = {
     ".attention_norm.": ".input_layernorm.",
     ".ffn_norm.": ".post_attention_layernorm.",
     ".attention.": ".self_attn.",
@@ -91,11 +91,11 @@ def llama_name(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> st
 
     `parts` contains additional replacements: in the name, each key is replaced by its value.
     """
-    for prefix, llama_prefix in NAMES.items():
+    for prefix, llama_prefix in LLAMA_NAMES.items():
         if name.startswith(prefix):
             name = llama_prefix + name.removeprefix(prefix)
             break
-    for part, llama_part in {**parts, **PARTS}.items():
+    for part, llama_part in {**parts, **LLAMA_PARTS}.items():
         name = name.replace(part, llama_part)
     return name
 

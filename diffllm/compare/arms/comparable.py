@@ -20,10 +20,10 @@ from diffllm.core.files import user_path
 from diffllm.core.keys import UNDECLARED, Declaration, Declarations, declaration_of
 from diffllm.metrics.facts import fact_declarations
 
-ATTENTION = "model.attention."
+ATTENTION_PREFIX = "model.attention."
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
-COMPUTED = {
+COMPUTED_KEYS = {
     **dict.fromkeys(("attention", "resume", "plugins", "tokens", "budget", CHANGED), UNDECLARED),
     "heldout_texts": Declaration(effect="measurement"),
 }
@@ -106,7 +106,7 @@ def differences(
         declared: declarations of the keys and facts; default: of all registered keys.
     """
     if declared is None:
-        declared = {**registered_declarations(), **fact_declarations(), **COMPUTED}
+        declared = {**registered_declarations(), **fact_declarations(), **COMPUTED_KEYS}
     names: set[str] = set()
     for run in runs:
         names |= run.values.keys()
@@ -145,7 +145,7 @@ def role(name: str, declared: Declaration, terms: Terms) -> Role:
     """
     if declared.effect == "none" or (declared.effect == "speed" and not terms.measures_time):
         return "harmless"
-    is_of_attention = name == "attention" or name.startswith(ATTENTION)
+    is_of_attention = name == "attention" or name.startswith(ATTENTION_PREFIX)
     if is_of_attention and declared.effect != "speed":
         return "question"
     if is_within(name, terms.allowed) or terms.place in declared.may_differ:
@@ -188,7 +188,7 @@ def compared_values(config: Mapping[str, Any], declared: Declarations) -> dict[s
         source = declaration.follows
         # The runs of a seed share the key `seed`. Keys that follow `seed` can differ.
         is_seed = "seed" in declaration.kinds and not source
-        is_of_variant = name.startswith(ATTENTION) and not declaration.harmless
+        is_of_variant = name.startswith(ATTENTION_PREFIX) and not declaration.harmless
         if is_seed or is_of_variant or is_within(name, ["resolved"]):
             continue
         values[name] = value
@@ -226,7 +226,7 @@ def starting_point(
 
 def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str]]:
     """Return the arms with each value, by the value as text; {} if the arms agree."""
-    if name in COMPUTED or name.startswith(ATTENTION):
+    if name in COMPUTED_KEYS or name.startswith(ATTENTION_PREFIX):
         # Diverged runs have no documents, and attention variants have different keys.
         runs = [run for run in runs if name in run.values]
     texts = []

@@ -33,7 +33,7 @@ from diffllm.metrics.steps import read_steps
 VISIBLE_KEYS = "data/visible_keys"
 EVAL_LOSS = "eval/loss"
 """Logged metric whose curve reports and studies compare: the loss of the held-out sample."""
-DIGITS = 7
+LOSS_DIGITS = 7
 """Significant digits of document losses in values.json, and so in all comparisons of runs."""
 
 
@@ -150,11 +150,11 @@ class Run:
 
     @cached_property
     def documents(self) -> DocumentLosses | None:
-        """Losses of the held-out documents with `DIGITS` significant digits; None if unknown."""
+        """Losses of the held-out documents with LOSS_DIGITS significant digits; None if unknown."""
         with suppress(CheckpointError):
             losses = document_losses(self.path)
             # Rounded as in values.json, so that a verdict from this file is the same.
-            rounded = [float(f"{x:.{DIGITS}g}") for x in losses.nats]
+            rounded = [float(f"{x:.{LOSS_DIGITS}g}") for x in losses.nats]
             return replace(losses, nats=np.array(rounded))
         return None
 

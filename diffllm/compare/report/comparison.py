@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffllm.compare.arms.arm import RunArm, Seeds, runs_of
 from diffllm.compare.arms.budget import budget_notes
-from diffllm.compare.arms.comparable import ATTENTION, Difference
+from diffllm.compare.arms.comparable import ATTENTION_PREFIX, Difference
 from diffllm.compare.arms.directories import find_runs, sweep_notes
 from diffllm.compare.arms.gap import arm_gap, loss_trend
 from diffllm.compare.arms.run import Run, load_run
@@ -259,7 +259,7 @@ def baseline_arm(arm: RunArm, arms: Sequence[RunArm], baseline: str | None) -> R
     equal_keys = {"attention": baseline}
     for key, value in arm.keys.items():
         # `comparable_in_size` judges the keys in MATCHES: their values need not be equal.
-        if key not in (*MATCHES, "attention") and not key.startswith(ATTENTION):
+        if key not in (*MATCHES, "attention") and not key.startswith(ATTENTION_PREFIX):
             equal_keys[key] = value
     agreeing = [other for other in arms if equal_keys.items() <= other.keys.items()]
     candidates = comparable_in_size(arm, agreeing)

@@ -6,7 +6,7 @@ from typing import Any
 from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import LENGTH_KEYS, planned_budgets
 from diffllm.compare.arms.comparable import (
-    ATTENTION,
+    ATTENTION_PREFIX,
     REPORT,
     Comparand,
     Difference,
@@ -165,7 +165,7 @@ def changed_settings(run: Run) -> dict[str, Any]:
         if declared.harmless or name in SEEDS or is_within(name, ["resolved", "data.sources"]):
             continue
         # Below model.attention, defaults depend on the variant: `overrides` adds these keys.
-        if name.startswith(ATTENTION) or declared.effect == "logging":
+        if name.startswith(ATTENTION_PREFIX) or declared.effect == "logging":
             continue
         default = defaults.get(name)
         if declared.follows:

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from diffllm.compare.arms.budget import planned_budgets, without_length
 from diffllm.compare.arms.comparable import (
-    ATTENTION,
+    ATTENTION_PREFIX,
     CHANGED,
-    COMPUTED,
+    COMPUTED_KEYS,
     REPORT,
     Comparand,
     compared_values,
@@ -133,7 +133,7 @@ def keys_of_model_choice(
     # then says as much as a label with all keys.
     determined = set()
     for key in swept:
-        is_of_model = key.startswith("model.") and not key.startswith(ATTENTION)
+        is_of_model = key.startswith("model.") and not key.startswith(ATTENTION_PREFIX)
         if is_of_model and can_determine(["choice"], key, values_and_choice):
             determined.add(key)
     if len(determined) > 1 and can_determine(determined, "choice", values_and_choice):
@@ -170,7 +170,7 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:
     """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
     of_runs = [run.declarations for run in runs]
-    return strictest([COMPUTED, fact_declarations(), *of_runs])
+    return strictest([COMPUTED_KEYS, fact_declarations(), *of_runs])
 
 
 def is_deciding(key: str, declared: Declaration) -> bool:
@@ -309,7 +309,7 @@ def default_values() -> dict[str, Any]:
 def variant_keys(variant: str, schema: str) -> dict[str, Any]:
     attention = OmegaConf.structured(variant_config(variant, schema))
     content = OmegaConf.to_container(attention, enum_to_str=True)
-    return flatten(content, ATTENTION)  # type: ignore[arg-type]
+    return flatten(content, ATTENTION_PREFIX)  # type: ignore[arg-type]
 
 
 def has_differences(key: str, values: Sequence[Mapping[str, Any]]) -> bool:

@@ -17,8 +17,8 @@ from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 
 POWER_SEEDS = (3, 5, 8, 12)
 """Numbers of seeds for which the power is printed."""
-ARMS = 2
-HALF = 0.5
+ARMS_OF_GAP = 2
+LOW_POWER = 0.5
 """Power below which a study is more likely to miss the gap than to find it."""
 
 
@@ -139,9 +139,9 @@ def total_cost(seeds: int | None, tokens: int, seconds: float | None) -> dict[st
     """
     cost: dict[str, Any] = {"total_tokens": None, "hours": None}
     if seeds is not None:
-        cost["total_tokens"] = ARMS * seeds * tokens
+        cost["total_tokens"] = ARMS_OF_GAP * seeds * tokens
         if seconds is not None:
-            cost["hours"] = ARMS * seeds * seconds / 3600
+            cost["hours"] = ARMS_OF_GAP * seeds * seconds / 3600
     return cost
 
 
@@ -215,7 +215,7 @@ def seeds_needed(goal: Goal, spread: SeedSpread) -> dict[str, Any]:
         "power": power(upper, planned) if planned else None,
         "power_by_seeds": {seeds: power(upper, seeds) for seeds in POWER_SEEDS},
         "too_few": risk(upper, goal.power),
-        "far_too_few": risk(upper, HALF),
+        "far_too_few": risk(upper, LOW_POWER),
         "too_few_by_sd": risk(spread.sd, goal.power),
-        "far_too_few_by_sd": risk(spread.sd, HALF),
+        "far_too_few_by_sd": risk(spread.sd, LOW_POWER),
     }

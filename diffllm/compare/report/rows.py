@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.comparable import ATTENTION, CHANGED, shown_value, value_text
+from diffllm.compare.arms.comparable import ATTENTION_PREFIX, CHANGED, shown_value, value_text
 from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
@@ -216,7 +216,7 @@ def label(arm: RunArm, arms: list[RunArm], of_model: set[str], inside: bool = Fa
     for key, value in arm.keys.items():
         if key == "attention" or key in of_model:
             continue
-        is_of_attention = key.startswith(ATTENTION)
+        is_of_attention = key.startswith(ATTENTION_PREFIX)
         values = []
         for other in arms:
             if other.variant == arm.variant or not is_of_attention:

@@ -34,8 +34,8 @@ from diffllm.compare.report.results import (
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.scales import largest_text, spikes_text, top_of, value_range
 from diffllm.compare.report.step_curves import (
+    CURVE_METRICS,
     INTERVALS,
-    NAMES,
     RunCurves,
     band_of_values,
     line_without_spikes,
@@ -158,7 +158,7 @@ class Figures:
         if isinstance(plot, Layers):
             return self.layers(plot, metric)
         assert isinstance(plot, Curve)
-        if metric.name in NAMES:
+        if metric.name in CURVE_METRICS:
             return self.every_step(plot, metric)
         points = self.smoothed_over if plot.smooth else 1
         cards = []

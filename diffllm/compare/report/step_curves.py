@@ -21,9 +21,9 @@ from diffllm.metrics import table
 from diffllm.metrics.events import EVENTS, read_events
 from diffllm.metrics.records import LARGEST, finite
 from diffllm.metrics.spikes import APART
-from diffllm.metrics.steps import STEP, read_steps
+from diffllm.metrics.steps import STEP_DTYPE, read_steps
 
-NAMES = ("train/loss", "train/grad_norm", "train/lr")
+CURVE_METRICS = ("train/loss", "train/grad_norm", "train/lr")
 """Metrics whose figures show every step."""
 INTERVALS = 1000
 """Largest number of points of a curve."""
@@ -61,7 +61,7 @@ class RunCurves(NamedTuple):
 
 
 def run_curves(run: Run, size: int = 1) -> RunCurves:
-    """Return the curves of the metrics NAMES, in intervals of `size` steps, and their spikes.
+    """Return the curves of CURVE_METRICS, in intervals of `size` steps, and their spikes.
 
     If the run has no steps.npy, or a damaged one, each logged value is an interval.
     """
@@ -69,12 +69,12 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
         rows = read_steps(run.path / "steps.npy")
     except CheckpointError as error:
         to_stderr(f"warning: {error}; figures show only the logged steps of this run")
-        rows = np.zeros(0, STEP)
+        rows = np.zeros(0, STEP_DTYPE)
     has_every_step = len(rows) > 0
     if not has_every_step:
         size = 1
     curves = {}
-    for name in NAMES:
+    for name in CURVE_METRICS:
         curves[name] = step_curve(run, rows, name, size)
     spikes_by_metric = run_spikes(run, curves)
     for name, spikes in spikes_by_metric.items():
@@ -83,7 +83,7 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
 
 
 def step_curve(run: Run, rows: Array, name: str, size: int) -> StepCurve:
-    """Return the curve of one metric from the rows of steps.npy, (n,) of dtype STEP."""
+    """Return the curve of one metric from the rows of steps.npy, (n,) of dtype STEP_DTYPE."""
     no_column = np.zeros(0, np.int64), np.zeros(0)
     places, values = run.metrics.columns.get(name, no_column)
     steps = run.metrics.steps[places]

@@ -8,7 +8,7 @@ from zlib import crc32
 from markupsafe import Markup
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.comparable import ATTENTION, shown_value
+from diffllm.compare.arms.comparable import ATTENTION_PREFIX, shown_value
 from diffllm.compare.report.keys import overrides
 from diffllm.compare.report.rows import FIRST_VARIANTS
 
@@ -75,7 +75,7 @@ def style_identity(variant: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
     """
     texts = []
     for key, value in changes.items():
-        if key.startswith(ATTENTION):
+        if key.startswith(ATTENTION_PREFIX):
             texts.append(f"{key}={shown_value(value)}")
     return variant, *sorted(texts)
 

@@ -27,7 +27,7 @@ RULE_KEYS = {
     "trend": ({"over", "below"}, {"over", "above"}),
 }
 """Kinds of rules, and the keys that each takes."""
-TOKENS, POSITION, PARAMETERS = OVER = ("tokens", "position", "parameters")
+TOKENS, POSITION, PARAMETERS = TREND_AXES = ("tokens", "position", "parameters")
 FLOPS = "flops"
 OF_THE_SUMMARY = {
     "heldout_loss": "nats per token", "heldout_bits_per_byte": "bits per byte",
@@ -59,7 +59,7 @@ class Rule:
     margin: float | None = bounded(None, above=0)
     reaches: float | None = None
     """For log_rank: a level of a logged, rising metric."""
-    over: str | None = bounded(None, choices=OVER)
+    over: str | None = bounded(None, choices=TREND_AXES)
     """For trend: parameters, or in studies of older versions tokens or position."""
     smaller: dict[str, str] = field(default_factory=dict)
     """For trend over parameters: smaller versions of `arm`, each with its version of `against`."""

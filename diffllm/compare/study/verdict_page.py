@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.compare.arms.arm import runs_of
-from diffllm.compare.arms.comparable import ATTENTION
+from diffllm.compare.arms.comparable import ATTENTION_PREFIX
 from diffllm.compare.arms.gap import loss_trend
 from diffllm.compare.arms.pages import (
     Block,
@@ -250,7 +250,7 @@ def arm_styles(verdict: Verdict) -> dict[str, RowStyle]:
         changes = {}
         for word in chain(verdict.study.base, verdict.study.arms[arm.label]):
             key, _, value = word.partition("=")
-            if key.startswith(ATTENTION):
+            if key.startswith(ATTENTION_PREFIX):
                 changes[key] = parse_yaml(value)  # Spellings of one value have one style.
         if arm.runs:
             identities[arm.label] = style_identity(arm.runs[0].variant, changes)

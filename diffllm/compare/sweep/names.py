@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from diffllm.config import TrainConfig
-from diffllm.config.overrides import GROUPS
+from diffllm.config.overrides import CONFIG_GROUPS
 from diffllm.core.names import shortened
 from diffllm.training.directory import LONGEST_NAME
 
@@ -29,7 +29,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 def config_value(cfg: TrainConfig, key: str) -> Any:
     """Return the value of a config key (enum members as names), or None if the key is missing."""
     path = key.lstrip("+").split(".")
-    if key in GROUPS:
+    if key in CONFIG_GROUPS:
         path = ["resolved", "choices", key]
     value: Any = cfg
     for part in path:
@@ -46,7 +46,7 @@ def short_labels(keys: list[str]) -> dict[str, str]:
     counts: Counter[str] = Counter()
     dotted_keys = []
     for key in dict.fromkeys(keys):
-        if key not in GROUPS:
+        if key not in CONFIG_GROUPS:
             dotted_keys.append(key)
             counts.update(suffixes(key))
     labels = dict.fromkeys(keys, "")

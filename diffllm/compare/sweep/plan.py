@@ -30,7 +30,7 @@ from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
 from diffllm.config.overrides import (
     COMPOSING,
-    GROUPS,
+    CONFIG_GROUPS,
     LIST_OR_TEXT,
     check_shared,
     explain,
@@ -140,7 +140,7 @@ def split_values(override: Override) -> list[str]:
     words = []
     for value in values:
         # glob(*) also matches the schemas of a group.
-        if key not in GROUPS or not value.endswith("_schema"):
+        if key not in CONFIG_GROUPS or not value.endswith("_schema"):
             words.append(f"{key}={value}")
     if not words:
         raise ConfigError(f"{word} selects no value; a sweep needs at least one value of {key}")
@@ -343,6 +343,6 @@ def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
         value = config_value(cfg, key)
         if value is None:
             continue
-        text = value if key in GROUPS else as_text(value)
+        text = value if key in CONFIG_GROUPS else as_text(value)
         words.append(f"{key}={text}")
     return words

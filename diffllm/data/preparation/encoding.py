@@ -29,7 +29,7 @@ from diffllm.data.tokenizer import Tokenizer
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
-HALF = 2**63
+HASH_OFFSET = 2**63
 """Subtracted from unsigned hashes, so that the result fits into signed 64 bits."""
 
 
@@ -267,7 +267,7 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
     for i, document in enumerate(documents):
         content = b"\0".join((*document.prompt, document.text))
         digest = hashlib.sha256(content).digest()
-        hashes[i] = int.from_bytes(digest[:8]) - HALF
+        hashes[i] = int.from_bytes(digest[:8]) - HASH_OFFSET
     return hashes
 
 

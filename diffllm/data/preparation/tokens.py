@@ -18,7 +18,7 @@ from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import DataError
 from diffllm.core.machine import usable_cpus
 from diffllm.core.printing import to_stderr
-from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, next_held_out
+from diffllm.data.preparation.encoding import HASH_OFFSET, Encoding, PartRecord, next_held_out
 from diffllm.data.preparation.workers import (
     DONE,
     READING,
@@ -79,7 +79,7 @@ class TokensJob:
             # Encode with the copy, so that the stored tokenizer is the one that encoded the tokens.
             write_tokenizer(self.tokenizer, tokens, self.eos_token)
             tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
-            below = math.floor(self.heldout_fraction * 2**64) - HALF
+            below = math.floor(self.heldout_fraction * 2**64) - HASH_OFFSET
             encoding = Encoding(self.corpus, tokenizer, self.partial, below, self.cut)
             self.encode(encoding, prepare_cfg)
             self.join(encoding, prepare_cfg, started)

@@ -5,7 +5,7 @@ Importing this package registers the built-in tasks.
 
 from diffllm.data.tasks import generators, icl
 
-VERSION = 6
+TASKS_VERSION = 6
 """Changed whenever examples change, so that results of older examples are not reused."""
 
-__all__ = ["VERSION", "generators", "icl"]
+__all__ = ["TASKS_VERSION", "generators", "icl"]

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
-from diffllm.data.tasks.words import FILLER, KEYS, OBJECTS, SUBJECTS, SYLLABLES, VALUES, VERBS
+from diffllm.data.tasks.words import FILLER, KEY_WORDS, OBJECTS, SUBJECTS, SYLLABLES, VALUES, VERBS
 
 PAIRS = (2, 4, 8, 16)
 QUERIES = 4
@@ -18,7 +18,7 @@ LEAST_LENGTH, LENGTHS = 512, 5
 NEEDLES, QUERIED_NEEDLES, DEPTHS = 6, 2, 5
 SAMPLES_PER_DEPTH = 50
 LEAST_HAY = 20
-DIGITS = 4
+NEEDLE_DIGITS = 4
 ROOM = 8
 """Reserve of tokens per context, for tokenizers that merge or split where texts are joined."""
 
@@ -36,7 +36,7 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
         return count(f" {word} {word}") - count(f" {word}") == 1
 
     kinds = []
-    for words in (KEYS, VALUES, FILLER):
+    for words in (KEY_WORDS, VALUES, FILLER):
         single_tokens = tuple(filter(is_token, words))
         has_enough = len(single_tokens) >= PAIRS[-1]
         kinds.append(single_tokens if has_enough else words)
@@ -253,12 +253,12 @@ class Needle(Task):
         """Draw `number` invented cities with numbers; return the numbers by city."""
         # A pair of syllables is drawn as one number, so that all cities differ.
         pairs = rng.sample(range(len(SYLLABLES) ** 2), number)
-        values = rng.sample(range(10**DIGITS), number)
+        values = rng.sample(range(10**NEEDLE_DIGITS), number)
         needles: dict[str, str] = {}
         for pair, value in zip(pairs, values, strict=True):
             first, second = divmod(pair, len(SYLLABLES))
             city = SYLLABLES[first] + SYLLABLES[second]
-            needles[city.capitalize()] = f"{value:0{DIGITS}d}"
+            needles[city.capitalize()] = f"{value:0{NEEDLE_DIGITS}d}"
         return needles
 
     def example_of(self, haystack: Haystack, depth: int, rng: random.Random) -> Example:

@@ -33,7 +33,7 @@ SPARE = 1.03
 """Assumed ratio of the longest example to the longest measured example."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
-LARGEST_FILE = 2**28
+LARGEST_TASK_FILE = 2**28
 
 
 class DoesNotFit(ConfigError):
@@ -247,7 +247,7 @@ class Task(ABC):
 
 
 TASKS: dict[str, Task] = {}
-REMOVED = ("induction", "noisy_kv", "phonebook")
+REMOVED_TASKS = ("induction", "noisy_kv", "phonebook")
 AVAILABLE = "needle, mqar, icl or a task of your own (docs/evaluation.md)"
 FORMER = {"mqar": ("pairs", "words"), "needle": ("asked", "words")}
 """Settings of tasks in earlier versions, which configs of old runs may contain."""
@@ -302,7 +302,7 @@ class OwnFile(Task):
     def __init__(self, path: Path):
         self.name = path.stem
         try:
-            content = read_bytes(path, LARGEST_FILE, follow=True)
+            content = read_bytes(path, LARGEST_TASK_FILE, follow=True)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             near = similar_path(path, os.path.isfile)

@@ -9,7 +9,7 @@ def words_in(text: str) -> tuple[str, ...]:
 
 # The order of all words and phrases is part of the tasks: random draws are indices, so another
 # order would change the examples.
-KEYS = words_in("""
+KEY_WORDS = words_in("""
     arg base block byte case child class code command data dir element error event file format frame
     handler header line list loop message method mode module name node number object path print
 """)

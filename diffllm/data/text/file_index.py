@@ -20,7 +20,7 @@ from diffllm.data.verified import identity_of, settled_identity, usable
 
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
-FORMATS = {".parquet": "parquet", **TEXT_FORMATS}
+FORMAT_BY_SUFFIX = {".parquet": "parquet", **TEXT_FORMATS}
 TOKEN_FILES = (".bin", ".idx", ".ds", ".index", ".metadata")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 INDEX_VERSION = 2
@@ -50,7 +50,7 @@ def format_of(path: Path) -> str:
     ending = ending_of(path)
     if path.suffix.lower() in COMPRESSIONS:
         return TEXT_FORMATS.get(ending, "")
-    return "" if ending in TOKEN_FILES else FORMATS.get(ending, "text")
+    return "" if ending in TOKEN_FILES else FORMAT_BY_SUFFIX.get(ending, "text")
 
 
 def names_of(names: Sequence[str]) -> str:

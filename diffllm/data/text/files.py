@@ -37,7 +37,7 @@ from diffllm.data.text.skipped import (
 if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
 
-KINDS = {"parquet": "parquet", "json": "JSON", "text": "plain text"}
+FORMAT_NAMES = {"parquet": "parquet", "json": "JSON", "text": "plain text"}
 """Kinds of files by format. If kinds of a directory have equal size, the first kind is read."""
 PART_BYTES = 32_000_000
 """Bytes of text per part of a small corpus."""
@@ -133,7 +133,7 @@ def description_of(roots: Mapping[Path, Path | None]) -> str:
     kinds = {format_of(path) for path in roots}
     if len(kinds) > 1:
         return f"{len(roots)} {files_word} in {names}"
-    return f"{len(roots)} {KINDS[kinds.pop()]} {files_word} in {names}"
+    return f"{len(roots)} {FORMAT_NAMES[kinds.pop()]} {files_word} in {names}"
 
 
 def problems_of(
@@ -172,8 +172,8 @@ def other_kinds(
         bytes_of_kind: Counter[str] = Counter()
         for path in paths:
             bytes_of_kind[format_of(path)] += facts[path].size
-        # In the order of KINDS, because `max` returns the first of several largest kinds.
-        candidates = [kind for kind in KINDS if kind in bytes_of_kind]
+        # In the order of FORMAT_NAMES, because `max` returns the first of several largest kinds.
+        candidates = [kind for kind in FORMAT_NAMES if kind in bytes_of_kind]
         if cfg.text_column != DataConfig.text_column and len(candidates) > 1:
             candidates = [kind for kind in candidates if kind != "text"]
         chosen = max(candidates, key=bytes_of_kind.__getitem__, default="")
@@ -184,7 +184,7 @@ def other_kinds(
                 paths_to_read.add(path)
                 continue
             skipped[path] = other_kind(
-                KINDS[kind], directory, KINDS[chosen], bytes_of_kind[chosen], total
+                FORMAT_NAMES[kind], directory, FORMAT_NAMES[chosen], bytes_of_kind[chosen], total
             )
     # Another entry of data.paths may list a file or find it in another directory.
     return {path: problem for path, problem in skipped.items() if path not in paths_to_read}

@@ -18,7 +18,7 @@ from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.files import check_all, parts_of
 
-REFERENCE = {
+REFERENCE_PACKAGES = {
     "matplotlib": ("3.11.2", "cad39bc71dfe10a5c3e9550ba1df5fc9cd251d4198e395c5246702678e8e099c"),
     "networkx": ("3.6.1", "d90ac404778b6b3cf9e89b5b6d40dee6be2bf5a46048bb46655644079d33071a"),
     "numpy": ("2.4.6", "411d9a04e7518665ea992af9ea52b935947ff22f0b349c475b4d7c866ed8df32"),
@@ -37,13 +37,13 @@ ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Make a corpus from the .py files of the packages in REFERENCE.
+    """Make a corpus from the .py files of the packages in REFERENCE_PACKAGES.
 
-    REFERENCE contains a version and a hash for each package. Skip generated files, blank files and
-    duplicates. `Corpus.note` lists the packages that differ from REFERENCE. Raises DataError if
-    none of the packages is installed.
+    REFERENCE_PACKAGES contains a version and a hash for each package. Skip generated files, blank
+    files and duplicates. `Corpus.note` lists the packages that differ. Raises DataError if none of
+    the packages is installed.
     """
-    files_by_package = {name: package_files(name) for name in REFERENCE}
+    files_by_package = {name: package_files(name) for name in REFERENCE_PACKAGES}
     paths = list(chain.from_iterable(files_by_package.values()))
     facts, text_paths = with_text(paths, cache_dir)
     # Of several files with the same text, only the first is read.
@@ -51,7 +51,7 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     for path in text_paths:
         path_by_text.setdefault(facts[path].sha256, path)
     if not path_by_text:
-        names = ", ".join(REFERENCE)
+        names = ", ".join(REFERENCE_PACKAGES)
         raise DataError(
             f"data=packages reads installed packages, but none of {names} is installed; "
             "install one of these packages or use data=stdlib"
@@ -62,7 +62,9 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     distinct_paths = list(path_by_text.values())
     identity = texts_hash([facts[path] for path in distinct_paths])
     note = "" if identity == REFERENCE_SHA256 else difference(hashes)
-    corpus = corpus_of(cfg, facts, distinct_paths, f"source of {', '.join(REFERENCE)}", identity)
+    corpus = corpus_of(
+        cfg, facts, distinct_paths, f"source of {', '.join(REFERENCE_PACKAGES)}", identity
+    )
     return replace(corpus, note=note)
 
 
@@ -151,7 +153,7 @@ def texts_hash(facts: Sequence[FileFacts]) -> str:
 
 def difference(hashes: dict[str, str]) -> str:
     differing = []
-    for name, (version, sha256) in REFERENCE.items():
+    for name, (version, sha256) in REFERENCE_PACKAGES.items():
         if hashes[name] == sha256:
             continue
         try:

@@ -13,8 +13,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
-from diffllm.data.tasks import VERSION
-from diffllm.data.tasks.task import AVAILABLE, FORMER, REMOVED, TASKS, Level
+from diffllm.data.tasks import TASKS_VERSION
+from diffllm.data.tasks.task import AVAILABLE, FORMER, REMOVED_TASKS, TASKS, Level
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class SyntheticConfig(DataConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.task not in {*TASKS, *REMOVED}:
+        if self.task not in {*TASKS, *REMOVED_TASKS}:
             raise ConfigError(f"data.task={self.task} is not one of {', '.join(sorted(TASKS))}")
         # Runs of older versions can be read but not resumed.
         has_former_settings = not self.level.keys().isdisjoint(FORMER.get(self.task, ()))
@@ -74,7 +74,7 @@ class SyntheticConfig(DataConfig):
             self.check_current()
 
     def check_current(self) -> None:
-        if self.task in REMOVED:
+        if self.task in REMOVED_TASKS:
             raise ConfigError(f"data.task={self.task} was removed; use {AVAILABLE}")
         setting_names = TASKS[self.task].settings(DEFAULT_LENGTH)
         for name, value in self.level.items():
@@ -137,7 +137,7 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
 
     return Corpus(
         description=f"{cfg.examples:,} examples of {cfg.task}, {', '.join(settings)}",
-        identity=combined_hash(["synthetic", str(VERSION), cfg.task, *settings, *numbers]),
+        identity=combined_hash(["synthetic", str(TASKS_VERSION), cfg.task, *settings, *numbers]),
         list_parts=parts,
         parts_for=parts,
         has_prompts=cfg.answers_only,

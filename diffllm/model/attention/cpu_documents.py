@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 aten: Any = torch.ops.aten
-FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -42,7 +42,7 @@ def document_attention(
     logsumexp = empty_logsumexp(q)
     for views, rows in documents((q, k, v, out), boundaries):
         *inputs, out_view = views
-        context, sums = FORWARD(*inputs, 0.0, True, scale=scale)
+        context, sums = FLASH_FORWARD(*inputs, 0.0, True, scale=scale)
         out_view.copy_(context)
         logsumexp[:, rows] = sums[0]
     return out, logsumexp

@@ -15,7 +15,7 @@ from diffllm.core.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 from diffllm.model.attention.masks import Documents, Packed, WholeMask
 from diffllm.model.attention.ops import (
     FLASH_4,
-    HALF,
+    HALF_PRECISION,
     NARROW,
     WIDEST,
     Backend,
@@ -83,7 +83,7 @@ def training_kernel(
     if documents and explicit_mask:
         return AutoSetting(Kernel.masked, "no other kernel masks documents in this map")
     if device.type == "cuda" and not flash_takes(dtype, width):
-        reason = f"head width {width}" if dtype in HALF else f"in {dtype_name(dtype)}"
+        reason = f"head width {width}" if dtype in HALF_PRECISION else f"in {dtype_name(dtype)}"
         return AutoSetting(Kernel.masked if documents else Kernel.efficient, reason)
     if device.type != "cuda" and documents:
         kernel = Kernel.cpu_documents if device.type == "cpu" else Kernel.masked
@@ -135,7 +135,7 @@ def prepare_backend(
         raise ConfigError(f"{name} needs a GPU; on device {device.type}, choose sdpa or reference")
     if backend is not Backend.flash:
         return
-    if dtype is not None and dtype not in HALF:
+    if dtype is not None and dtype not in HALF_PRECISION:
         raise ConfigError(
             f"{name} needs precision=bf16; for float32, choose sdpa, flex or reference"
         )

@@ -16,18 +16,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from diffllm.core.torch_versions import CPU, VARLEN_GQA
+from diffllm.core.torch_versions import CPU_CAPABILITIES, VARLEN_GQA
 from diffllm.model.attention.cpu_documents import document_attention
 from diffllm.model.attention.masks import Mask, Packed, Sliced
 
 NARROW = 32
 """Largest head width at which float32 is faster than bf16 in the fused kernel, on CPUs with fast
 bf16. Forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; from width 64, slower."""
-SLOW_BF16 = "Intel" in str(CPU.get("cpu_name")) and not CPU.get("amx_bf16")
+SLOW_BF16 = "Intel" in str(CPU_CAPABILITIES.get("cpu_name")) and not CPU_CAPABILITIES.get(
+    "amx_bf16"
+)
 """Whether bf16 products take twice as long as float32 products (Intel CPUs without AMX). If so, the
 fused kernel is faster in float32 at all tested head widths (64 to 256: 1.4 to 2 times)."""
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 WIDEST = 256
 """Largest head width of FlashAttention kernels."""
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -137,7 +139,7 @@ def in_float32(dtype: torch.dtype, width: int) -> bool:
 
 
 def flash_takes(dtype: torch.dtype, width: int) -> bool:
-    return dtype in HALF and width <= WIDEST
+    return dtype in HALF_PRECISION and width <= WIDEST
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:

@@ -144,7 +144,7 @@ class MoEConfig:
 
 
 EPS = 1e-20
-PARTS = 3
+BF16_PARTS = 3
 """Number of bf16 numbers, with 8 significant bits each, for the 24 bits of a float32."""
 HIGH_BITS = -(1 << 16)
 """Mask of the bits that a float32 shares with bf16."""
@@ -306,7 +306,7 @@ class SplitProduct(torch.autograd.Function):
         # One product with the parts side by side reads x only once.
         parts = torch.cat(split(weight))
         out = float32_mm(x, parts.t())
-        return out.unflatten(1, (PARTS, -1)).sum(1)
+        return out.unflatten(1, (BF16_PARTS, -1)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -315,7 +315,7 @@ class SplitProduct(torch.autograd.Function):
         grad_x = grad.to(x.dtype) @ weight.to(x.dtype)
         parts = torch.cat(split(grad), 1)
         grad_weight = float32_mm(parts.t(), x)
-        return grad_x, grad_weight.unflatten(0, (PARTS, -1)).sum(0)
+        return grad_x, grad_weight.unflatten(0, (BF16_PARTS, -1)).sum(0)
 
 
 def split(x: Tensor) -> list[Tensor]:
@@ -324,7 +324,7 @@ def split(x: Tensor) -> list[Tensor]:
     The sum is exact where x is 0 or the magnitude of x is at least 2^-100.
     """
     parts = []
-    for _ in range(PARTS):
+    for _ in range(BF16_PARTS):
         # Mask bits, because compilers remove a conversion to bf16 and back to float32.
         part = (x.view(torch.int32) & HIGH_BITS).view(torch.float32)
         parts.append(part.bfloat16())

@@ -19,7 +19,7 @@ from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.styles import row_styles
 from diffllm.compare.wandb_runs import COMPARISON_ID
 from diffllm.metrics.panels import sections_by_title
-from diffllm.metrics.table import AXES, METRICS, metric_of
+from diffllm.metrics.table import COST_AXES, METRICS, metric_of
 from diffllm.metrics.wandb_config import WandbConfig
 from diffllm.metrics.wandb_start import abandon_service
 from diffllm.metrics.wandb_uploads import store_uploaded_id
@@ -134,7 +134,7 @@ def test_each_panel_names_metrics_of_table_and_logged_axis():
     assert [*sections] == [*sections_by_title()]
     for panels in sections.values():
         for config in (panel["config"] for panel in panels):
-            assert config.get("xAxis", "tokens") in AXES
+            assert config.get("xAxis", "tokens") in COST_AXES
             for name in config.get("metrics", []):
                 assert metric_of(name).name == name
             if pattern := config.get("metricRegex"):

@@ -24,7 +24,7 @@ from diffllm.compare.report.step_curves import (
 from diffllm.compare.report.styles import RowStyle
 from diffllm.metrics.events import EVENTS, Event, EventsFile, events_of_step
 from diffllm.metrics.spikes import SpikeMonitor
-from diffllm.metrics.steps import STEP, StepsFile
+from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 
 STEPS = 200
 WORDS = (f"steps={STEPS}", "log_interval=10")
@@ -32,10 +32,10 @@ SPIKE = 57
 
 
 def every_step(seed: int, spike: int | None = SPIKE) -> np.ndarray:
-    """Return rows of steps.npy with noisy falling curves and a spike; (STEPS,) of dtype STEP."""
+    """Return rows (STEPS,) of steps.npy with noisy falling curves and a spike."""
     rng = np.random.default_rng(seed)
     steps = STEPS
-    rows = np.zeros(steps, STEP)
+    rows = np.zeros(steps, STEP_DTYPE)
     rows["step"] = np.arange(1, steps + 1)
     rows["tokens"] = rows["step"].astype(np.int64) * config(WORDS).global_batch_size * 32
     fall = (1 + 40 * rows["step"] / steps) ** -0.5
