@@ -80,7 +80,7 @@ class Declaration:
 
 
 UNDECLARED = Declaration()
-INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
+KEY_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """Default of a key that follows another key."""
 Declarations = Mapping[str, Declaration]
 """Declarations by dotted config key."""
@@ -128,7 +128,7 @@ def key(
     check_words("bounds", bounds, RULES)
     if resumable is None:
         resumable = effect not in ("numbers", "order")
-    reference = INTERPOLATION.fullmatch(default) if isinstance(default, str) else None
+    reference = KEY_REFERENCE.fullmatch(default) if isinstance(default, str) else None
     declared = Declaration(
         help,
         effect,
