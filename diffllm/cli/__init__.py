@@ -36,13 +36,10 @@ COMMANDS = {
     "timing": "measure step times of the arms of a study or sweep, in turns",
     "attention-map": "draw the attention of the heads of a trained run",
     "outliers": "measure outliers and attention sinks of a checkpoint, per layer",
-    "noise-floor": "simulate a signal among noisy logits: standard and differential attention",
 }
 MODULES = {
     "consolidate": "convert", "export": "convert", "import": "convert", "power": "study",
 }  # fmt: skip
-NO_PLUGINS = ("train", "noise-floor")
-"""Commands for which `with_plugins` imports no plugins."""
 COMPOSE = ("prepare", "count", "plan", "report", "dashboard", "power", "study", "timing")
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
@@ -70,14 +67,13 @@ def module_of_command(name: str) -> str:
 def with_plugins(name: str, words: list[str]) -> list[str]:
     """Import the plugin modules that the word plugins=[...] in `words` lists.
 
-    `words` are the arguments of the command `name`. If `name` is in NO_PLUGINS, only return `words`
-    unchanged. If `name` is in COMPOSE and `words` contains --config-dir DIR, also register DIR as a
-    directory of YAML files, and return `words` without --config-dir DIR. Otherwise, return `words`
-    unchanged.
+    `words` are the arguments of the command `name`. If `name` is in COMPOSE and `words` contains
+    --config-dir DIR, also register DIR as a directory of YAML files, and return `words` without
+    --config-dir DIR. Otherwise, return `words` unchanged. "train" imports its plugins itself.
     """
     options = ("plugins=", "--config-dir", "-cd")
     has_option = any(word.lstrip("+").startswith(options) for word in words)
-    if name in NO_PLUGINS or not has_option:
+    if name == "train" or not has_option:
         return words  # avoids the slow imports below
     from diffllm.config.plugins import load_plugins, take_directories
 

@@ -292,7 +292,6 @@ def test_sweep_with_invalid_job_starts_no_run(workspace, words, named):
         (["report"], ["no run"]),
         (["report", "file"], ["file", "directory"]),
         (["report", "gone*"], ["gone*", "no such directory"]),
-        (["noise-floor", "keys=1000000000000000"], ["keys=1000000000000000", "131072"]),
         (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
     ],
 )

@@ -12,6 +12,7 @@ from diffllm.model import build_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "in_60_lines.md").read_text(encoding="utf-8")
 CODE, PRINTED = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
+BEST_LAMBDA = re.findall(r"```python\n(def best_lambda.*?)```", PAGE, re.DOTALL)[0]
 T, D, H, d = 5, 16, 4, 4
 
 
@@ -59,3 +60,33 @@ def test_documentation_page_shows_actual_output_of_its_code(capsys):
     exec(CODE, {})
     assert capsys.readouterr().out == PRINTED
     assert len(CODE.splitlines()) <= 60
+
+
+def snr(p, q, s, lam):
+    weights = p - lam * q
+    return weights[s] / np.linalg.norm(np.delete(weights, s))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_closed_form_of_best_lambda_equals_grid_search(seed):
+    page = {}
+    exec(CODE + BEST_LAMBDA, page)
+    generator = np.random.default_rng(seed)
+    common, other = generator.normal(size=(2, 40))
+    logits1, logits2 = common, 0.8 * common + 0.6 * other
+    logits1[3], logits2[3] = 5.0, 0.0
+    p, q = (np.exp(logits) / np.exp(logits).sum() for logits in (logits1, logits2))
+    best = page["best_lambda"](p, q, 3)
+    assert 0.05 < best < 0.95  # not at an end of the grid, which could match by chance
+    grid = np.linspace(0, 1, 20_001)
+    assert grid[np.argmax([snr(p, q, 3, lam) for lam in grid])] == pytest.approx(best, abs=1e-4)
+
+
+def test_documentation_page_states_best_lambda_and_its_snr():
+    page = {}
+    exec(CODE + BEST_LAMBDA, page)
+    p, q = page["map1"][-1], page["map2"][-1]
+    best = page["best_lambda"](p, q, 0)
+    values = [f"{value:.1f}" for value in (snr(p, q, 0, best), snr(p, q, 0, 0.8), snr(p, q, 0, 0))]
+    sentence = 'the SNR of "Paris" is {} there, {} at lambda 0.8, and {} in standard attention'
+    assert f'For the row of "city" it is {best:.2f}: {sentence.format(*values)}' in PAGE
