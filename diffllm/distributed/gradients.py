@@ -76,7 +76,7 @@ def average(tensors: list[Tensor]) -> None:
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Compute the L2 norms of `tensors` over all ranks, with one collective.
+    """Compute the L2 norms of whole tensors from their shards, with one collective.
 
     `tensors` contains this rank's shard of one tensor per parameter, for example of the gradients.
     The mesh dimension "fsdp" shards the parameters. The host does not wait for the device. Every

@@ -155,7 +155,7 @@ def evaluate(
 
     An evaluation is skipped if its task does not fit into the model's maximum length. A stored
     result is reused if the checkpoint, the tokenizer and all settings are unchanged. Raises
-    ConfigError before the first evaluation if a result of another file would be overwritten.
+    ConfigError before the first evaluation if a result for other examples would be overwritten.
     """
     results: dict[str, Result] = {}
     skipped = []
@@ -177,8 +177,8 @@ def evaluate(
             "tokenizer": subject.tokenizer.pieces_hash,
             **settings,
         }
-        first = read_result(files[evaluation.name], key)
-        if first is None:
+        header = read_result(files[evaluation.name], key)
+        if header is None:
             lines = evaluation.lines(subject, settings)
             scores = []
             for score in evaluation.scores(settings, lines):
@@ -186,11 +186,11 @@ def evaluate(
                 details = content.pop("more")
                 # A diverged model may have an infinite value, which JSON cannot hold.
                 scores.append({**content, "value": finite(score.value), **details})
-            first = {"key": key, "unit": evaluation.unit, "scores": scores}
+            header = {"key": key, "unit": evaluation.unit, "scores": scores}
             if evaluation.examples_file:
-                first["examples_file"] = evaluation.examples_file._asdict()
-            store_result(files[evaluation.name], first, lines)
-        results[evaluation.name] = {name: first[name] for name in ("unit", "scores")}
+                header["examples_file"] = evaluation.examples_file._asdict()
+            store_result(files[evaluation.name], header, lines)
+        results[evaluation.name] = {name: header[name] for name in ("unit", "scores")}
     return results, skipped
 
 

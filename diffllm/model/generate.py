@@ -25,7 +25,7 @@ def generate(
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Return each prompt followed by a continuation, sampled independently of other prompts.
+    """Return each prompt followed by a continuation, which does not depend on other prompts.
 
     Raises ValueError if a prompt is empty or longer than `model.cfg.seq_len`, or if an argument is
     outside its range.

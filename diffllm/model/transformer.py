@@ -245,7 +245,11 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
         slices: Slices | None = None,
     ) -> tuple[Rope, Mask]:
-        """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences."""
+        """Return the RoPE tables of `tokens` (B, T), and the mask of the whole sequences.
+
+        With context parallelism, `tokens` are this rank's slice. Its positions need RoPE; its
+        queries attend to the keys of all ranks, so the mask is that of the whole sequences.
+        """
         batch, length = tokens.shape
         start = 0
         sequences = tokens
@@ -255,6 +259,7 @@ class Transformer(nn.Module):
             # other ranks are not needed.
             sequences = tokens.new_empty(batch, length * slices.size)
         self.check_length(sequences.shape[1])
+        # All layers have the same attention variant and therefore the same mask.
         mask = self.layers[0].attention.training_mask(documents, sequences, dtype)
         if documents is None:
             rope = self.rope(start, length)

@@ -193,8 +193,13 @@ def starting_point(cfg: TrainConfig) -> Path | None:
 
 
 def check_stage(cfg: TrainConfig, origin: Origin, checkpoint: Path | None) -> None:
-    """Raise an error if the model settings differ, or if the optimizer state is missing."""
+    """Raise an error if `origin` cannot be the previous stage of a run with the config `cfg`.
+
+    Its `checkpoint` must contain the state of optimizer and loop, and both models must have equal
+    settings of the kind that `is_fixed_in_stage` selects.
+    """
     weights = printed_override("resume", f"weights:{origin.path}")
+    # A checkpoint without the state of the loop, such as an imported model, has no optimizer state.
     if checkpoint is None or read_state(checkpoint)["loop"] is None:
         raise CheckpointError(
             f"{origin.path} has no optimizer state, which a stage needs; to start from the "

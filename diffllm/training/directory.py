@@ -203,13 +203,15 @@ class RunDirectory:
 def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
     """Lock the run directory `path`, see `hold`; wait while `diffllm wandb` reads the directory.
 
-    A start during the upload could write to the same wandb run.
+    A run that starts during this upload could write to the same wandb run. Under a sweep, also wait
+    for the process of an earlier start. `created` are directories to remove if `hold` fails.
     """
     has_printed = False
     while True:
         try:
             return hold(path, *MESSAGE_WORDS, created=created)
         except InUseError:
+            # A shared lock is possible if all other holders are readers.
             with shared_lock(path) as only_readers:
                 if not only_readers and "DIFFLLM_SWEEP_JOB" in os.environ:
                     # The same run of a killed sweep may still save.

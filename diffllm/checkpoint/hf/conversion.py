@@ -56,6 +56,10 @@ def converted(
 def to_diff_v2(
     model: ModelConfig, perturb: float, seed: int
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
+    """Return the config and the tensors of a DIFF V2 model with the outputs of standard attention.
+
+    Each query head becomes two equal heads, plus noise of the relative size `perturb`.
+    """
     attention = model.attention
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
         raise ConfigError(
