@@ -221,7 +221,7 @@ class Table:
             rows += f'<tr><th scope="row">{first.html()}</th>'
             for cell, column in zip(others, self.columns[1:], strict=True):
                 kind = attribute("class", "text" if column.left else "")
-                # Narrow screens show the title of the column before each cell.
+                # Tables shown as cards show the title of the column before each cell.
                 title = attribute("data-title", column.head)
                 rows += f"<td{kind}{title}>{cell.html()}</td>"
             rows += "</tr>\n"

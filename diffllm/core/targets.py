@@ -2,5 +2,5 @@
 
 CONTEXT_TARGET = -1
 """Target at which the loss mask excludes a token, such as a token of a prompt."""
-PADDING = -2
+PADDING_TARGET = -2
 """Target of a training position that has no token. Routers of experts do not count it."""

@@ -323,7 +323,7 @@ class DataConfig(TextConfig):
             self.check_mixture_source(name, source)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")
-        check_curriculum(self.curriculum, list(self.sources))
+        check_curriculum(self.curriculum, self.sources)
 
     def check_mixture_source(self, name: str, source: SourceConfig) -> None:
         prefix = f"data.sources.{name}."

@@ -347,8 +347,8 @@ class HeldoutSample:
         for start in range(0, len(rank_places), batch_size):
             places = rank_places[start : start + batch_size]
             if self.whole:
-                inputs, targets, _ = self.documents.read(self.borders, places, self.seq_len)
-                yield inputs, targets
+                # Without names, which would keep a batch in memory while the next one is read.
+                yield self.documents.read(self.borders, places, self.seq_len)[:2]
             else:
                 yield self.cut.read(places)
 

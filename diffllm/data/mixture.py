@@ -65,7 +65,7 @@ class MixtureData:
             skipped_undecodable += manifest.skipped_undecodable
             is_cut = is_cut or manifest.cut
         mean_entropy = float(np.average(entropies, weights=heldout_tokens))
-        # The other fields are equal, because all sources share one tokenizer.
+        # The other fields are equal, because `check` refuses sources with another tokenizer.
         return replace(
             manifests[0],
             source=f"a mixture of {', '.join(self.sources)}",

@@ -229,10 +229,10 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
             heapq.heappush(ready, (latest, k, n))
         _, k, n = heapq.heappop(ready)
         order[place - 1] = k
-        following = n + 1
-        if following < counts[k]:
-            earliest = first_position(counts[k], following, 1)
-            heapq.heappush(waiting, (earliest, k, following))
+        next_number = n + 1
+        if next_number < counts[k]:
+            earliest = first_position(counts[k], next_number, 1)
+            heapq.heappush(waiting, (earliest, k, next_number))
     return order
 
 

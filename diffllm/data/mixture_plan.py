@@ -13,7 +13,7 @@ from diffllm.data.mixture_order import LEAST_WEIGHT, SHORTEST_BLOCK, MixtureOrde
 
 Segments = list[tuple[int, tuple[float, ...]]]
 """First sample of each segment, with one weight per source."""
-MOST_BLOCKS = 256
+MOST_SEGMENTS = 256
 """Maximum segments between two points of a linear curriculum."""
 
 
@@ -38,14 +38,14 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
     plan: Segments = []
     for (start, first_weights), (stop, last_weights) in pairwise(points):
         length = stop - start
-        steps = min(MOST_BLOCKS, max(1, length // SHORTEST_BLOCK))
-        for i in range(steps):
-            midpoint = (2 * i + 1) / (2 * steps)
+        parts = min(MOST_SEGMENTS, max(1, length // SHORTEST_BLOCK))
+        for i in range(parts):
+            midpoint = (2 * i + 1) / (2 * parts)
             weights = []
             for first, last in zip(first_weights, last_weights, strict=True):
                 weights.append(first + midpoint * (last - first))
-            step_start = start + i * length // steps
-            plan.append((step_start, as_shares(weights)))
+            part_start = start + i * length // parts
+            plan.append((part_start, as_shares(weights)))
     plan.append(points[-1])
     return plan
 

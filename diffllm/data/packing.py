@@ -68,12 +68,12 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
             per_bin = room // size
             needed_bins = -(-len(items) // per_bin)
             used = min(len(fullest), needed_bins)
-            packed = min(len(items), used * per_bin)
+            n_items = min(len(items), used * per_bin)
             bin_of_place = np.repeat(fullest[:used], per_bin)
-            bins[items[:packed]] = bin_of_place[:packed]
-            items = items[packed:]
+            bins[items[:n_items]] = bin_of_place[:n_items]
+            items = items[n_items:]
             # The last used bin may get fewer items than the others.
-            in_last = packed - (used - 1) * per_bin
+            in_last = n_items - (used - 1) * per_bin
             open_bins.put(room - per_bin * size, fullest[: used - 1])
             open_bins.put(room - in_last * size, fullest[used - 1 : used])
             open_bins.put(room, fullest[used:])
@@ -141,7 +141,8 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
             open_end -= (stop - int(places[-1])) % seq_len
         tokens = np.append(ends, open_end) - places
         counts = -(-tokens // seq_len)
-        # Pieces of the block before each document, then the number of each piece in its document.
+        # Pieces of the block before each document, then the number of each piece among its
+        # document's pieces in this block.
         pieces_before = np.cumsum(counts) - counts
         piece_numbers = np.arange(counts.sum()) - np.repeat(pieces_before, counts)
         cut_tokens = seq_len * piece_numbers

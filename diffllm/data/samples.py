@@ -239,11 +239,11 @@ class MixedSequences:
         for source in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == source)
             try:
-                placed = self._read(source, numbers[rows])
+                source_batch = self._read(source, numbers[rows])
             except DataError as error:
                 # The error is returned, not raised, as by `ShuffledSequences`.
                 return error
-            inputs[rows], targets[rows] = placed.batch
+            inputs[rows], targets[rows] = source_batch.batch
         return inputs, targets
 
     def _read(self, source: int, numbers: np.ndarray) -> PlacedBatch:

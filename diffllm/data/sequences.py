@@ -13,7 +13,7 @@ import torch
 from diffllm.core.atomic_directories import build_once
 from diffllm.core.bounds import check_counts
 from diffllm.core.errors import DataError
-from diffllm.core.targets import PADDING
+from diffllm.core.targets import PADDING_TARGET
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.packing import (
@@ -49,7 +49,7 @@ class StreamSequences:
     def read(self, places: np.ndarray) -> Batch:
         """Read the m sequences with the indices `places`; return (inputs, targets).
 
-        Both are (m, seq_len) int64; context tokens have target CONTEXT. Raises DataError for
+        Both are (m, seq_len) int64; context tokens have target CONTEXT_TARGET. Raises DataError for
         unreadable tokens.
         """
         inputs = []
@@ -85,7 +85,7 @@ class PackedSequences:
     A document longer than a sequence is cut into pieces. `plan` lists the documents and pieces of
     each sequence, in corpus order. The first token of a document is predicted from an EOS,
     so every token of `stream` except context is a target once. Padding has input EOS and target
-    PADDING, also the EOS that separates a piece of a cut document from the document before.
+    PADDING_TARGET, also the EOS that separates a piece of a cut document from the document before.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -99,7 +99,7 @@ class PackedSequences:
 
     def read(self, places: np.ndarray) -> Batch:
         inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
-        targets = np.full_like(inputs, PADDING)
+        targets = np.full_like(inputs, PADDING_TARGET)
         for row, place in enumerate(places.tolist()):
             begin = 0
             for start, length in self.plan[place]:

@@ -195,8 +195,7 @@ def document_ends(
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
         # The tokens have no name: they would stay in memory while the caller uses the ends.
-        is_eos = stream.tokens(begin, stop) == eos_id
-        yield stop, begin + 1 + np.flatnonzero(is_eos)
+        yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
 
 
 def document_end(stream: Readable, eos_id: int, position: int) -> int:

@@ -195,12 +195,12 @@ def chance(lines: Sequence[Mapping[str, Any]]) -> float:
 
     An example with a single candidate counts as 0.
     """
-    expected = []
+    chances = []
     for line in lines:
         n_candidates = line["candidates"]
         if n_candidates > 1:
-            expected.append(1 / n_candidates)
-    return sum(expected) / len(lines)
+            chances.append(1 / n_candidates)
+    return sum(chances) / len(lines)
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:

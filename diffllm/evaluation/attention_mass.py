@@ -116,9 +116,9 @@ class AttentionMass(Evaluation):
         mean_uniform = uniform.mean(0).tolist()
         guesses = dict(zip(KEY_KINDS, mean_uniform, strict=True))
         shares_by_map: dict[str, np.ndarray] = {}
-        for name in lines[0]["maps"]:
-            shares = [line["maps"][name] for line in lines]
-            shares_by_map[name] = np.array(shares)  # (n, L, 3)
+        for map_name in lines[0]["maps"]:
+            shares = [line["maps"][map_name] for line in lines]
+            shares_by_map[map_name] = np.array(shares)  # (n, L, 3)
         effective = shares_by_map.pop(EFFECTIVE)
         scores = []
         for i, kind in enumerate(KEY_KINDS):
@@ -126,10 +126,10 @@ class AttentionMass(Evaluation):
             scores.append(sample.score(kind, kind_shares, chance=guesses[kind]))
         targets = effective[..., TARGET]
         without_sink = effective[..., [TARGET, FILLER]].sum(-1)
-        name = "target / (target + filler)"
+        label = "target / (target + filler)"
         uniform_without_sink = uniform[:, [TARGET, FILLER]].sum()
         guess = float(uniform[:, TARGET].sum() / uniform_without_sink)
-        scores.append(sample.score(name, targets, without_sink, guess))
+        scores.append(sample.score(label, targets, without_sink, guess))
         # The scored examples also select the heads, which biases this score upwards.
         shares_by_head = [line["heads"] for line in lines]
         best, heads = best_heads(shares_by_head)
@@ -139,11 +139,11 @@ class AttentionMass(Evaluation):
         no_key = np.array([line[NO_KEY] for line in lines])
         if (no_key > SUM_TOLERANCE).any():
             scores.append(sample.score(f"sink, {NO_KEY}", no_key))
-        for name, map_shares in shares_by_map.items():
+        for map_name, map_shares in shares_by_map.items():
             for i, kind in enumerate(KEY_KINDS):
-                label = f"{name} {kind}"
+                label = f"{map_name} {kind}"
                 kind_shares = map_shares[..., i]
-                if name == SIGNED:
+                if map_name == SIGNED:
                     # Sums of signed weights may be negative or above 1, and have no chance level.
                     scores.append(sample.score(label, kind_shares, limits=None))
                 else:

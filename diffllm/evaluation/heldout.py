@@ -63,7 +63,7 @@ def heldout_loss(
         (inputs, targets), error = next_batch(iterator, empty)
         if failure is None:
             failure = error
-        # All batches have one shape, because a compiled model is compiled anew for each shape.
+        # All batches have one shape, so that a compiled model is not compiled again.
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1)

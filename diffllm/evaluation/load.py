@@ -61,7 +61,7 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
         model = Transformer(cfg.model)
         params = dict(model.named_parameters())
         check_parameters(path, read_state(path), params)
-        # Fills the RoPE tables, which checkpoints do not contain.
+        # Fills the buffers that checkpoints do not contain: RoPE tables and lambda_init of DIFF V1.
         model.reset_parameters()
         tensors = {name: param.detach() for name, param in params.items()}
         tensors |= model.router_state()

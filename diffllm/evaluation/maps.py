@@ -36,8 +36,7 @@ PERCENTILE = 99
 SYMBOL = {"lambda": "λ"}
 GREY = "#707070"
 SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
-INCH = 72
-"""Points of an inch."""
+POINTS_PER_INCH = 72
 LINE_SPACING = 1.3
 """Distance between the lines of two token labels, relative to the size of the labels."""
 STRIP, NARROWEST, SCALE = 0.8, 4.8, 2.6
@@ -66,8 +65,8 @@ class LayerMaps:
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
     """Compute the attention maps of layer `layer`, counted from 0, for token ids (B, T)."""
-    layers = attention_inputs(model, tokens)
-    attention, x, rope = next(islice(layers, layer, None))
+    # The generator has no name, so that its tensors are freed before the maps are computed.
+    attention, x, rope = next(islice(attention_inputs(model, tokens), layer, None))
     return attention_maps(attention, x, rope)
 
 
@@ -161,17 +160,17 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
         first_sequence = batch[0, heads]
         columns[name] = first_sequence.double().cpu().numpy()
     # The side of a map gives each token a line of text, within limits that shrink with more heads.
-    side_for_labels = len(labels) * SMALL / INCH * LINE_SPACING
+    side_for_labels = len(labels) * SMALL / POINTS_PER_INCH * LINE_SPACING
     longest_side = 5.0 * len(heads) ** -0.35
     side = min(max(side_for_labels, 1.3), max(longest_side, 2.0))
     widths = [side if name in layer.maps else STRIP for name in columns]
     # Below 5 points, labels are omitted instead of drawn smaller.
-    points_for_all_labels = side / len(labels) * INCH / LINE_SPACING
+    points_for_all_labels = side / len(labels) * POINTS_PER_INCH / LINE_SPACING
     points = min(max(points_for_all_labels, 5.0), SMALL)
-    step = math.ceil(len(labels) * points * 1.1 / INCH / side)
+    step = math.ceil(len(labels) * points * 1.1 / POINTS_PER_INCH / side)
     # Margin for token labels and the name of the axis.
     longest_label = max(map(len, labels))
-    margin = longest_label * points / INCH * 0.62 + 0.4
+    margin = longest_label * points / POINTS_PER_INCH * 0.62 + 0.4
     fig, grid = figure_with_axes(len(heads), side, widths, margin, title)
     # All maps of the figure share the colours, so that equal weights look equal.
     drawn_maps = [columns[name] for name in layer.maps]

@@ -38,7 +38,7 @@ TOP = (1, 2, 3, 10, 100)
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
 OUTLIERS_VERSION = 1
 """Part of the key of results: increase it when lines or scores change."""
-MEASURES = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
+SCORED_NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
@@ -61,12 +61,11 @@ class Spread:
         magnitudes = flat.abs()
         self.count += len(flat)
         largest_before = self.largest.to(flat.device)
-        candidates = torch.cat((largest_before, magnitudes))
-        n_largest = min(TOP[-1], len(candidates))
-        self.largest = candidates.topk(n_largest).values.cpu()
+        n_largest = min(TOP[-1], len(largest_before) + len(magnitudes))
+        # Copies of the values have no name, so that they are freed before the next copy.
+        self.largest = torch.cat((largest_before, magnitudes)).topk(n_largest).values.cpu()
         # The bits of floats from 0, read as integers, have the same order as the floats.
-        bins = magnitudes.view(torch.int32) >> LEFT_OUT
-        counts = torch.bincount(bins, minlength=BINS)
+        counts = torch.bincount(magnitudes.view(torch.int32) >> LEFT_OUT, minlength=BINS)
         self.bins += counts.cpu()
         # The kurtosis subtracts sums of powers from each other, which float32 cannot resolve.
         wide = flat.double()
@@ -140,7 +139,7 @@ class LayerOutliers:
         self.over_channels = Mean()
         self.context = Mean()
         self.ratio = Mean()
-        self.least_ratio = math.inf
+        self.smallest_ratio = math.inf
         self.largest_ratio = -math.inf
         self.logits: defaultdict[str, Spread] = defaultdict(Spread)
         self.weight: defaultdict[str, Mean] = defaultdict(Mean)
@@ -158,8 +157,7 @@ class LayerOutliers:
         # `kurtosis` returns a mean over tokens: one copy per token weights batches by their size.
         mean_kurtosis = kurtosis(x)
         self.over_channels.add(mean_kurtosis.expand(x.shape[:2]))
-        by_token = x.abs().flatten(0, 1)  # (B * T, D)
-        largest = by_token.amax(0).cpu()
+        largest = x.abs().flatten(0, 1).amax(0).cpu()  # (D,)
         if len(self.channels):
             largest = torch.maximum(self.channels, largest)
         self.channels = largest
@@ -169,7 +167,7 @@ class LayerOutliers:
         self.ratio.add(ratio)
         lowest = ratio.min().item()
         highest = ratio.max().item()
-        self.least_ratio = min(self.least_ratio, lowest)
+        self.smallest_ratio = min(self.smallest_ratio, lowest)
         self.largest_ratio = max(self.largest_ratio, highest)
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
@@ -211,7 +209,7 @@ class LayerOutliers:
             sinks[name] = {"weight": weight.value, "share": share.value}
         ratios = {
             "mean": self.ratio.value,
-            "min": self.least_ratio,
+            "min": self.smallest_ratio,
             "max": self.largest_ratio,
         }
         return {
@@ -269,8 +267,8 @@ def measure_outliers(
                 k = aux["k"]
                 inputs = normed[:, piece]
                 maps = attention.maps(inputs, q, k, probe.visible)
-                logits = attention.logits(q, k)
-                layer.add_maps(logits, maps, probe)
+                # The logits have no name, so that they are freed before the next piece.
+                layer.add_maps(attention.logits(q, k), maps, probe)
             x, *_ = block(x, rope, mask)
             if not x.isfinite().all():
                 raise CheckpointError(
@@ -319,7 +317,7 @@ class Outliers(Evaluation):
                 logits.append((place, numbers))
         scores = []
         for kind, places in (("hidden", hidden), ("logits", logits)):
-            for name in MEASURES:
+            for name in SCORED_NUMBERS:
                 values = []
                 for place, numbers in places:
                     if numbers[name] is not None:

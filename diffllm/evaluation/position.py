@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffllm.core.errors import CheckpointError
-from diffllm.core.targets import PADDING
+from diffllm.core.targets import PADDING_TARGET
 from diffllm.data.heldout import heldout_documents
 from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import (
@@ -157,11 +157,11 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
     """
     cpu = torch.device("cpu")
     device = subject.device
-    targets = padded(texts, PADDING, cpu)
+    targets = padded(texts, PADDING_TARGET, cpu)
     first = subject.tokenizer.start_id
     # Each token is predicted from the tokens before it, so the last token is not read.
-    read_texts = [[first, *text[:-1]] for text in texts]
-    inputs = padded(read_texts, eos_id, cpu)
+    input_texts = [[first, *text[:-1]] for text in texts]
+    inputs = padded(input_texts, eos_id, cpu)
     documents = None
     if subject.cfg.data.mask_documents:
         documents = Documents.of(inputs, eos_id).to(device)

@@ -60,8 +60,7 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     largest = wide.abs().amax(dims, keepdim=True)
     # Divide by a tensor: for a number, CUDA would multiply by its rounded reciprocal.
     scale = largest / torch.full_like(largest, most)
-    steps = torch.round(wide / scale)
-    level = steps.clamp(-most, most).int()
+    level = torch.round(wide / scale).clamp(-most, most).int()
     # A division by a scale of 0 gives NaN, whose integer is undefined.
     values = torch.where(scale > 0, level * scale, 0.0)
     return values.to(x.dtype)
@@ -158,14 +157,14 @@ def make_arms() -> list[Arm]:
     return arms
 
 
-QUANTISATIONS = make_arms()
+QUANTISE_ARMS = make_arms()
 
 
 class Quantise(Evaluation):
-    """Evaluation of simulated quantisation: the change of the loss for each of QUANTISATIONS.
+    """Evaluation of simulated quantisation: the change of the loss by rounding.
 
-    The loss is computed on the sequences of `first_sequences`, one sequence at a time. The score
-    of each setting also contains the loss without rounding.
+    Each of QUANTISE_ARMS except the first has a score, which also contains the loss without
+    rounding. The loss is computed on the sequences of `first_sequences`, one sequence at a time.
     """
 
     name = "quantise"
@@ -187,15 +186,15 @@ class Quantise(Evaluation):
                 f"they belong to prompts; set limit above {most}"
             )
         lines: list[Line] = []
-        with track(self.name, len(QUANTISATIONS) * len(sequences)) as advance:
-            for arm in QUANTISATIONS:
+        with track(self.name, len(QUANTISE_ARMS) * len(sequences)) as advance:
+            for arm in QUANTISE_ARMS:
                 with quantised(subject.model, arm.weights, arm.activations):
                     lines += loss_lines(subject, arm.name, sequences, advance)
         return lines
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         nats: dict[str, np.ndarray] = {}
-        for arm in QUANTISATIONS:
+        for arm in QUANTISE_ARMS:
             losses = [line["nats"] for line in lines if line["arm"] == arm.name]
             nats[arm.name] = np.array(losses)
         # All settings use the same sequences, so the numbers of tokens are equal.
@@ -203,7 +202,7 @@ class Quantise(Evaluation):
         tokens = np.array(counts)
         loss = float(nats[PLAIN].sum() / tokens.sum())
         scores = []
-        for arm in QUANTISATIONS[1:]:
+        for arm in QUANTISE_ARMS[1:]:
             change = nats[arm.name] - nats[PLAIN]
             scores.append(
                 NamedScore(
@@ -230,7 +229,7 @@ def loss_lines(
     CheckpointError if a loss is not finite.
 
     Args:
-        arm: name of one of QUANTISATIONS; the dicts and the error message contain this name.
+        arm: name of one of QUANTISE_ARMS; the dicts and the error message contain this name.
         advance: called with 1 after each sequence, to show progress.
     """
     lines = []

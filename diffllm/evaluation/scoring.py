@@ -245,8 +245,8 @@ def score_rows(
     offsets = torch.arange(longest, device=device)
     # A short continuation has fewer positions than the longest; its additional logits are unused.
     places = (first + offsets).clamp_max(ids.shape[1] - 1)
-    logits = model(ids, caches=caches, last=places)  # (B, longest, V)
-    logs = logits.double().log_softmax(-1)
+    # The logits have no name, so that they are freed before the softmax.
+    logs = model(ids, caches=caches, last=places).double().log_softmax(-1)  # (B, longest, V)
     scores = []
     for row_logs, (_, continuations) in zip(logs, rows, strict=True):
         likeliest = row_logs.argmax(-1).tolist()

@@ -64,7 +64,7 @@ class Curve(Plot):
     clip: bool = False
     """Whether the range of the y axis ignores the first steps and marked spikes."""
     axes: tuple[str, ...] = ("tokens",)
-    """Names in `AXES`: x-axes of the panels of a wandb dashboard. The report uses tokens."""
+    """Names in `COST_AXES`: x-axes of the panels of a wandb dashboard. The report uses tokens."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from diffllm.metrics.metric import Bars, Curve, Metric, Section
 from diffllm.metrics.sections import SECTIONS
 from diffllm.metrics.table import METRICS
 
-AXIS_TITLES = {"tokens": "", "training_flops": ", over FLOPs"}
+TITLE_ENDINGS = {"tokens": "", "training_flops": ", over FLOPs"}
 """End of a panel's title, by x-axis."""
 BY_GROUP = "by group"
 """Text for the placeholder {group} in the title of a panel that shows all groups."""
@@ -74,7 +74,7 @@ def metric_panels(metric: Metric) -> list[Panel]:
     axes = first.axes if isinstance(first, Curve) else ("tokens",)
     title = first.title.format(group=BY_GROUP)
     panels = [
-        Panel(title + AXIS_TITLES[axis], axis=axis, log=first.log, **selection) for axis in axes
+        Panel(title + TITLE_ENDINGS[axis], axis=axis, log=first.log, **selection) for axis in axes
     ]
     for plot in metric.plots:
         if isinstance(plot, Bars):

@@ -130,7 +130,7 @@ class Sinks(NamedTuple):
         additional metrics.
 
         Args:
-            rows: the steps, (n,) of dtype STEP.
+            rows: the steps, (n,) of dtype STEP_DTYPE.
             values: additional metrics by step.
 
         Raises ConfigError for a metric that diffllm/metrics/table.py does not define.

@@ -252,7 +252,7 @@ class EventCounter:
         sum_of_squares = centred_steps @ centred_steps
         steps_ahead = self.seen - mean_step
         line = values.mean() + steps_ahead * (centred_steps @ values) / sum_of_squares
-        # The line is itself uncertain, and more so far ahead of the fitted steps: 1 + h.
+        # The factor 1 + h: the line is uncertain, and more so further from the mean step.
         variance_factor = 1 + 1 / len(steps) + steps_ahead**2 / sum_of_squares
         return float((value - line) / math.sqrt(variance_factor))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.targets import PADDING
+from diffllm.core.targets import PADDING_TARGET
 from diffllm.model.attention.base import Attention, Aux, KVCache
 from diffllm.model.attention.masks import Documents, Mask, Sliced
 from diffllm.model.attention.ops import sdpa_for_any_length
@@ -134,8 +134,8 @@ class Transformer(nn.Module):
         """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput if `targets` is given.
 
         Args:
-            targets: (B, T) int64; negative targets are ignored. Targets equal to PADDING mark
-                padding, which router losses and token counts of experts exclude.
+            targets: (B, T) int64; negative targets are ignored. Targets equal to PADDING_TARGET
+                mark padding, which router losses and token counts of experts exclude.
             caches: one KV cache per layer, for decoding; `tokens` follow the cached tokens.
             diagnose: with targets, also return statistics of each layer.
             documents: if given, attention stays within each document, where positions start at 0.
@@ -159,7 +159,7 @@ class Transformer(nn.Module):
             attention_probe = probe_at(probe, length, documents)
         padding = None
         if targets is not None and self.cfg.moe.n_experts:
-            padding = targets == PADDING
+            padding = targets == PADDING_TARGET
         stats: list[BlockStats] = []
         routed: list[Routed] = []
         context = sdpa_for_any_length(x.device) if caches else nullcontext()

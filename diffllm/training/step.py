@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.config import TrainConfig
-from diffllm.core.targets import PADDING
+from diffllm.core.targets import PADDING_TARGET
 from diffllm.data.sequences import Batch
 from diffllm.distributed.gradients import Norms, change_norm, copies, finish_gradients
 from diffllm.metrics.diagnostics import (
@@ -244,7 +244,7 @@ def global_counts(t: Training, targets: list[Tensor]) -> Counts:
     for part in targets:
         part = sliced(part, t.slices)
         n_targets = (part >= 0).sum()
-        n_tokens = (part != PADDING).sum()
+        n_tokens = (part != PADDING_TARGET).sum()
         rows.append(torch.stack([n_targets, n_tokens]))
     # Counted on the CPU, where the targets are, and copied to the device for the collective.
     counts = moved(torch.stack(rows).sum(0), t.device)

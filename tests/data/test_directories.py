@@ -19,7 +19,7 @@ from sample_texts import json_lines, opened, texts
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.text import files
-from diffllm.data.text.file_index import COMPRESSIONS, TEXT_FORMATS
+from diffllm.data.text.file_index import COMPRESSIONS, TEXT_FORMAT_BY_SUFFIX
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -132,7 +132,9 @@ LEADS = (b"", BOM_UTF8, b"\n", b"\r\n", BOM_UTF8 + b" \n\n")
 
 
 @pytest.mark.fast_cases(6)
-@pytest.mark.parametrize("ending", [name for name, kind in TEXT_FORMATS.items() if kind == "json"])
+@pytest.mark.parametrize(
+    "ending", [name for name, kind in TEXT_FORMAT_BY_SUFFIX.items() if kind == "json"]
+)
 @pytest.mark.parametrize("packed", ["", *COMPRESSIONS])
 @pytest.mark.parametrize("array", [True, False])
 def test_directory_reads_each_json_file_like_a_listed_file(
@@ -169,10 +171,12 @@ def test_directory_is_read_as_the_kind_with_the_most_bytes(
     larger, smaller = write_kind(docs, most, 1000), write_kind(docs, least, 1)
     corpus = opened(make_config(docs))
     assert corpus.identity == opened(make_config(larger)).identity
-    assert corpus.description == f"1 {files.KINDS[most]} file in docs/"
+    assert corpus.description == f"1 {files.FORMAT_NAMES[most]} file in docs/"
     (reason,) = corpus.skipped.values()
     assert list(corpus.skipped) == [smaller]
-    assert reason.startswith(f"{files.KINDS[least]}; of docs/, only {files.KINDS[most]} is read (")
+    assert reason.startswith(
+        f"{files.FORMAT_NAMES[least]}; of docs/, only {files.FORMAT_NAMES[most]} is read ("
+    )
     both = opened(make_config(*sorted((larger, smaller))))
     assert opened(make_config(docs, smaller)).identity == both.identity
     # A listed subdirectory has its own kind, before or after its parent.

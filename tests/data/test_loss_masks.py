@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffllm.core.errors import DataError
-from diffllm.core.targets import CONTEXT_TARGET, PADDING
+from diffllm.core.targets import CONTEXT_TARGET, PADDING_TARGET
 from diffllm.data.config import DataConfig
 from diffllm.data.heldout import heldout_documents, heldout_tokens
 from diffllm.data.imported import FilesStream
@@ -147,9 +147,9 @@ def test_packed_sequences_ignore_targets_outside_the_loss_mask(
     same, whole = PackedSequences(plain, EOS, 16, plan).read(everything)
     assert torch.equal(inputs, same)
     assert torch.equal(targets[targets >= 0], whole[targets >= 0])
-    assert torch.equal(targets == PADDING, whole == PADDING), "context is not padding"
+    assert torch.equal(targets == PADDING_TARGET, whole == PADDING_TARGET), "context is not padding"
     assert (targets == CONTEXT_TARGET).any()
-    assert (targets == PADDING).any()
+    assert (targets == PADDING_TARGET).any()
     left = [sum(int(mask[i : i + n].sum()) for i, n in plan[row]) for row in everything.tolist()]
     assert (targets >= 0).sum(1).tolist() == left
     assert sum(left) == mask.sum()

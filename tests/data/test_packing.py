@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from diffllm.config.compose import steps_to_train
 from diffllm.core.errors import DataError
-from diffllm.core.targets import PADDING
+from diffllm.core.targets import PADDING_TARGET
 from diffllm.data import packing, streams
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream
@@ -166,11 +166,11 @@ def test_packed_sequence_contains_only_document_tokens_and_padding(
         expected: list[tuple[int, int]] = []
         for start, length in row:
             if start not in starts and length < seq_len:
-                expected.append((EOS, PADDING))
+                expected.append((EOS, PADDING_TARGET))
             for i in range(start, start + length):
                 expected.append((EOS if i in starts else tokens[i - 1], tokens[i]))
         assert len(expected) <= seq_len
-        expected += [(EOS, PADDING)] * (seq_len - len(expected))
+        expected += [(EOS, PADDING_TARGET)] * (seq_len - len(expected))
         assert list(zip(one, other, strict=True)) == expected
 
 

@@ -15,7 +15,7 @@ from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
-from diffllm.core.targets import CONTEXT_TARGET, PADDING
+from diffllm.core.targets import CONTEXT_TARGET, PADDING_TARGET
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
 
@@ -41,7 +41,8 @@ def masked_batch(cfg, step, share=None, padded=False):
     if padded:
         lengths = torch.linspace(0, cfg.seq_len, len(targets)).round()[:, None]
         padding = torch.arange(cfg.seq_len) >= lengths
-        inputs, targets = inputs.masked_fill(padding, 0), targets.masked_fill(padding, PADDING)
+        inputs = inputs.masked_fill(padding, 0)
+        targets = targets.masked_fill(padding, PADDING_TARGET)
     return inputs, targets
 
 
@@ -77,7 +78,7 @@ def reference(overrides, padded):
     moe = cfg.model.moe
     model = build_model(cfg.model).double()
     inputs, targets = masked_batch(cfg, 0, padded=padded)
-    tokens, counted = int((targets != PADDING).sum()), int((targets >= 0).sum())
+    tokens, counted = int((targets != PADDING_TARGET).sum()), int((targets >= 0).sum())
     losses, routers = {}, {}
     objective = counts = entropy = 0
 
@@ -86,7 +87,7 @@ def reference(overrides, padded):
         return value
 
     for row_inputs, row_targets in zip(inputs, targets, strict=True):
-        length = int((row_targets != PADDING).sum())
+        length = int((row_targets != PADDING_TARGET).sum())
         if not length:
             continue
         x, y = row_inputs[None, :length], row_targets[None, :length]

@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     assert asked == ["icl"]
     assert main([*words, "seed=1"]) == 0
     assert asked == ["icl", "mqar", "icl"]
-    monkeypatch.setattr("diffllm.evaluation.answers.VERSION", TASKS_VERSION + 1)
+    monkeypatch.setattr("diffllm.evaluation.answers.TASKS_VERSION", TASKS_VERSION + 1)
     assert main(words) == 0
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 

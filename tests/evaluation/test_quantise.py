@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffllm import build_model, load_config
 from diffllm.data.preparation.prepare import prepare
 from diffllm.evaluation.evaluation import EvaluationOptions, Subject
-from diffllm.evaluation.quantise import QUANTISATIONS, Rounding, quantised, rounded
+from diffllm.evaluation.quantise import QUANTISE_ARMS, Rounding, quantised, rounded
 from diffllm.evaluation.suite import EVALUATIONS
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
@@ -203,7 +203,7 @@ def test_losses_of_quantise_evaluation_match_reference(
             assert line["nats"] == pytest.approx(nats, rel=1e-5)
             losses.setdefault(arm, []).append(nats)
     scores = {score.of: score for score in QUANTISE.scores(settings, lines)}
-    assert list(scores) == [arm.name for arm in QUANTISATIONS[1:]]
+    assert list(scores) == [arm.name for arm in QUANTISE_ARMS[1:]]
     assert len(scores) == 15
     plain = sum(losses["unquantised"]) / (9 * 128)
     for arm in ("weights 6 per channel", "weights 4 per tensor"):

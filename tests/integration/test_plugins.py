@@ -192,7 +192,10 @@ ERRORS = {
         "bad.A",
     ),
     "an existing metric": (
-        "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
+        "from diffllm.metrics.metric import Metric\n"
+        "from diffllm.metrics.sections import LOSS\n"
+        "from diffllm.metrics.table import add_metric\n"
+        "add_metric(Metric('train/loss', LOSS, 'another'))",
         "metric train/loss conflicts with the existing metric train/loss",
     ),
     "an unknown effect": (

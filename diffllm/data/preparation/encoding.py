@@ -138,7 +138,7 @@ class Encoding:
         following = np.zeros((0, 3), np.int64)
         for documents, blank in batches(self.corpus.parts[number]):
             skipped_empty += blank
-            # The last batch is empty if the part ends with blank documents.
+            # The last batch is empty if only blank documents follow the last full batch.
             if not documents:
                 continue
             hashes = document_hashes(documents)
@@ -147,7 +147,7 @@ class Encoding:
             # Pieces of a single document are divided by their part, not by their hashes.
             if self.cut:
                 is_heldout[:] = is_last_part
-            token_counts = self.write(documents, is_heldout, writers, threads)
+            token_counts = self.encode_batch(documents, is_heldout, writers, threads)
             rows = np.column_stack([hashes, np.ones_like(hashes), token_counts])
             held += rows[is_heldout, 1:].sum(axis=0)
             # Drop rows that cannot be needed, so that memory does not grow with the part.
@@ -166,7 +166,7 @@ class Encoding:
         # Only after the shards are on disk: a part with a record is not encoded again.
         replace_file(record_path(self.partial, number), json.dumps(asdict(record)))
 
-    def write(
+    def encode_batch(
         self,
         documents: Sequence[Document],
         is_heldout: np.ndarray,

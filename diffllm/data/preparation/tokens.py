@@ -99,9 +99,9 @@ class TokensJob:
         sizes = [max(1, part.size) for part in parts]
         corpus_size = sum(sizes)
         share_before = 1 - sum(sizes[number] for number in todo) / corpus_size
+        started = time.monotonic()
         if share_before:
             to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
-        started = time.monotonic()
 
         # These functions run in this process, and see the states that the workers write.
         def reading() -> str:

@@ -87,8 +87,8 @@ class Mqar(Task):
         Return strings that alternate between context and answer; the loss applies to answers.
         About 75% of the texts contain only two pairs, which small models learn first.
         """
-        probabilities = [pairs**-2 for pairs in PAIRS]
-        (pairs,) = rng.choices(PAIRS, probabilities)
+        weights = [pairs**-2 for pairs in PAIRS]
+        (pairs,) = rng.choices(PAIRS, weights)
         recall = self.recall(rng, pairs, level, count)
         pieces = [recall.context]
         for i in recall.queried:
@@ -121,14 +121,14 @@ class Mqar(Task):
         and models tend to choose repeated values.
         """
         context, keys, values, queried = recall
-        *answered, last = queried
+        *answered_keys, last = queried
         other_values = []
         for i, value in enumerate(values):
             if i not in queried:
                 other_values.append(f" {value}")
         candidates, answer = shuffled_candidates(rng, f" {values[last]}", other_values)
         prompt = context
-        for i in answered:
+        for i in answered_keys:
             prompt += f" {keys[i]} {values[i]}"
         prompt += f" {keys[last]}"
         pair = f"{keys[last]} {values[last]}"
@@ -268,14 +268,14 @@ class Needle(Task):
         and models tend to choose repeated numbers. `depth` is stored in `Example.facts`.
         """
         text, needles, queried = haystack
-        *answered, last = queried
+        *answered_cities, last = queried
         other_numbers = []
         for city, number in needles.items():
             if city not in queried:
                 other_numbers.append(f" {number}")
         candidates, answer = shuffled_candidates(rng, f" {needles[last]}", other_numbers)
         prompt = text
-        for city in answered:
+        for city in answered_cities:
             prompt += f" {sentence(city, needles[city])}"
         prompt += f" {question(last)}"
         needle = sentence(last, needles[last])

@@ -57,8 +57,8 @@ class Icl(Task):
             # Another generator, because the order differs between the four examples.
             order_rng = random.Random(f"{level['shots']}/{seed}/{rule}/{order}")
             order_rng.shuffle(shots.shown)
-            # Two consecutive rules have different right labels but the same names, so that within
-            # an order both labels are right for each pair of names.
+            # Rules 2k and 2k + 1 have different right labels but the same names, so that within an
+            # order both labels are right for each pair of names.
             names = LABELS[(rule // 2 + order) % len(LABELS)]
             facts = {"rule": rule, "order": order, "labels": "/".join(names)}
             yield self.example_of(shots, names, facts)
@@ -115,8 +115,8 @@ class Icl(Task):
         # At least one shot begins with the consonant of the query, which determines the label.
         places = [i for i, (_, label) in enumerate(shown) if label == right]
         place = rng.choice(places)
-        evidence = self.word(rng, [first], query)
-        shown[place] = (evidence, right)
+        hint = self.word(rng, [first], query)
+        shown[place] = (hint, right)
         return Shots(shown, query, right)
 
     def example_of(self, shots: Shots, names: tuple[str, str], facts: dict[str, object]) -> Example:

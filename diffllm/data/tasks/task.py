@@ -118,7 +118,7 @@ class Task(ABC):
         """Return a hash of the task's source file; a changed hash invalidates stored results.
 
         Return an empty string if the source is unavailable. Built-in tasks also return an empty
-        string, because they share the version `tasks.VERSION`.
+        string, because they share the version TASKS_VERSION.
         """
         module = type(self).__module__
         if module.partition(".")[0] == "diffllm":
@@ -132,7 +132,7 @@ class Task(ABC):
     def settings(self, length: int) -> tuple[str, ...]:
         """Return the setting names of the levels for a context of `length` tokens."""
         levels = self.levels(length)
-        # A task may have no level for a short context. All levels have the same settings.
+        # A task may have no level for a short context.
         if not levels:
             levels = self.levels(4096)
         return tuple(levels[0])
@@ -203,8 +203,7 @@ class Task(ABC):
                 )
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
-                # Reject a huge size before generating examples of that size. Each item of a size
-                # has at least one token.
+                # Reject a huge size before generating examples of that size.
                 tokens = size if size > 2 * length else self.longest(level, count)
             except (ValueError, IndexError, TypeError, ArithmeticError) as error:
                 raise ConfigError(
@@ -318,10 +317,8 @@ class OwnFile(Task):
                 level, example = example_in(line)
             except ValueError as error:
                 raise ConfigError(f"tasks: {path}, line {number}: {error}") from None
-            key = key_of(level)
-            if key not in self.by_level:
-                self.by_level[key] = (level, [])
-            self.of_level(level).append(example)
+            _, examples = self.by_level.setdefault(key_of(level), (level, []))
+            examples.append(example)
         if not self.by_level:
             raise ConfigError(
                 f"tasks: {path} is empty; each line must be an object with prompt and answer"

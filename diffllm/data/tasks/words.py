@@ -8,7 +8,8 @@ def words_in(text: str) -> tuple[str, ...]:
 
 
 # The order of all words and phrases is part of the tasks: random draws are indices, so another
-# order would change the examples.
+# order would change the examples. Most tokenizers of English text or source code encode each word
+# of KEY_WORDS, VALUES and FILLER as one token.
 KEY_WORDS = words_in("""
     arg base block byte case child class code command data dir element error event file format frame
     handler header line list loop message method mode module name node number object path print
@@ -22,7 +23,6 @@ FILLER = words_in("""
     add after all and any are but can does for from get have into more must not one only other over
     same should some than that the then this was when with
 """)
-"""Words that most tokenizers of English text or source code encode as one token."""
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple("".join(pair) for pair in product(CONSONANTS, VOWELS))
 SUBJECTS = (

@@ -137,13 +137,13 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     if cfg.prompt_column is None:
         return corpus
     # Only here, so that a corpus without prompts keeps the hash that older versions gave it.
-    prompts_key = ("prompts", cfg.prompt_column)
+    prompts_identity = ("prompts", cfg.prompt_column)
     former_identities: list[str] = []
     for former in corpus.former_identities:
-        former_identities.append(combined_hash([former, *prompts_key]))
+        former_identities.append(combined_hash([former, *prompts_identity]))
     return replace(
         corpus,
-        identity=combined_hash([corpus.identity, *prompts_key]),
+        identity=combined_hash([corpus.identity, *prompts_identity]),
         former_identities=tuple(former_identities),
         has_prompts=True,
     )

@@ -19,8 +19,8 @@ from diffllm.data.progress import held, track
 from diffllm.data.verified import identity_of, settled_identity, usable
 
 JSON_LINES = (".jsonl", ".ndjson")
-TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
-FORMAT_BY_SUFFIX = {".parquet": "parquet", **TEXT_FORMATS}
+TEXT_FORMAT_BY_SUFFIX = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
+FORMAT_BY_SUFFIX = {".parquet": "parquet", **TEXT_FORMAT_BY_SUFFIX}
 TOKEN_FILES = (".bin", ".idx", ".ds", ".index", ".metadata")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 INDEX_VERSION = 2
@@ -49,7 +49,7 @@ def format_of(path: Path) -> str:
     """Return the format implied by a file name: "parquet", "json", "text", or "" if unsupported."""
     ending = ending_of(path)
     if path.suffix.lower() in COMPRESSIONS:
-        return TEXT_FORMATS.get(ending, "")
+        return TEXT_FORMAT_BY_SUFFIX.get(ending, "")
     return "" if ending in TOKEN_FILES else FORMAT_BY_SUFFIX.get(ending, "text")
 
 

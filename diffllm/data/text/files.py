@@ -15,7 +15,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, reason
 from diffllm.data.text.file_index import (
     COMPRESSIONS,
-    TEXT_FORMATS,
+    TEXT_FORMAT_BY_SUFFIX,
     TOKEN_FILES,
     FileFacts,
     check_unchanged,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
 
 FORMAT_NAMES = {"parquet": "parquet", "json": "JSON", "text": "plain text"}
-"""Kinds of files by format. If kinds of a directory have equal size, the first kind is read."""
+"""Names of formats in messages. If kinds of a directory have equal size, the first kind is read."""
 PART_BYTES = 32_000_000
 """Bytes of text per part of a small corpus."""
 MOST_PARTS = 4096
@@ -65,22 +65,18 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     # Only the first reasons are printed; empty and hidden files are the least surprising ones.
     skipped = dict(sorted(skipped.items(), key=lambda item: item[1] in (EMPTY, HIDDEN)))
     check_has_text(list(read_facts), roots, skipped, cfg)
-    contents: list[list[str]] = []
-    contents_read: list[list[str]] = []
-    contents_without_json: list[list[str]] = []
-    for path, file in usable_facts.items():
-        content = content_of(path, file)
-        contents.append(content)
-        if path in read_facts:
-            contents_read.append(content)
+    contents = {path: content_of(path, file) for path, file in usable_facts.items()}
+    # Older versions read all kinds, and skipped most .json files of directories.
+    all_contents = list(contents.values())
+    contents_without_json = []
+    for path, content in contents.items():
         if roots[path] is None or path.suffix != ".json":
             contents_without_json.append(content)
-    # Older versions read all kinds, and skipped most .json files of directories.
-    former_identities = (hash_of(contents, cfg), hash_of(contents_without_json, cfg))
+    former_identities = (hash_of(all_contents, cfg), hash_of(contents_without_json, cfg))
     empty = sum(problem == EMPTY for problem in skipped.values())
     return Corpus(
         description=description_of({path: roots[path] for path in read_facts}),
-        identity=hash_of(contents_read, cfg),
+        identity=hash_of([contents[path] for path in read_facts], cfg),
         former_identities=former_identities,
         list_parts=lambda: parts_of(read_facts, cfg),
         check=partial(check_all, read_facts),
@@ -197,7 +193,7 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     """
     form = format_of(path)
     if not facts:
-        formats = ", ".join(TEXT_FORMATS)
+        formats = ", ".join(TEXT_FORMAT_BY_SUFFIX)
         text_formats = f".parquet, {formats} (also compressed) and other text"
         return f"unsupported format; data=files reads {text_formats}, data=tokens .bin and .ds"
     if facts.is_blank:

@@ -64,7 +64,8 @@ def slices_of(
     read = reader_of(path, form, cfg)
     is_compressed = path.suffix.lower() in COMPRESSIONS
     # A slice begins at a line, which may be inside a paragraph, a document or a JSON array.
-    if read in (_read_lines, _read_json_lines) and not is_compressed:
+    is_read_by_line = read in (_read_lines, _read_json_lines)
+    if is_read_by_line and not is_compressed:
         for start, stop in pairwise(line_starts(path, facts.size, least)):
             yield Slice(path, facts, columns, stop - start, read, start, stop)
         return
@@ -203,16 +204,17 @@ def _read_lines(part: Slice) -> Iterator[TextBatch]:
 def _read_paragraphs(part: Slice) -> Iterator[TextBatch]:
     rest = ""
     for block in text_blocks(part):
-        text = rest + decoded(block).read()
-        # The last paragraph of a block may continue in the next block.
-        *paragraphs, rest = text.split("\n\n")
+        # The last paragraph of a block may continue in the next block. The text has no name: it
+        # would stay in memory while the caller encodes the paragraphs.
+        *paragraphs, rest = (rest + decoded(block).read()).split("\n\n")
         yield TextBatch([paragraph for paragraph in paragraphs if paragraph])
     yield TextBatch([rest] if rest else [])
 
 
 def _read_text(part: Slice) -> Iterator[TextBatch]:
-    content = b"".join(text_blocks(part))
-    yield TextBatch([decoded(content).read()])
+    # The bytes of the file have no name: they would stay in memory while the caller encodes the
+    # text.
+    yield TextBatch([decoded(b"".join(text_blocks(part))).read()])
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
