@@ -95,5 +95,4 @@ def variables_in_code() -> set[str]:
                     | ast.Compare(ast.Constant(str(name)), [ast.In() | ast.NotIn()], [place])
                 ) if ast.unparse(place) in ("env", "os.environ"):
                     found.add(name)
-    # Other names in this style: those of os.sysconf, and an entry of `__all__`.
-    return {name for name in found if not name.startswith("SC_")} - {"TASKS_VERSION"}
+    return {name for name in found if not name.startswith("SC_")}  # names of os.sysconf
