@@ -234,10 +234,10 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         return
     step = loop.get("step")
     run_id = loop.get("wandb_id")
-    has_run_id = run_id is None or RUN_ID.fullmatch(str(run_id)) is not None
+    is_valid_run_id = run_id is None or RUN_ID.fullmatch(str(run_id)) is not None
     mode = loop.get("mkl_mode")
     seconds = loop.get("seconds")
-    # Older checkpoints lack train_seconds, training_flops and visible_keys.
+    # Older checkpoints lack tokens, train_seconds, training_flops and visible_keys.
     train_seconds = loop.get("train_seconds", seconds)
     flops = loop.get("training_flops")
     is_valid = {
@@ -248,14 +248,14 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "visible_keys": passes(VisibleKeys.of, loop.get("visible_keys", {})),
         "tokens": passes(tokens_of, loop),
         "training_flops": flops is None or is_number_below(math.inf, flops),
-        "wandb_id": "wandb_id" in loop and has_run_id,
+        "wandb_id": "wandb_id" in loop and is_valid_run_id,
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
         "seconds": is_number_below(2**63, seconds),
         "train_seconds": is_number_below(2**63, train_seconds),
     }
-    for name in is_valid:
-        if not is_valid[name]:
+    for name, is_valid_entry in is_valid.items():
+        if not is_valid_entry:
             raise CheckpointError(
                 f"{path} is not a checkpoint: loop.{name} in state.json is missing or invalid"
             )

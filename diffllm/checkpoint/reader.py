@@ -88,7 +88,7 @@ class TensorReader(FileSystemReader):
         except Exception as error:
             self.refused = error
             raise
-        # As in the base class.
+        # The overridden method sets the id of the load, too.
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

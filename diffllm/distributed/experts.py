@@ -112,9 +112,9 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         # `torch.func.functional_call` would run the hooks of `experts` a second time.
         params: dict[str, Any] = experts._parameters
         divided = dict(params)
+        plain = {name: param.to_local() for name, param in divided.items()}
         try:
-            for name, param in divided.items():
-                params[name] = param.to_local()
+            params.update(plain)
             y = compute(rows, weights, received_counts.sum(0))
         finally:
             params.update(divided)

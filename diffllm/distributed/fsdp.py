@@ -293,8 +293,8 @@ def empty_copies(
         return copies
     sizes = [params[name].shape[1] for name in neighbours]
     first = params[neighbours[0]]
-    rows, _, columns = first.shape
-    together = first.new_empty((rows, sum(sizes), columns), dtype=dtype)
+    n_experts, _, width = first.shape
+    together = first.new_empty((n_experts, sum(sizes), width), dtype=dtype)
     slices = together.split(sizes, dim=1)
     return copies | dict(zip(neighbours, slices, strict=True))
 

@@ -179,9 +179,7 @@ class Watch:
             time.sleep(BEAT_S / 4)
             message = self.verdict or self._store_message(SILENT_S)
             silent = [rank for rank in self._silent(SILENT_S) if rank in self.beats]
-            # A copy: the other thread adds heartbeats.
-            beats = list(self.beats.values())
-            has_failed = any(beat.words for beat in beats)
+            has_failed = any(beat.words for beat in self._latest_beats.values())
             if not message and (silent or has_failed):
                 message = self._diagnosis(silent, calls)
         if not message:
@@ -212,8 +210,7 @@ class Watch:
             if self.stopped and self.rank and not self.closed.wait(SILENT_S):
                 self.close()  # Rank 0 prints why the run stopped.
                 os._exit(0)
-            # A copy: the other thread adds heartbeats.
-            others = list(self.beats.values())
+            others = self._latest_beats.values()
             is_stopping = self.request.has_come() or any(beat.stopping for beat in others)
             limit = min(self.limit, STOPPING_S) if is_stopping else self.limit
             message = self.verdict or self._store_message(limit)
@@ -268,6 +265,11 @@ class Watch:
                 # Not in this thread: the disk with the run directory may hang, too.
                 threading.Thread(target=self.on_stall, args=[message], daemon=True).start()
 
+    @property
+    def _latest_beats(self) -> dict[int, Beat]:
+        # A copy: another thread adds heartbeats, and a dict must not grow during an iteration.
+        return dict(self.beats)
+
     def _diagnosis(self, silent: list[int], calls: Calls) -> str:
         beat = Beat(0, self.activity(), 0.0, calls, stopping=False, has_left=False, words="")
         return diagnosis({**self.beats, self.rank: beat}, silent)
@@ -306,7 +308,7 @@ class Watch:
     def _silent(self, limit: float) -> list[int]:
         if self.store_gone:
             return []
-        beats = dict(self.beats)  # A copy: another thread adds heartbeats.
+        beats = self._latest_beats
         silent = []
         for rank in self.watched:
             has_left = rank in beats and beats[rank].has_left
@@ -339,8 +341,8 @@ class Watch:
             pool = ThreadPoolExecutor()  # Use threads: the store or a disk may hang.
             announcement = pool.submit(self._announce, message)
             traces = pool.submit(self._write_traces, message)
-            ending = pool.submit(self.on_end)
-            work: list[Future[Any]] = [announcement, traces, ending]
+            end_hook = pool.submit(self.on_end)
+            work: list[Future[Any]] = [announcement, traces, end_hook]
             wait(work, LAST_WORDS_S)
             if not announcement.done() or announcement.result():
                 traces_text = traces.result() if traces.done() else ""

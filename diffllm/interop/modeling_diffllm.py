@@ -153,9 +153,9 @@ def check_rope(rope: dict[str, Any]) -> None:
             raise ValueError(f"rope_parameters.{key}={value!r} is unknown")
         if key == "truncate" and type(value) is not bool:
             raise ValueError(f"rope_parameters.truncate={value!r} must be true or false")
-        is_number = key not in ("rope_type", "type", "truncate")
+        needs_number = key not in ("rope_type", "type", "truncate")
         # `not value > 0` is also true for NaN.
-        if is_number and (type(value) not in (int, float) or not value > 0):
+        if needs_number and (type(value) not in (int, float) or not value > 0):
             raise ValueError(f"rope_parameters.{key}={value!r} must be a number above 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} must be 1.0")
@@ -277,7 +277,6 @@ def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> t
     scaled = original
     scaling = 1.0
     if rope_type != "default":
-        # Weight 1 keeps a frequency, and weight 0 divides it by the factor.
         length = rope.get("original_max_position_embeddings", config.max_position_embeddings)
         if rope_type == "linear":
             weights = torch.zeros_like(index)
@@ -288,6 +287,7 @@ def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> t
         else:
             weights = yarn_weights(rope, index, head_dim, length)
             scaling = rope.get("attention_factor", 0.1 * math.log(rope["factor"]) + 1)
+        # Weight 1 keeps a frequency, and weight 0 divides it by the factor.
         weights = weights.clamp(0, 1)
         slowed = original / rope["factor"]
         scaled = weights * original + (1 - weights) * slowed
@@ -301,18 +301,22 @@ def yarn_weights(rope: dict[str, Any], index: Tensor, head_dim: int, length: int
 
     The weight falls linearly with `index`, the index of the channel pair. It is 1 at the pair that
     makes `beta_fast` turns over `length` positions, and 0 at the pair that makes `beta_slow` turns.
+    Both indices are rounded outwards if `truncate` is true; the first is at least 0, and the last
+    at most `head_dim` - 1.
     """
+    log_theta = math.log(rope["rope_theta"])
     ends = []
     for turns in (rope.get("beta_fast", 32.0), rope.get("beta_slow", 1.0)):
-        longest = math.log(length / (turns * 2 * math.pi))
-        ends.append(head_dim * longest / (2 * math.log(rope["rope_theta"])))
+        log_positions_per_radian = math.log(length / (turns * 2 * math.pi))
+        ends.append(head_dim * log_positions_per_radian / (2 * log_theta))
     first, last = ends
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first = max(first, 0)
     # The bound is the number of channels, not of pairs, as in transformers.
     last = min(last, head_dim - 1)
-    return 1 - (index - first) / max(last - first, 1e-3)
+    ramp = (index - first) / max(last - first, 1e-3)
+    return 1 - ramp
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -443,8 +447,6 @@ class Attention(nn.Module):
         `hidden_states` (B, T, D) is the normalised input. The second result is None if the
         attention kernel does not return maps.
         """
-        # A loop, because vLLM would rewrite calls such as `self.q_proj(hidden_states)` to merge
-        # the three projections.
         heads = []
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projected = projection(hidden_states)
@@ -740,11 +742,10 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the output (B, T, D) of the block; `kwargs` go to `Attention.forward`."""
-        normalised = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(normalised, **kwargs)
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
-        normalised = self.post_attention_layernorm(hidden_states)
-        return hidden_states + self.mlp(normalised)
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + mlp_output
 
 
 class DiffLLMPreTrainedModel(PreTrainedModel):

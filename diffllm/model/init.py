@@ -87,7 +87,7 @@ class Initializer:
             values = tile[y_in_tile : y_in_tile + height, x_in_tile : x_in_tile + width]
             y = row_range.start - first_row
             x = column_range.start - first_column
-            # Inference mode is per thread.
+            # Inference mode is per thread, and only this mode can change an inference tensor.
             with torch.inference_mode(is_inference):
                 target[index, y : y + height, x : x + width].copy_(values)
 

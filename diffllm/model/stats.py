@@ -169,7 +169,8 @@ def probe_stats(
     scores = scores.masked_fill(~probe.visible, float("-inf"))
     maps = list(attention.maps(x, q, k, probe.visible).values())
     effective = maps[-1]
-    # A single map is a softmax map; otherwise, the last map is a difference of softmax maps.
+    # A single map is a softmax map; otherwise, the last map is computed from the softmax maps
+    # before it.
     softmax_maps = maps if len(maps) == 1 else maps[:-1]
     entropies = [entropy(weights).mean() for weights in softmax_maps]
     # argmax returns the first of equal values, here the first visible key.

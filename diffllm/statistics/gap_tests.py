@@ -217,9 +217,9 @@ def holm(p: Sequence[float | None]) -> list[float | None]:
     order = np.argsort(values, kind="stable")
     factors = np.arange(len(values), 0, -1)
     products = values[order] * factors
-    raised = np.maximum.accumulate(products)
+    running_maximum = np.maximum.accumulate(products)
     adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(raised, 1)
+    adjusted[order] = np.minimum(running_maximum, 1)
     remaining = iter(adjusted.tolist())
     return [None if x is None else next(remaining) for x in p]
 

@@ -50,8 +50,8 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
 
     Raises ValueError unless x has at least three different values, all above 0.
     """
-    has_points = len(np.unique(x)) >= FEWEST_POINTS
-    if not has_points or not (x > 0).all():
+    has_enough_points = len(np.unique(x)) >= FEWEST_POINTS
+    if not has_enough_points or not (x > 0).all():
         raise ValueError(f"a trend needs at least {FEWEST_POINTS} different x, all above 0")
     doublings = np.log2(x)
     centred = doublings - doublings.mean()

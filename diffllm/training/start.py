@@ -100,10 +100,9 @@ def claim(cfg: TrainConfig, process: Process) -> Claimed:
     shared, private = world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg, world.size))
     # Only rank 0 has the second result, because no other rank can hold the lock.
     directory, saved = (None, None) if private is None else private
-    paths: list[Any] = []
-    for text in shared["paths"]:
-        paths.append(None if text is None else Path(text))
-    path, checkpoint, origin = paths
+    path_of_run, *other_paths = shared["paths"]
+    path = Path(path_of_run)
+    checkpoint, origin = [None if text is None else Path(text) for text in other_paths]
     if shared["ended"]:
         process.display.print(f"{path} {ended_text(shared['ended'])}")
     return Claimed(
@@ -286,8 +285,8 @@ def ended_text(summary: dict[str, Any]) -> str:
         return f"diverged and {text}; to train with other settings, set run.allow_changes"
     loss = summary.get("heldout_loss")
     # Older versions wrote NaN instead of null.
-    has_loss = loss and math.isfinite(loss)
-    result = f"held-out loss {loss:.3f}" if has_loss else "the run diverged"
+    is_finite = loss is not None and loss != 0 and math.isfinite(loss)
+    result = f"held-out loss {loss:.3f}" if is_finite else "the run diverged"
     advice = "to train further, set more steps= and run.allow_changes"
     return f"is finished: {summary['steps']} steps, {result}; {advice}"
 

@@ -191,7 +191,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
         return None
     decoder = without_storage(model)
     n_query_heads = decoder.layers[0].attention.n_query_heads
-    # The buffers of routers, too: one changes the selected experts, and training reads the other.
+    # The buffers of routers, too: `bias` changes the selected experts, and training reads `load`.
     names = [*dict(decoder.named_parameters()), *decoder.router_state()]
     exported, imported = renamed(names)
     # In DIFF V1, the class counts key and value heads in pairs of twice the width, but query heads

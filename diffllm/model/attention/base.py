@@ -280,7 +280,8 @@ class Attention(nn.Module):
             aux["q"] = q
             aux["k"] = k
             aux["v"] = v
-            # A variant with a norm per head has set its context before this norm.
+            # DIFF V1 and V2 have set the context before their head norm, V1 also before the factor
+            # 1 - lambda_init.
             aux.setdefault("context", context)
         if self.context_scale != 1:
             context = context * self.context_scale

@@ -15,7 +15,7 @@ from torch import Tensor
 
 aten: Any = torch.ops.aten
 FLASH_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
-BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 # These are custom operations because a compiled graph has no loop over any number of documents.
@@ -74,7 +74,7 @@ def document_attention_backward(
         inputs = views[:5]
         grad_views = views[5:]
         sums = logsumexp[None, :, rows]
-        grads = BACKWARD(*inputs, sums, 0.0, True, scale=scale)
+        grads = FLASH_BACKWARD(*inputs, sums, 0.0, True, scale=scale)
         for grad_view, values in zip(grad_views, grads, strict=True):
             grad_view.copy_(values)
     return grad_q, grad_k, grad_v

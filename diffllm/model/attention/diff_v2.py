@@ -141,7 +141,7 @@ class DiffV2Attention(Attention):
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
         weights = attention_weights(q, k, mask)  # (B, 2H, T, S)
         map1, map2 = self.pair(weights, dim=1)
-        lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)  # broadcastable to (B, H, T, 1)
         difference = map1 - lam * map2
         return {"map 1": map1, "map 2": map2, "difference": difference}
 

@@ -23,9 +23,9 @@ from diffllm.model.attention.masks import Mask, Packed, Sliced
 NARROW = 32
 """Largest head width at which float32 is faster than bf16 in the fused kernel, on CPUs with fast
 bf16. Forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; from width 64, slower."""
-SLOW_BF16 = "Intel" in str(CPU_CAPABILITIES.get("cpu_name")) and not CPU_CAPABILITIES.get(
-    "amx_bf16"
-)
+IS_INTEL = "Intel" in str(CPU_CAPABILITIES.get("cpu_name"))
+HAS_AMX = bool(CPU_CAPABILITIES.get("amx_bf16"))
+SLOW_BF16 = IS_INTEL and not HAS_AMX
 """Whether bf16 products take twice as long as float32 products (Intel CPUs without AMX). If so, the
 fused kernel is faster in float32 at all tested head widths (64 to 256: 1.4 to 2 times)."""
 
@@ -238,11 +238,11 @@ def one_query(
     each time with as many key heads as value heads.
     """
     batch, _, heads, d = q.shape
-    n_keys, n_values = k.shape[2], v.shape[2]
-    grouped = q.view(batch, n_keys, heads // n_keys, d)
+    key_heads, value_heads = k.shape[2], v.shape[2]
+    grouped = q.view(batch, key_heads, heads // key_heads, d)
     values = v.transpose(1, 2)
-    query_parts = grouped.split(n_values, 1)
-    key_parts = k.transpose(1, 2).split(n_values, 1)
+    query_parts = grouped.split(value_heads, 1)
+    key_parts = k.transpose(1, 2).split(value_heads, 1)
     contexts = []
     for queries, keys in zip(query_parts, key_parts, strict=True):
         context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
@@ -260,12 +260,10 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q, k, v = same_width(q, k, v, multiple=8)
     if sdpa_is_flash_4():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = sdpa(q, k, v, None, scale)
-    else:
-        from flash_attn import flash_attn_func
+            return sdpa(q, k, v, None, scale)[..., :dv]
+    from flash_attn import flash_attn_func
 
-        out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
-    return out[..., :dv]
+    return flash_attn_func(q, k, v, softmax_scale=scale, causal=True)[..., :dv]
 
 
 def varlen(
@@ -288,18 +286,18 @@ def varlen(
     v = v.flatten(0, 1)
     # Queries and keys have the same documents.
     bounds = (documents.boundaries, documents.boundaries)
-    longest = (documents.longest, documents.longest)
+    lengths = (documents.longest, documents.longest)
     if backend is Backend.flash and not sdpa_is_flash_4():
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(q, k, v, *bounds, *longest, softmax_scale=scale, causal=True)
+        out = flash_attn_varlen_func(q, k, v, *bounds, *lengths, softmax_scale=scale, causal=True)
     else:
         from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1 s
 
         options = {"scale": scale, "window_size": (-1, 0), **VARLEN_GQA}
         # torch 2.15 prefers cuDNN, which compiles and keeps a plan per number of documents.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = varlen_attn(q, k, v, *bounds, *longest, **options)
+            out = varlen_attn(q, k, v, *bounds, *lengths, **options)
     out = out.view(*shape, -1)
     return out[..., :dv]
 

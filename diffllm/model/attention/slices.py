@@ -107,12 +107,11 @@ class Slices(NamedTuple):
         n_copied_keys = n_keys * copies
         n_copied_values = n_values * copies
         queries = self._units(q, n_keys, n_values)
-        # Without names for the repeated keys and values, so that their memory is freed at once.
+        # No names for the repeated heads, so that their memory is freed when they are grouped.
         keys = self._units(k.repeat_interleave(copies, 2), n_copied_keys, n_copied_values)
         values = self._units(v.repeat_interleave(copies, 2), n_copied_values, n_copied_values)
         widths = [queries.shape[-1], keys.shape[-1], values.shape[-1]]
         # One exchange of q, k and v together, because each exchange waits for all ranks.
-        # One name for all steps, so that the memory of each step is freed at once.
         sequences = torch.cat((queries, keys, values), dim=-1)  # (C, B, t, sum of widths)
         sequences = self._exchange(sequences)
         sequences = sequences.transpose(0, 1)
@@ -134,9 +133,9 @@ class Slices(NamedTuple):
         batch, length, n_heads, width = x.shape
         keys_per_value = n_keys // n_values
         values_per_rank = max(1, n_values // self.size)
-        heads_per_key = n_heads // (keys_per_value * self.size * values_per_rank)
+        heads_per_copy = n_heads // (keys_per_value * self.size * values_per_rank)
         grouped = x.reshape(
-            batch, length, keys_per_value, self.size, values_per_rank, heads_per_key, width
+            batch, length, keys_per_value, self.size, values_per_rank, heads_per_copy, width
         )
         return grouped.movedim(3, 0).flatten(3)
 

@@ -143,8 +143,8 @@ def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
     """Concatenate `w1` and `w3`, both (E, F, D), to (E, 2 F, D); return a view if possible."""
     n_experts, width, dim = w1.shape
-    bytes_of_half = width * dim * w1.element_size()
-    end_of_w1 = w1.data_ptr() + bytes_of_half  # for the first expert
+    bytes_per_expert = width * dim * w1.element_size()
+    end_of_w1 = w1.data_ptr() + bytes_per_expert  # for the first expert
     storage_of_w1 = w1.untyped_storage().data_ptr()
     storage_of_w3 = w3.untyped_storage().data_ptr()
     # A view beyond the storage of w1 would be invalid, even if w3 happens to follow in memory.

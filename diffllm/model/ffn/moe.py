@@ -34,7 +34,7 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # One name, so that the memory of the gate is free during the last product.
+        # One name, so that without gradients the memory of the gate is free in the last product.
         hidden = F.silu(self.w1(x))
         hidden = hidden * self.w3(x)
         return self.w2(hidden)
@@ -101,8 +101,8 @@ class MoE(nn.Module):
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
         inverse = torch.empty_like(order)
-        positions = torch.arange(len(order), device=order.device)
-        inverse = inverse.scatter_(0, order, positions)
+        # No name for the positions, so that their memory is free during the products.
+        inverse = inverse.scatter_(0, order, torch.arange(len(order), device=order.device))
         # These counts include padding, because the experts process its rows.
         counts = torch.zeros_like(self.router.bias, dtype=torch.int64)
         counts = counts.scatter_add(0, slots, torch.ones_like(slots))
