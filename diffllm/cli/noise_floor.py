@@ -30,7 +30,7 @@ from diffllm.compare.arms.sentences import short
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 
-NOISE_FLOOR = """\
+NOISE_FLOOR_USAGE = """\
 diffllm noise-floor [key=value ...]: signal-to-noise ratio of one query's attention, standard and
 differential, as a function of the number of keys, lambda and the amplitude of the noise"""
 Array = np.ndarray
@@ -240,7 +240,6 @@ def swept_amplitudes(usable: dict[str, float | None], amplitude: float) -> Array
     for usable_value in usable.values():
         if usable_value is not None:
             widest = max(widest, 1.5 * usable_value)
-    # Round up to a multiple of 0.5.
     end = np.ceil(2 * widest) / 2
     return np.linspace(0, end, 41)[1:]
 
@@ -309,7 +308,7 @@ def sweep_table(axis: str, result: dict[str, Any], indices: Sequence[int]) -> Ta
 
 
 def noise_floor_command(argv: list[str]) -> None:
-    cfg = parse(NoiseFloorArguments, argv, NOISE_FLOOR)
+    cfg = parse(NoiseFloorArguments, argv, NOISE_FLOOR_USAGE)
     if Path(cfg.out).suffix.lower() != ".png":
         raise ConfigError(f"out={cfg.out} must end in .png")
     result = noise_floor(cfg)
