@@ -160,12 +160,13 @@ def facts(place: Path, name: str) -> dict[str, Any]:
         for entry in trace["entries"]:  # the order is defined only within a process group
             group = found.setdefault(f"{file.stem} group {entry['process_group']}", [])
             group.append((entry["profiling_name"], entry["input_sizes"]))
-    return {key: value for key, value in found.items() if not differs_by_start(key.split(" ")[-1])}
+    return {key: value for key, value in found.items() if not is_timed(key.split(" ")[-1])}
 
 
-def differs_by_start(name: str) -> bool:
-    """Return whether two runs of the same code have different values of the metric `name`."""
-    return "seconds" in name or name.startswith(("perf/", "tokens_per_s", "wandb_id"))
+def is_timed(name: str) -> bool:
+    """Return whether a metric is a time or a speed; also true for the wandb id, which is random."""
+    # "seconds", "train_seconds" and "wall_seconds" are times.
+    return name.endswith("seconds") or name.startswith(("perf/", "tokens_per_s", "wandb_id"))
 
 
 def same(a: Any, b: Any) -> bool:

@@ -168,7 +168,7 @@ def files_next_to_parameters(run: Path) -> dict[str, bytes]:
     tokenizer_of(run)  # raises if the run has no tokenizer
     contents = {}
     for name in ("config.yaml", *TOKENIZER_FILES):
-        # A run has only some of the tokenizer files.
+        # A run may lack some of these files.
         with readable(run / name), suppress(FileNotFoundError):
             contents[name] = read_bytes(run / name, LARGEST_COPIED_FILE)
     return contents

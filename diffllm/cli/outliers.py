@@ -71,10 +71,8 @@ def outliers_command(argv: list[str]) -> None:
 def print_outliers(content: dict[str, Any]) -> None:
     from diffllm.evaluation.outliers import TOP
 
-    # The columns of these statistics have the names of their keys.
-    statistics = ["median", "p99", "p99.9", "rms", "kurtosis"]
-    size_heads = [f"top-{k}" for k in TOP] + statistics
-    size_keys = [f"top_{k}" for k in TOP] + statistics
+    keys_by_head = {f"top-{k}": f"top_{k}" for k in TOP}
+    keys_by_head |= {name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")}
     run, variant, step = content["run"], content["variant"], content["step"]
     tokens, sequences = content["tokens"], content["sequences"]
     text = f"{tokens:,} held-out tokens ({sequences} sequences), float32"
@@ -85,17 +83,17 @@ def print_outliers(content: dict[str, Any]) -> None:
     for layer in content["layers"]:
         number = str(layer["layer"])
         states = layer["hidden"]
-        sizes = [cell(states[key]) for key in size_keys]
+        sizes = [cell(states[key]) for key in keys_by_head.values()]
         kurtosis = cell(states["kurtosis_over_channels"])
         channel = str(states["top_1_channel"])
         hidden_rows.append([number, *sizes, kurtosis, channel])
         for map_name, map_logits in layer["logits"].items():
-            sizes = [cell(map_logits[key]) for key in size_keys]
+            sizes = [cell(map_logits[key]) for key in keys_by_head.values()]
             logit_rows.append([number, map_name, *sizes])
         sink_rows += layer_sink_rows(number, layer)
     tables = (
-        ("Hidden states, magnitudes", [*size_heads, "over channels", "channel"], hidden_rows),
-        ("Attention logits, magnitudes", ["map", *size_heads], logit_rows),
+        ("Hidden states, magnitudes", [*keys_by_head, "over channels", "channel"], hidden_rows),
+        ("Attention logits, magnitudes", ["map", *keys_by_head], logit_rows),
         ("First token, and context", SINK_HEADS, sink_rows),
     )
     for title, heads, rows in tables:

@@ -257,10 +257,8 @@ def judge_study(study: "Study", place: Path, from_values: bool, as_json: bool) -
     if as_json:
         echo_json(verdict.numbers())
     else:
-        page = verdict_page(verdict, with_picture=False)
-        echo(page.text())
-        for file in files:
-            echo(file)
+        text = verdict_page(verdict, with_picture=False).text()
+        echo("\n".join([text, *map(str, files)]))
 
 
 def power_command(argv: list[str]) -> None:

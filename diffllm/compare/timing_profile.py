@@ -28,7 +28,7 @@ LEAST_SECONDS = 1e-6
 """Least time of a training step, far below the launch of one kernel per layer."""
 MACHINE = (*machine_facts(), "compute_dtype")
 """Facts of a run that must agree to compare times."""
-PROFILE_KEYS = {"compiled": "compile", "compute_dtype": "precision"}
+KEY_BY_FACT = {"compiled": "compile", "compute_dtype": "precision"}
 """The config key that decides a fact, for facts that a config decides."""
 Blocks = list[float]
 """Mean seconds of a training step in each block of steps of one turn."""
@@ -225,7 +225,7 @@ def check_profile(profile: TimingProfile) -> None:
             raise ValueError(f"arms.{name}.settings is empty")
     for fact in MACHINE:
         # Arms may differ in a fact if they differ in the config key that decides it.
-        key = PROFILE_KEYS.get(fact, "")
+        key = KEY_BY_FACT.get(fact, "")
         settings = {arm.settings.get(key) for arm in arms}
         values = {str(getattr(arm.facts, fact)) for arm in arms}
         if len(values) > 1 and len(settings) == 1:

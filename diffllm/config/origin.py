@@ -25,7 +25,7 @@ from diffllm.config.compose import (
     yaml_names,
 )
 from diffllm.config.overrides import check_shared
-from diffllm.config.run_config import CARRIED_KEYS
+from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.words import as_text, unquoted
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
@@ -42,7 +42,7 @@ class Named(NamedTuple):
     """A value of `resume` that names another model: weights:PATH[@STEP] or stage:PATH[@STEP]."""
 
     kind: str
-    """A key of CARRIED_KEYS."""
+    """A key of CARRIED_PREFIXES."""
     path: Path
     step: int = 0
     """Step of the checkpoint; 0 is the newest undamaged checkpoint."""
@@ -184,7 +184,7 @@ def named_in(resume: str) -> Named | None:
     Raises ConfigError if PATH is empty or invalid.
     """
     kind, _, text = resume.partition(":")
-    if kind not in CARRIED_KEYS:
+    if kind not in CARRIED_PREFIXES:
         return None
     if not text:
         raise ConfigError(f"resume={resume} needs a path, such as resume={kind}:outputs/mine")

@@ -129,8 +129,8 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
             options = choices(key)
             word = f"{key}={name}"
             # The name looks like a file, a pattern of files, or a dataset of the hub.
-            is_path = bool(re.search(r"[./*]", name))
-            if key == "data" and name not in options and is_path:
+            names_data = bool(re.search(r"[./*]", name))
+            if key == "data" and name not in options and names_data:
                 instead = f"use data.paths={name} for files, data.dataset={name} for a hub dataset"
                 raise ConfigError(f"{word} does not exist; {instead}")
             check_choice(word, name, options)
@@ -141,8 +141,8 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
     for override in overrides:
         value = override.value()
         # OmegaConf converts any integer to a boolean without an error.
-        is_number = isinstance(value, int) and value not in (0, 1)
-        if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
+        is_other_integer = isinstance(value, int) and value not in (0, 1)
+        if is_other_integer and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
             raise ConfigError(f"{override.input_line}: the value must be true or false")
 
 

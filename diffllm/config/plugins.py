@@ -316,8 +316,8 @@ def imported(name: str) -> ModuleSpec:
             if not any(part in frame.filename for part in skipped):
                 location = f" ({frame.filename}, line {frame.lineno})"
         # Not str(error), which may raise.
-        lines = "".join(traceback.format_exception_only(error))
-        text = " ".join(lines.split())
+        message = "".join(traceback.format_exception_only(error))
+        text = " ".join(message.split())
         raise ConfigError(f"plugins=[{name}] cannot be imported: {text}{location}") from error
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from diffllm.config.matching import Matched
 from diffllm.core.keys import key
 
-CARRIED_KEYS = {"weights": ("model.",), "stage": ("model.", "optim.")}
-"""Tensors that a new run takes from a checkpoint, by the prefix of their names.
+CARRIED_PREFIXES = {"weights": ("model.",), "stage": ("model.", "optim.")}
+"""Prefixes of the names of tensors that a new run takes from a checkpoint, by kind of resume.
 
-The keys are those of resume=weights:PATH and resume=stage:PATH. Schedule, data order, random
+The kinds are those of resume=weights:PATH and resume=stage:PATH. Schedule, data order, random
 generators, spike windows and the guard of skipped updates always begin anew.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from diffllm.config.run_config import CARRIED_KEYS
+from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
@@ -70,7 +70,7 @@ def check_paths(cfg: Any) -> None:
                 continue
             path = text
             kind, _, path_after_kind = text.partition(":")
-            if name == "resume" and kind in CARRIED_KEYS:
+            if name == "resume" and kind in CARRIED_PREFIXES:
                 path = path_after_kind
             label = name
             # The default of data.cache_dir follows a variable of the environment.

@@ -113,20 +113,22 @@ def allocate_result(node: fx.Node) -> Any:
         if user.target is operator.getitem:
             _, index = user.args
             parts[index] = allocate_result(user)
-    return parts if parts else random_state()
+    return parts if parts else random_state_memory()
 
 
 def memory_for(like: Any) -> Any:
     """Allocate memory for a tensor like `like`; return values that are no tensors unchanged."""
     if not isinstance(like, Tensor):
         return like
+    # Only the random state that a wrapped random operation returns: torch makes its size symbolic.
     is_symbolic = not all(isinstance(size, int) for size in like.shape)
     if is_symbolic:
-        return random_state()
+        return random_state_memory()
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def random_state() -> Tensor:
+def random_state_memory() -> Tensor:
+    """Allocate memory of the size of a GPU's random state, without initial values."""
     return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 

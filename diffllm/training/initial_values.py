@@ -13,7 +13,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.changes import changes_text, is_of_model
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import named_in, origin_of
-from diffllm.config.run_config import CARRIED_KEYS
+from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import changes_to
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.mixture import Prepared
@@ -116,9 +116,9 @@ def copy_from_directory(
 def carried(cfg: TrainConfig) -> tuple[str, ...]:
     """Return the prefixes of the tensors that this run takes over from another model."""
     named = named_in(cfg.resume)
-    return CARRIED_KEYS[named.kind] if named else ()
+    return CARRIED_PREFIXES[named.kind] if named else ()
 
 
 def previous_stage(cfg: TrainConfig, origin: Path | None) -> Path | None:
     """Return `origin` if this is the checkpoint of resume=stage:PATH, else None."""
-    return origin if carried(cfg) == CARRIED_KEYS["stage"] else None
+    return origin if carried(cfg) == CARRIED_PREFIXES["stage"] else None

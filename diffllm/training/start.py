@@ -16,7 +16,7 @@ from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, is_within
 from diffllm.config.plugins import plugin_versions
-from diffllm.config.run_config import CARRIED_KEYS
+from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.errors import UserError
 from diffllm.core.keys import declaration_of, declarations
@@ -306,7 +306,7 @@ def fill(
         restore(t, state, claimed.checkpoint, claimed.ranks)
     elif claimed.origin:
         process.watch.reached(f"the loading of {claimed.origin}")
-        key = "previous" if carried(t.cfg) == CARRIED_KEYS["stage"] else "weights"
+        key = "previous" if carried(t.cfg) == CARRIED_PREFIXES["stage"] else "weights"
         facts[key] = start_from(t, claimed.origin)
     elif t.cfg.model.init_match is not InitMatch.none:
         facts["init_match"] = match_initial_values(t, data, process.world)

@@ -23,7 +23,7 @@ from diffllm.metrics.facts import fact_declarations
 ATTENTION_PREFIX = "model.attention."
 CHANGED = "changed"
 """Name for the config changes after the start of a run; not a config key."""
-COMPUTED_KEYS = {
+COMPUTED_VALUES = {
     **dict.fromkeys(("attention", "resume", "plugins", "tokens", "budget", CHANGED), UNDECLARED),
     "heldout_texts": Declaration(effect="measurement"),
 }
@@ -106,7 +106,7 @@ def differences(
         declared: declarations of the keys and facts; default: of all registered keys.
     """
     if declared is None:
-        declared = {**registered_declarations(), **fact_declarations(), **COMPUTED_KEYS}
+        declared = {**registered_declarations(), **fact_declarations(), **COMPUTED_VALUES}
     names: set[str] = set()
     for run in runs:
         names |= run.values.keys()
@@ -153,6 +153,15 @@ def role(name: str, declared: Declaration, terms: Terms) -> Role:
     if declared.effect == "logging" and (terms.place == "report" or not terms.reads_curve):
         return "harmless"
     return "condition"
+
+
+def conditions_of(names: Collection[str], declared: Declarations) -> list[str]:
+    """Return the names of keys and facts that must agree in compared rows of a report, sorted."""
+    conditions = []
+    for name in sorted(names):
+        if role(name, declaration_of(name, declared), REPORT) == "condition":
+            conditions.append(name)
+    return conditions
 
 
 def reason_of(key_role: Role, declared: Declaration) -> str:
@@ -226,7 +235,7 @@ def starting_point(
 
 def differing_values(name: str, runs: Sequence[Comparand]) -> dict[str, list[str]]:
     """Return the arms with each value, by the value as text; {} if the arms agree."""
-    if name in COMPUTED_KEYS or name.startswith(ATTENTION_PREFIX):
+    if name in COMPUTED_VALUES or name.startswith(ATTENTION_PREFIX):
         # Diverged runs have no documents, and attention variants have different keys.
         runs = [run for run in runs if name in run.values]
     texts = []
@@ -322,3 +331,8 @@ def shown_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
+
+
+def text_of_values(names: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return a text that is equal for two runs with equal values of `names`."""
+    return shown_value([values.get(name) for name in names])

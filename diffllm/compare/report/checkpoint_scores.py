@@ -74,15 +74,15 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
     """Return the lowest loss that all runs reached, at which their scores can be compared.
 
     This is the largest of the lowest losses of the runs. Only the losses of evaluated checkpoints
-    count. Return None if all runs have the same lowest loss.
+    count. Return None if all runs have the same lowest loss, or if no run has a loss.
     """
     lowest = []
     for checkpoints_of_run in runs:
         losses = [point.loss for point in checkpoints_of_run if point.loss is not None]
         if losses:
             lowest.append(min(losses))
-    have_equal_losses = len(set(lowest)) < 2
-    return None if have_equal_losses else max(lowest)
+    has_one_loss_at_most = len(set(lowest)) < 2
+    return None if has_one_loss_at_most else max(lowest)
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:

@@ -269,7 +269,6 @@ def seed_noise(rows: Sequence[RunArm]) -> Series | None:
     from scipy.special import stdtrit
 
     all_curves = chain.from_iterable(curves_of_rows)
-    # The evaluations that all runs have in common.
     tokens = reduce(np.intersect1d, [curve.tokens for curve in all_curves])
     losses = []
     for curves in curves_of_rows:

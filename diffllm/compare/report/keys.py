@@ -11,22 +11,20 @@ from diffllm.compare.arms.budget import planned_budgets, without_length
 from diffllm.compare.arms.comparable import (
     ATTENTION_PREFIX,
     CHANGED,
-    COMPUTED_KEYS,
+    COMPUTED_VALUES,
     REPORT,
     Comparand,
     compared_values,
+    conditions_of,
     differences,
     role,
     shown_value,
     starting_point,
+    text_of_values,
 )
 from diffllm.compare.arms.heldout import HELDOUT
 from diffllm.compare.arms.run import Run
-from diffllm.compare.report.seed_facts import (
-    conditions_of,
-    text_of_values,
-    with_facts_of_seeds,
-)
+from diffllm.compare.report.seed_facts import with_facts_of_seeds
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import variant_config
@@ -170,7 +168,7 @@ def deciding_differences(values: list[dict[str, Any]], declared: Declarations) -
 def all_declarations(runs: list[Run]) -> dict[str, Declaration]:
     """Return the declarations of the runs' config keys, plug-ins included, and of all facts."""
     of_runs = [run.declarations for run in runs]
-    return strictest([COMPUTED_KEYS, fact_declarations(), *of_runs])
+    return strictest([COMPUTED_VALUES, fact_declarations(), *of_runs])
 
 
 def is_deciding(key: str, declared: Declaration) -> bool:

@@ -1,4 +1,4 @@
-"""Scales of axes in figures: ends of axes, logarithmic axes, and sentences about high values."""
+"""Scales of axes in figures: ends of axes, and logarithmic axes."""
 
 from statistics import median_low
 from typing import TYPE_CHECKING
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffllm.compare.arms.sentences import short
-from diffllm.compare.report.curves import Band, Spike
-from diffllm.metrics.metric import Curve, Layers
+from diffllm.compare.report.curves import Band
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.estimates import Estimate
 
@@ -27,30 +26,6 @@ def value_range(bands: list[Band]) -> tuple[float, float]:
     """Return the least and the largest finite value of bands."""
     values = np.concatenate([band.drawn for band in bands])
     return float(values.min()), float(values.max())
-
-
-def largest_text(bands: list[Band]) -> str:
-    """Describe the largest value of a figure, and its step if the figure shows every step."""
-    peaks = [band.peak for band in bands if band.peak]
-    if not peaks:
-        _, largest = value_range(bands)
-        return f"the largest value is {short(largest)}"
-    value, step = max(peaks)
-    return f"the largest unmarked value is {short(value)}, at step {step:,}"
-
-
-def spikes_text(plot: Curve | Layers, bands: list[Band]) -> str:
-    spikes: list[Spike] = []
-    for band in bands:
-        spikes += band.spikes
-    if not spikes:
-        return ""
-    highest = max(spikes, key=lambda spike: spike.value)
-    value = short(highest.value) if np.isfinite(highest.value) else "not finite"
-    text = f" Triangles mark spikes, the highest at step {highest.step:,} ({value})."
-    if isinstance(plot, Curve) and plot.smooth:
-        text += " The running mean omits marked steps."
-    return text
 
 
 def top_of(bands: list[Band]) -> float:

@@ -19,6 +19,7 @@ from diffllm.compare.arms.pages import Block, Figure, FigureGrid, Paragraph, Sec
 from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report import curves
+from diffllm.compare.report.captions import largest_text, spikes_text
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import Bands, draw_curves, draw_gaps, to_image
 from diffllm.compare.report.results import (
@@ -32,9 +33,9 @@ from diffllm.compare.report.results import (
     trend_sentences,
 )
 from diffllm.compare.report.rows import keys_apart
-from diffllm.compare.report.scales import largest_text, spikes_text, top_of, value_range
+from diffllm.compare.report.scales import top_of, value_range
 from diffllm.compare.report.step_curves import (
-    CURVE_METRICS,
+    EVERY_STEP_METRICS,
     INTERVALS,
     RunCurves,
     band_of_values,
@@ -158,7 +159,7 @@ class Figures:
         if isinstance(plot, Layers):
             return self.layers(plot, metric)
         assert isinstance(plot, Curve)
-        if metric.name in CURVE_METRICS:
+        if metric.name in EVERY_STEP_METRICS:
             return self.every_step(plot, metric)
         points = self.smoothed_over if plot.smooth else 1
         cards = []

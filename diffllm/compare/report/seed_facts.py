@@ -7,19 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from diffllm.compare.arms.comparable import REPORT, role, shown_value, value_text
+from diffllm.compare.arms.comparable import conditions_of, text_of_values, value_text
 from diffllm.compare.arms.run import Run
-from diffllm.core.keys import Declarations, declaration_of
+from diffllm.core.keys import Declarations
 from diffllm.metrics.facts import machine_facts
-
-
-def conditions_of(names: Collection[str], declared: Declarations) -> list[str]:
-    """Return the names of keys and facts that must agree in compared rows, sorted."""
-    conditions = []
-    for name in sorted(names):
-        if role(name, declaration_of(name, declared), REPORT) == "condition":
-            conditions.append(name)
-    return conditions
 
 
 def with_facts_of_seeds(
@@ -106,8 +97,3 @@ def arms_equal_by_seed(
             # Two unions can have the same values in other seeds; only the first gets the text.
             unions.setdefault(" or ".join(texts), places_of_union)
     return list(unions.items())
-
-
-def text_of_values(names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a text that is equal for two runs with equal values of `names`."""
-    return shown_value([values.get(name) for name in names])

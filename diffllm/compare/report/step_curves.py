@@ -23,7 +23,7 @@ from diffllm.metrics.records import LARGEST, finite
 from diffllm.metrics.spikes import APART
 from diffllm.metrics.steps import STEP_DTYPE, read_steps
 
-CURVE_METRICS = ("train/loss", "train/grad_norm", "train/lr")
+EVERY_STEP_METRICS = ("train/loss", "train/grad_norm", "train/lr")
 """Metrics whose figures show every step."""
 INTERVALS = 1000
 """Largest number of points of a curve."""
@@ -61,7 +61,7 @@ class RunCurves(NamedTuple):
 
 
 def run_curves(run: Run, size: int = 1) -> RunCurves:
-    """Return the curves of CURVE_METRICS, in intervals of `size` steps, and their spikes.
+    """Return the curves of EVERY_STEP_METRICS, in intervals of `size` steps, and their spikes.
 
     If the run has no steps.npy, or a damaged one, each logged value is an interval.
     """
@@ -74,7 +74,7 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
     if not has_every_step:
         size = 1
     curves = {}
-    for name in CURVE_METRICS:
+    for name in EVERY_STEP_METRICS:
         curves[name] = step_curve(run, rows, name, size)
     spikes_by_metric = run_spikes(run, curves)
     for name, spikes in spikes_by_metric.items():
@@ -118,7 +118,6 @@ def reduced(steps: Array, tokens: Array, values: Array, size: int) -> StepCurve:
     finite_values = np.where(is_finite, values, 0)
     total = np.add.reduceat(finite_values, starts)
     count = np.add.reduceat(is_finite.astype(np.int64), starts)
-    # fmin and fmax ignore NaN.
     low = np.fmin.reduceat(values, starts)
     high = np.fmax.reduceat(values, starts)
     is_peak = values == np.repeat(high, lengths)
@@ -154,11 +153,14 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
         # A killed process may not have written the rows of its last events.
         if not len(tokens) or event.tokens > int(tokens[-1]):
             continue
-        last_tokens = event.tokens + APART * run.tokens_per_step
         value = finite(event.value)
-        if value is None:
-            value = np.inf
-        spikes[name].append(Spike(event.step, event.tokens, last_tokens, value))
+        spike = Spike(
+            step=event.step,
+            x=event.tokens,
+            end=event.tokens + APART * run.tokens_per_step,
+            value=np.inf if value is None else value,
+        )
+        spikes[name].append(spike)
     return spikes
 
 

@@ -132,8 +132,7 @@ class StudyRun:
     def curve(self) -> Series:
         """Logged metric over training tokens, arrays (n,); NaN if not finite."""
         # None becomes NaN.
-        values = np.array(self.values, np.float64)
-        return Series(np.array(self.tokens, np.int64), values)
+        return Series(np.array(self.tokens, np.int64), np.array(self.values, np.float64))
 
     @cached_property
     def documents(self) -> DocumentLosses | None:
@@ -217,12 +216,16 @@ class StudyArm(Arm[int]):
         """
         mean = self.mean.within(*limits) if self.mean else None
         # Readers of verdict.json find the same keys for an arm without runs.
-        run = self.runs[0] if self.runs else None
-        return {
-            "variant": run.variant if run else None,
-            "parameters": run.facts.parameters if run else None,
-            "flops_per_token": run.facts.flops_per_token if run else None,
-            "tokens": run.planned_tokens if run else None,
+        facts = dict.fromkeys(("variant", "parameters", "flops_per_token", "tokens"))
+        if self.runs:
+            run = self.runs[0]
+            facts = {
+                "variant": run.variant,
+                "parameters": run.facts.parameters,
+                "flops_per_token": run.facts.flops_per_token,
+                "tokens": run.planned_tokens,
+            }
+        return facts | {
             "rates": sorted({run.lr for run in self.runs}),
             "lr": self.lr,
             "mean": mean.mean if mean else None,

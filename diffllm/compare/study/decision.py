@@ -47,7 +47,7 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
             p_values[name].append(side.p)
             p_values[f"{name}_exact"].append(side.exact)
     families = {name: holm(family) for name, family in p_values.items()}
-    exact_tests = len(tests) - p_values["showing_exact"].count(None)
+    exact_tests = sum(test.showing.exact is not None for test in tests)
     tested = []
     for i, test in enumerate(tests):
         adjusted = {name: family[i] for name, family in families.items()}

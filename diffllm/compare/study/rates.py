@@ -7,13 +7,7 @@ from pathlib import Path
 
 from diffllm.compare.study.arms import RateRun
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import (
-    RATES,
-    Planned,
-    deciding_runs,
-    is_ended,
-    rate_run,
-)
+from diffllm.compare.study.planned_runs import RATES, Planned, deciding_runs, is_ended, rate_run
 from diffllm.metrics.records import read_summary
 
 

@@ -139,7 +139,7 @@ def print_end(study: Study, out: Path, added: list[str]) -> int:
     choices = choose_rates(study, rate_runs(out))
     diverged = [choice for choice in choices if choice.lr is None]
     for choice in diverged:
-        rates = ", ".join(map("{:g}".format, choice.losses))
+        rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
     ended = "all other runs" if diverged else "all runs"
     words = ["diffllm", "study", "verdict", str(study.path), f"out={out}", *added]
@@ -196,9 +196,10 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
+    first = first_runs(study)
     # `configs_of` can name the values of parallel.context that fit all arms.
-    loaded = configs_of([partial(config_of_planned, run) for run in first_runs(study)])
-    configs = dict(zip(study.arms, loaded, strict=True))
+    loaded = configs_of([partial(config_of_planned, planned) for planned in first])
+    configs = {planned.arm: cfg for planned, cfg in zip(first, loaded, strict=True)}
     check_trends(study, configs)
     for arm, cfg in configs.items():
         with errors_of_arm(arm):

@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.arm import runs_of
-from diffllm.compare.arms.comparable import (
-    TOLERANCES,
-    Comparand,
-    Difference,
-    differences,
-)
+from diffllm.compare.arms.comparable import TOLERANCES, Comparand, Difference, differences
 from diffllm.compare.arms.sentences import plural
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.costs import spending_numbers, spending_problems

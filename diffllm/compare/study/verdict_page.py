@@ -122,7 +122,7 @@ def page_sections(verdict: Verdict) -> list[Section]:
         costs = TableBlock(spending_table(study, verdict.arms), "Costs of the runs of each arm")
         sections.append(Section("Budget", [text, costs]))
     if verdict.choices:
-        choices = Items(list(map(choice_line, verdict.choices)))
+        choices = Items([choice_line(choice) for choice in verdict.choices])
         sections.append(Section("Learning rates", [choices]))
     elif not study.sets_rates:
         sections.append(Section("Learning rates", [Paragraph(RATES_OF_CONFIGS)]))

@@ -121,8 +121,8 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of each run of a sweep; the last key varies fastest."""
-    words_by_key = map(split_values, overrides)
-    return list(map(list, itertools.product(*words_by_key)))
+    words_by_key = [split_values(override) for override in overrides]
+    return [list(words) for words in itertools.product(*words_by_key)]
 
 
 def split_values(override: Override) -> list[str]:

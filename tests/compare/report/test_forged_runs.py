@@ -1,7 +1,9 @@
 """Reports, verdicts and power read forged runs without a traceback or a warning of numpy."""
 
+import gc
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,7 @@ from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
 from diffllm.statistics.power_analysis import paired_power
 
-# A collected object of an earlier test in this process may warn of a file that it did not close.
-pytestmark = pytest.mark.filterwarnings("error", "default::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings("error")
 NOT_RECORDS = [
     "[]", "null", "{}", '{"step": 1}', '{"step": "x", "tokens": {}}', "\ufffd\0", "[" * 50_000,
     "9" * 5000, '{"step": 1, "tokens": 64, "train/loss": "x"}',
@@ -33,6 +34,15 @@ NOT_RECORDS = [
     '{"step": 1, "tokens": -9}', '{"step": 9007199254740992, "tokens": 64}',
     '{"step": 1, "tokens": 1e3}', f'{{"step": 1, "tokens": 64, "x": 1{"0" * 5000}}}',
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected_objects() -> None:
+    """Collect the objects of earlier tests, whose warnings would fail these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Python calls this hook for a warning or an error during the collection.
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        gc.collect()
 
 
 @pytest.mark.parametrize("line", NOT_RECORDS)
