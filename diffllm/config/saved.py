@@ -14,7 +14,8 @@ from yaml import YAMLError
 from diffllm.config.changes import Changes, is_fixed, what_differs
 from diffllm.config.compose import compose_config, typed_config
 from diffllm.config.overrides import without_removed
-from diffllm.config.plugins import LOADED, MODULE_NAME, version_changes
+from diffllm.config.plugin_code import LOADED, version_changes
+from diffllm.config.plugins import MODULE_NAME
 from diffllm.config.run_config import ResolvedConfig
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml

@@ -1,5 +1,8 @@
 """Heartbeats of ranks, and the explanation of why ranks wait."""
 
+import contextlib
+import multiprocessing
+from pathlib import Path
 from typing import NamedTuple
 
 from diffllm.distributed.world import Calls
@@ -80,3 +83,16 @@ def missing_text(rank: int, beat: Beat | None) -> str:
         return f"rank {rank} is missing: it never sent a heartbeat"
     last = f"its last heartbeat came from {beat.place}"
     return f"rank {rank} is missing: {LOST}; {last}"
+
+
+def stopped_children() -> list[str]:
+    """Return the process ids of stopped child processes, such as workers of the data loader."""
+    stopped = []
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, IndexError):
+            # The state follows the command in brackets, which may contain any bytes.
+            stat = Path(f"/proc/{child.pid}/stat").read_bytes()
+            state = stat.rpartition(b")")[2].split()[0]
+            if state in b"Tt":
+                stopped.append(str(child.pid))
+    return stopped

@@ -11,7 +11,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
@@ -28,9 +27,16 @@ from torch.distributed import DistError
 from diffllm.core.errors import AgreedError, UserError
 from diffllm.core.files import open_to_write
 from diffllm.core.printing import echo, to_stderr
-from diffllm.distributed.heartbeats import LOST, Beat, diagnosis, missing_text, not_called
+from diffllm.distributed.heartbeats import (
+    LOST,
+    Beat,
+    diagnosis,
+    missing_text,
+    not_called,
+    stopped_children,
+)
 from diffllm.distributed.stop import StoppedEarly, StopRequest
-from diffllm.distributed.world import Calls, World, recorded
+from diffllm.distributed.world import Calls, World, is_failed_collective, recorded
 
 BEAT_S = 1.0
 SILENT_S = 4.0
@@ -43,7 +49,6 @@ LAST_WORDS_S = 5.0
 """Maximum seconds for a failing rank to inform other ranks and to write stack traces."""
 LEAVE_S = 60.0
 """Seconds that rank 0 waits for other ranks at the end: its process may host the store."""
-FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
 class Watch:
@@ -391,30 +396,5 @@ class Watch:
         return f"; stack traces in {self.traces}"
 
 
-def stopped_children() -> list[str]:
-    """Return the process ids of stopped child processes, such as workers of the data loader."""
-    stopped = []
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError, IndexError):
-            # The state follows the command in brackets, which may contain any bytes.
-            stat = Path(f"/proc/{child.pid}/stat").read_bytes()
-            state = stat.rpartition(b")")[2].split()[0]
-            if state in b"Tt":
-                stopped.append(str(child.pid))
-    return stopped
-
-
 def _shortened(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]
-
-
-def is_failed_collective(error: BaseException | None) -> bool:
-    """Return whether `error` comes from a failed collective.
-
-    If `error` is a UserError, return whether its cause comes from a failed collective.
-    """
-    if isinstance(error, UserError):
-        return is_failed_collective(error.__cause__)
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and bool(FAILED_COLLECTIVE.search(str(error)))
-    )

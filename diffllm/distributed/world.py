@@ -6,6 +6,7 @@ Ranks exchange values through a key-value store before the process group exists.
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ SLICE_S = 0.5
 READ_S = 30
 """Seconds that a failing rank 0 waits until late ranks have read its error."""
 STOPPED = "stopped"
+FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
 @dataclass
@@ -281,3 +283,15 @@ def group_name(entry: dict[str, Any]) -> str:
     # Each backend counts its groups separately, so add the backend to the name.
     backend = entry["profiling_name"].partition(":")[0]
     return f"{backend}:{entry['process_group'][0]}"
+
+
+def is_failed_collective(error: BaseException | None) -> bool:
+    """Return whether `error` comes from a failed collective.
+
+    If `error` is a UserError, return whether its cause comes from a failed collective.
+    """
+    if isinstance(error, UserError):
+        return is_failed_collective(error.__cause__)
+    return isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and bool(FAILED_COLLECTIVE.search(str(error)))
+    )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.config import load_config, plugins
+from diffllm.config import load_config, plugin_code
 from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.core.errors import ConfigError
@@ -36,10 +36,10 @@ def mine(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    plugins.LOADED.clear()
+    plugin_code.LOADED.clear()
     yield tmp_path
     forget(tmp_path)
-    plugins.LOADED.clear()
+    plugin_code.LOADED.clear()
 
 
 def forget(directory: Path) -> None:
@@ -156,7 +156,7 @@ def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(run, tmp_path):
 
 
 def test_run_cannot_resume_if_plugin_is_not_imported(run):
-    plugins.LOADED.clear()
+    plugin_code.LOADED.clear()
     with pytest.raises(
         ConfigError, match=r"plugins: own@\w+ in the run, own@not imported in this command"
     ):

@@ -28,7 +28,7 @@ from diffllm.compare.report.seed_facts import with_facts_of_seeds
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed
 from diffllm.config.compose import variant_config
-from diffllm.config.plugins import several_versions, versions_text
+from diffllm.config.plugin_code import several_versions, versions_text
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.keys import (
     Declaration,

@@ -19,7 +19,7 @@ from diffllm.compare.study.rates import ChosenRate, choose_rates
 from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.size_trends import unequal_pairs
 from diffllm.compare.study.unequal import undeclared
-from diffllm.config.plugins import several_versions
+from diffllm.config.plugin_code import several_versions
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import fact_declarations
 from diffllm.metrics.records import finite
