@@ -202,9 +202,8 @@ def plan_sweep(
     # change sweep.json or start the same runs.
     directory.hold()
     try:
-        finished = {}
+        finished = {name: is_finished(path / name, run.cfg) for name, run in runs.items()}
         for name, run in runs.items():
-            finished[name] = is_finished(directory.path / name, run.cfg)
             if not finished[name]:
                 check_memory_of(name, run.cfg, world_size, ranks_here)
         if keys != directory.record["keys"]:
@@ -220,9 +219,9 @@ def plan_sweep(
     except UserError:
         directory.withdraw()
         raise
+    swept = f"run.swept=[{','.join(keys)}]"
     jobs = []
     for number, (name, run) in enumerate(runs.items(), start=1):
-        naming_words = [f"run.swept=[{','.join(keys)}]", typed_override("run.name", name)]
         job = Job(
             number=number,
             total=len(runs),
@@ -230,7 +229,7 @@ def plan_sweep(
             path=str(directory.path / name),
             steps=run.cfg.steps,
             flops_of_step=flops_of_step(run.cfg),
-            words=[*run.words, *naming_words],
+            words=[*run.words, swept, typed_override("run.name", name)],
             finished=finished[name],
             group=groups[name],
         )
