@@ -74,11 +74,7 @@ class AttentionConfig:
         return False
 
     def choices(
-        self,
-        model: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        documents: bool,
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
         """Return the chosen value of each setting that depends on `device`, and the reason for it.
 
@@ -89,11 +85,7 @@ class AttentionConfig:
         return {"attention": self.kernel(model, device, dtype, documents)}
 
     def kernel(
-        self,
-        model: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        documents: bool,
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> AutoSetting:
         """Return the `Kernel` for training and the reason for it; for arguments, see `choices`."""
         width = self.kernel_width(model, device)
@@ -218,10 +210,7 @@ class Attention(nn.Module):
     sliceable: bool = True
 
     def __init__(
-        self,
-        model: ModelConfig,
-        n_query_heads: int | None = None,
-        context_dim: int | None = None,
+        self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
     ):
         """Create the projections for `n_query_heads` heads; None means model.n_heads.
 
@@ -303,13 +292,7 @@ class Attention(nn.Module):
         return apply_rope(q, rope), apply_rope(k, rope), v
 
     def context(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        aux: Aux | None,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         """Compute the outputs of all heads, (B, T, heads, width), before the projection `wo`.
 
@@ -338,10 +321,7 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, self.backend)
 
     def training_mask(
-        self,
-        documents: Documents | None,
-        tokens: Tensor,
-        dtype: torch.dtype,
+        self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> WholeMask:
         """Build the attention mask that all layers use for a batch of tokens (B, T).
 
@@ -379,11 +359,7 @@ class Attention(nn.Module):
         return degrees(self.n_query_heads, n_keys, n_values)
 
     def new_cache(
-        self,
-        batch: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
         shape = (batch, self.n_kv_heads, length, self.head_dim)
         return KVCache(shape, shape, dtype, device)

@@ -131,11 +131,7 @@ class DiffV1Config(AttentionConfig):
         return self.clamp
 
     def choices(
-        self,
-        model: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        documents: bool,
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
         if self.clamp:
             return {"attention": AutoSetting(Kernel.explicit, "no fused kernel clamps maps")}
@@ -192,13 +188,7 @@ class DiffV1Attention(Attention):
         return even_heads_first(q), even_heads_first(k), v
 
     def context(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        aux: Aux | None,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         lam = self.lambda_value()
         if self.cfg.clamp:
@@ -246,11 +236,7 @@ class DiffV1Attention(Attention):
         return {"map 1": logits1, "map 2": logits2}
 
     def new_cache(
-        self,
-        batch: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
         keys = (batch, self.n_kv_heads, length, self.head_dim)
         values = (batch, self.n_kv_heads // 2, length, self.value_dim)

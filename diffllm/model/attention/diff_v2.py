@@ -67,9 +67,7 @@ class DiffV2Config(AttentionConfig):
         "constant; 1.",
     )
     lambda_value: float = key(
-        FIXED_LAMBDA,
-        effect="numbers",
-        help="Constant lambda, only for lambda_form=fixed.",
+        FIXED_LAMBDA, effect="numbers", help="Constant lambda, only for lambda_form=fixed."
     )
     head_norm: bool = key(
         False,
@@ -99,9 +97,7 @@ class DiffV2Attention(Attention):
 
     def __init__(self, model: ModelConfig, cfg: DiffV2Config):
         super().__init__(
-            model,
-            n_query_heads=2 * model.n_heads,
-            context_dim=model.n_heads * model.head_dim,
+            model, n_query_heads=2 * model.n_heads, context_dim=model.n_heads * model.head_dim
         )
         self.cfg = cfg
         if cfg.pairing is Pairing.halves:
@@ -117,13 +113,7 @@ class DiffV2Attention(Attention):
             self.head_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
 
     def context(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        aux: Aux | None,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         heads = self.attend(q, k, v, mask)  # (B, T, 2H, d)
         attn1, attn2 = self.pair(heads, dim=2)

@@ -70,13 +70,7 @@ class GatedAttention(Attention):
         self.w_gate = nn.Linear(model.dim, gates_per_token, bias=False)
 
     def context(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        aux: Aux | None,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         gate = torch.sigmoid(self.w_gate(x))
         gate = gate.unflatten(-1, (self.n_heads, self.gate_width))

@@ -111,12 +111,7 @@ def for_all_heads(mask: Tensor) -> bool:
     return mask.ndim < 3 or mask.shape[-3] == 1
 
 
-def same_width(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    multiple: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
+def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Pad the last dimension of q, k and v with zeros to one width, which `multiple` divides.
 
     The zeros do not change the products of queries and keys. The attention output has the padded
@@ -175,13 +170,7 @@ def cudnn_takes(dtype: torch.dtype, heads: int, groups: int, d: int, dv: int) ->
 cudnn_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention with torch's SDPA; for the arguments, see `attend`."""
     dtype = q.dtype
     n_queries, heads, d = q.shape[1:]
@@ -224,13 +213,7 @@ def sdpa(
     return out[..., :dv].to(dtype)
 
 
-def one_query(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> Tensor:
+def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
     To avoid copies of keys, the query heads that share a key head are passed to SDPA as several
@@ -267,12 +250,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Packed,
-    scale: float,
-    backend: Backend,
+    q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
 ) -> Tensor:
     """Compute causal attention within each document with a kernel for variable lengths.
 
@@ -303,12 +281,7 @@ def varlen(
 
 
 def varlen_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Packed,
-    scale: float,
-    backend: Backend,
+    q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
 ) -> Tensor:
     """Compute causal attention within each document on a CPU; for the arguments, see `varlen`."""
     dtype = q.dtype
@@ -354,10 +327,7 @@ def compiled_flex() -> Callable[..., Tensor]:
 
 
 def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
     """Compute the attention map softmax(scale * q k), (B, H, T, S), in float32 or wider.
 

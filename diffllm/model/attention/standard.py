@@ -41,11 +41,7 @@ class StandardConfig(AttentionConfig):
     """Settings of standard softmax attention, the baseline."""
 
     query_heads: float = key(
-        1.0,
-        above=0,
-        most=64,
-        effect="numbers",
-        help="Number of query heads divided by `n_heads`.",
+        1.0, above=0, most=64, effect="numbers", help="Number of query heads divided by `n_heads`."
     )
     sink: Sink = key(
         Sink.none,
@@ -92,13 +88,7 @@ class StandardAttention(Attention):
         """Logit of the sink per head, (H,); None without a learned sink."""
 
     def context(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        aux: Aux | None,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         if self.sink_kind is Sink.none:
             return self.attend(q, k, v, mask)
@@ -110,12 +100,7 @@ class StandardAttention(Attention):
         return self.with_sink(q, k, v, mask, self.sink)
 
     def with_sink(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: WholeMask,
-        sink: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: WholeMask, sink: Tensor | None
     ) -> Tensor:
         """Compute attention with a sink; `sink` contains the logits of a learned sink, (H,)."""
         assert mask is None or isinstance(mask, Tensor)
@@ -141,11 +126,7 @@ class StandardAttention(Attention):
 
 
 def with_sink(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    logit: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
     """Return arguments for `attend` that add an attention sink to the attention of q, k and v.
 

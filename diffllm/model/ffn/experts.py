@@ -74,10 +74,7 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 
 
 def grouped_product(
-    device: torch.device,
-    dtype: torch.dtype,
-    n_experts: int,
-    widths: tuple[int, int],
+    device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
 ) -> AutoSetting:
     """Choose one matrix product for all experts (`GROUPED`), or one per expert (`LOOPED`).
 
@@ -159,23 +156,19 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_linear", mutates_args=())
 def expert_linear(
-    x: Tensor,
-    weight: Tensor,
-    beside: Tensor | None,
-    ends: Tensor,
-    transposed: bool,
+    x: Tensor, weight: Tensor, second_weight: Tensor | None, ends: Tensor, transposed: bool
 ) -> Tensor:
     """Return weight[e] @ x[i] for each row i of x (M, in): (M, out). Row i belongs to expert e.
 
     Args:
         weight: (E, out, in), in the dtype of x.
-        beside: if given, a second weight (E, out, in); the result is then (M, 2 out).
+        second_weight: if given, a second weight (E, out, in); the result is then (M, 2 out).
         ends: (E,) int32, the index after the last row of each expert; x is sorted by expert.
         transposed: multiply by transposed weights: x is then (M, out), or (M, 2 out) with
-            `beside`, and the result is (M, in).
+            `second_weight`, and the result is (M, in).
     """
-    if beside is not None:
-        weight = joined(weight, beside)
+    if second_weight is not None:
+        weight = joined(weight, second_weight)
     if transposed:
         weight = weight.transpose(1, 2)
     n_experts, out, width = weight.shape
@@ -220,11 +213,13 @@ def split_by_expert(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 
 @expert_linear.register_fake
-def _(x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, second_weight: Tensor | None, ends: Tensor, transposed: bool
+) -> Tensor:
     _, out, width = weight.shape
     if transposed:
         return x.new_empty(len(x), width)
-    if beside is not None:
+    if second_weight is not None:
         out = 2 * out
     return x.new_empty(len(x), out)
 
@@ -237,24 +232,24 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return a gradient for each argument of `expert_linear`, or None if it has no gradient.
 
-    The gradients of `weight` and `beside` are computed by one product each. A single product would
-    return both gradients in one tensor, and its halves would need copies.
+    The gradients of `weight` and `second_weight` are computed by one product each. A single product
+    would return both gradients in one tensor, and its halves would need copies.
     """
-    x, weight, beside, ends = ctx.saved_tensors
+    x, weight, second_weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_x = expert_linear(grad, weight, beside, ends, True)
-    if beside is None:
+    grad_x = expert_linear(grad, weight, second_weight, ends, True)
+    if second_weight is None:
         grad_weight = expert_weight_grad(grad, x, ends)
         return grad_x, grad_weight, None, None, None
     first_half, second_half = grad.chunk(2, 1)
     grad_weight = expert_weight_grad(first_half, x, ends)
-    grad_beside = expert_weight_grad(second_half, x, ends)
-    return grad_x, grad_weight, grad_beside, None, None
+    grad_second = expert_weight_grad(second_half, x, ends)
+    return grad_x, grad_weight, grad_second, None, None
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, beside, ends, _ = inputs
-    ctx.save_for_backward(x, weight, beside, ends)
+    x, weight, second_weight, ends, _ = inputs
+    ctx.save_for_backward(x, weight, second_weight, ends)
 
 
 expert_linear.register_autograd(linear_backward, setup_context=save_inputs)
