@@ -169,7 +169,8 @@ from diffllm.data.preparation import encoding
 from diffllm.data.preparation.prepare import prepare
 def hang(*args):
     print(os.getpid(), flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.01)
 encoding.Encoding.encode = hang
 prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vocab_size=300))
 """

@@ -27,14 +27,21 @@ from diffllm import cli
 from diffllm.checkpoint.directory import list_checkpoints
 
 FIRST = "stopping after this step; press Ctrl-C again to stop now\n"
-SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
+# Short sleeps: Python handles a signal between print and a sleep only after the sleep.
+SLEEP = """
+import time
+print("begun", flush=True)
+while True:
+    time.sleep(0.01)
+"""
 HANGING = """
 import time
 from diffllm.cli import {module}
 
 def hang(words):
     print("begun", flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.01)
 
 {module}.{name}_command = hang
 """

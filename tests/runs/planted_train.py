@@ -173,6 +173,12 @@ def slow(owner: Any, name: str, seconds: float) -> None:
     replace(owner, name, late)
 
 
+def hang() -> None:
+    # A signal just before one long sleep would wait until its end.
+    while True:
+        time.sleep(0.05)
+
+
 def endless_second_call(owner: Any, name: str) -> None:
     """Make the second call of a method hang."""
     real, calls = getattr(owner, name), itertools.count()
@@ -180,7 +186,7 @@ def endless_second_call(owner: Any, name: str) -> None:
     def once(*args: Any, **kwargs: Any) -> Any:
         if next(calls):
             strike()
-            time.sleep(3600)
+            hang()
         return real(*args, **kwargs)
 
     replace(owner, name, once)
@@ -193,7 +199,7 @@ def raise_error(*_: Any) -> None:
 
 def sleep(*_: Any) -> None:
     strike()
-    time.sleep(3600)
+    hang()
 
 
 def perturb(t: Any) -> None:
