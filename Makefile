@@ -2,6 +2,7 @@
 # make test    set up the rest, then lint, format check, types and the fast tests
 # make test-slow    the other tests
 # make fuzz    the tests that draw their cases, fast and slow, with a new seed or with SEED=
+# make approve    replace the expected texts of tests by the current ones; review the git diff
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
 # make test-transformers TRANSFORMERS=4.57.6    that version reads exports; in a .venv of its own
@@ -32,7 +33,7 @@ TORCH_TESTS := $(addprefix tests/, model distributed plan checkpoint test_optim.
 stage = @start=$$(date +%s); $(2); code=$$?; \
 	echo "$(1): $$(($$(date +%s) - start)) s$$([ $$code = 0 ] || echo ", failed")"; exit $$code
 
-.PHONY: train test test-slow fuzz test-torch test-transformers test-vllm test-cluster gpu-wheels gpu-data docs docs-site lint clean
+.PHONY: train test test-slow fuzz approve test-torch test-transformers test-vllm test-cluster gpu-wheels gpu-data docs docs-site lint clean
 
 train: $(RUN_READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -48,6 +49,11 @@ fuzz: $(READY)
 	again="make fuzz SEED=$$seed draws the same cases"; echo "$$again"; \
 	FUZZ_SEED=$$seed $(BIN)/python -m pytest $(PARALLEL) -m "fuzz and not gpu and not cluster"; \
 	code=$$?; echo "$$again"; exit $$code
+
+# Only tests with approved texts, in tests/**/__snapshots__, have the fixture `snapshot`.
+approve: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not cluster" --snapshot-update \
+	  $$(grep -rl "== snapshot" tests --include="test_*.py")
 
 # Takes PyPI's build for CUDA, 3 GB, which runs without a GPU too.
 test-torch: .venv-torch-$(TORCH)/.ready

@@ -168,16 +168,10 @@ def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, "shown"), (1.06, "not comparable")])
-def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, expected):
+def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, snapshot, factor, expected):
     verdict = judged(seconds_study(tmp_path), seconds_factor=factor, **MACHINE)
     assert verdict.verdict == expected, verdict.reasons
-    text = verdict_page(verdict).markdown()
-    machine = "GPU, 1 rank, 2 CPU threads per rank, float32, eager, torch 2.13.0"
-    assert f"Profile of 2026-11-28: {machine}" in text
-    assert "differ by at most 2% (" in text
-    assert "Study study.yaml and timing.json, SHA-256" in text
-    assert f"| v2 | 46 | 11.78k | 5.98 s | {5.98 * factor:.2f} s |" in text
-    assert "another machine" not in text
+    assert verdict_page(verdict).markdown() == snapshot
 
 
 def test_profile_decides_if_runs_used_another_machine(tmp_path):

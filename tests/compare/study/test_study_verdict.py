@@ -283,20 +283,15 @@ def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
 # Written pages
 
 
-def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys):
+def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys, snapshot):
     verdict = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     page = verdict_page(verdict)
     html, text = page.html(), page.markdown()
+    assert text == snapshot
     assert html == verdict_page(verdict).html()
-    assert "with probability 0.9" in text
     assert "Gaps of the rules" in html
-    sentence = (
-        "heldout_loss: v2 minus half is -0.09967 nats per token (95% upper bound -0.09709, 3 "
-        "paired seeds), adjusted p 3.9e-05."
-    )
-    title = "v2 is better than half: shown"
-    assert text.startswith(f"# {title}\n\n{sentence}")
-    assert f"<title>{title}</title>" in html
+    title, _, sentence = text.splitlines()[:3]
+    assert f"<title>{title.removeprefix('# ')}</title>" in html
     assert sentence in html
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
     assert main([*words, "--json"]) == 0
@@ -309,7 +304,7 @@ def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, cap
     assert (tmp_path / "out/verdict.md").read_text(encoding="utf-8") == text
 
 
-def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
+def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path, snapshot):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -324,12 +319,7 @@ def test_verdict_page_lists_parameters_and_tokens_of_each_arm(tmp_path):
     for arm, facts in sizes.items():
         write_arms(study, tmp_path / "out", {arm: HALF}, **facts, **known)
     verdict = judge(study, tmp_path / "out")
-    text = verdict_page(verdict).markdown()
-    assert "9 runs, seeds per arm: 3." in text
-    assert text.count("| 10k | 60k | 5.12k | 0.51 |") == 2
-    assert text.count("| 10.04k | 66k | 5.12k | 0.51 |") == 1
-    assert f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU, ranks `1`" in text
-    assert ", at equal parameters (within 0.5%)\n" in text
+    assert verdict_page(verdict).markdown() == snapshot
     sizes["v2"]["parameters"] = 11_200
     for arm, facts in sizes.items():
         write_arms(study, tmp_path / "other", {arm: HALF}, **facts)
@@ -386,16 +376,15 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
 
 
 def dry_run(study, out, capsys, *words):
+    """Return the output of a dry run, without the directory of the study file."""
     assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", *words]) == 0
-    return capsys.readouterr().out
+    return capsys.readouterr().out.replace(f"{study.path.parent}/", "")
 
 
-def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
+def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys, snapshot):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
     pilot = tmp_path / "pilot"
-    output = dry_run(study, out, capsys)
-    assert "6 runs. Left: 30.72k tokens" in output
-    assert "unknown time" in output
+    assert dry_run(study, out, capsys) == snapshot(name="without pilot")
     assert not out.exists()
 
     write_arms(study, pilot, {"half": HALF})
@@ -403,22 +392,22 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
     assert (half.seconds, half.hours) == pytest.approx((9, 3 * 9 / 3600))
     assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
     assert v2.flops > half.flops
-    assert f"about 0:{3 * (9 + v2.seconds):02.0f} here" in dry_run(
-        study, out, capsys, f"pilot={pilot}"
-    )
+    output = dry_run(study, out, capsys, f"pilot={pilot}")
+    assert output == snapshot(name="with pilot")
+    assert f"about 0:{3 * (9 + v2.seconds):02.0f} here" in output
 
     write_arms(study, out, {"v2": [4.3]})
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
-    assert "6 runs; 1 finished. Left: 25.6k tokens" in dry_run(study, out, capsys)
+    assert dry_run(study, out, capsys) == snapshot(name="one run finished")
 
 
-def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys):
+def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys, snapshot):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
     output = dry_run(study, out, capsys, "gpu=h100", "mfu=1e-6")
     arms = costs(study, out, [])
     seconds = sum(3 * (20 + arm.flops / 989.4e6) for arm in arms)
     assert f"about {clock(seconds)} on one H100, one run after another" in output
-    assert "assumed, not measured: mfu=1e-06, 20 s to start each run" in output
+    assert output == snapshot
     assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", "gpu=k80"]) == 2
     assert "error: gpu=k80 is unknown; choose from GB200," in capsys.readouterr().err
     assert main(["study", "run", str(study.path), f"out={out}", "gpu=h100"]) == 2
