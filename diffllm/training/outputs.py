@@ -30,7 +30,8 @@ from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
-from diffllm.training.process import Process, provenance
+from diffllm.training.process import Process
+from diffllm.training.provenance import provenance
 from diffllm.training.start import Claimed, stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text

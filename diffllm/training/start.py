@@ -26,7 +26,7 @@ from diffllm.data.sequences import packing_counts
 from diffllm.data.text.skipped import rule_text, skipped_text
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
-from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
+from diffllm.distributed.launcher import in_sweep, keep_mode, ranks_on_first_node
 from diffllm.metrics.events import Event, append_stall
 from diffllm.metrics.records import read_record, stopped_text
 from diffllm.model import without_storage
@@ -48,7 +48,7 @@ from diffllm.training.initial_values import (
     start_from,
 )
 from diffllm.training.memory import check_memory
-from diffllm.training.process import Process, in_sweep, log_file
+from diffllm.training.process import Process
 from diffllm.training.state import (
     LoopState,
     continuation,
@@ -251,6 +251,10 @@ def begin_on_rank_0(
             f"wandb: the new run {state.wandb_id} gets all steps, because {reason}"
         )
     return state
+
+
+def log_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
 
 
 def meet(
