@@ -28,11 +28,12 @@ from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
+from diffllm.training.claim import Claimed
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process
 from diffllm.training.provenance import provenance
-from diffllm.training.start import Claimed, stall
+from diffllm.training.stalls import alert_stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
 from diffllm.training.wandb_description import (
@@ -103,10 +104,6 @@ def open_sinks(
     if cfg.metrics.tensorboard:
         tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
     return Sinks(file, steps, events, wandb, tensorboard)
-
-
-def alert_stall(wandb: WandbRun, state: LoopState, message: str) -> None:
-    wandb.add_event(stall(state, message))
 
 
 def restart(directory: RunDirectory, state: LoopState) -> Event:

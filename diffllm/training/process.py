@@ -4,8 +4,11 @@ import socket
 import sys
 import time
 import traceback
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
@@ -17,6 +20,8 @@ from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
 from diffllm.metrics.display import Display, RunLog
 from diffllm.training.directory import RunDirectory
+from diffllm.training.stalls import record_stall
+from diffllm.training.state import LoopState
 
 
 class Process(NamedTuple):
@@ -39,6 +44,18 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             log.write(f"{now} on {socket.gethostname()}: {command_text(sys.orig_argv)}\n")
     return Process(world, stop, watch, display, log)
+
+
+def meet(
+    cfg: TrainConfig, process: Process, device: torch.device, path: Path, state: LoopState
+) -> None:
+    """Connect the ranks, and let the watch write to the run directory `path`."""
+    torch.manual_seed(cfg.seed)
+    process.watch.reached("the connection of the ranks")
+    process.world.init_process_group(device, cfg.distributed)
+    process.watch.traces = path / "traces"
+    process.watch.on_end = process.display.stop
+    process.watch.on_stall = partial(record_stall, path, state)
 
 
 def leave(process: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
