@@ -143,12 +143,6 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
-    def saved(self) -> str:
-        checkpoints = self.checkpoints
-        if not checkpoints:
-            return "no checkpoint is saved"
-        return f"the newest checkpoint is {checkpoints[-1]}"
-
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
         """Write config.yaml and the tokenizer; delete summary.json and incomplete checkpoints.
 

@@ -65,7 +65,7 @@ def open_outputs(
         "outputs", lambda: (None, open_sinks(cfg, process, claimed, state, facts))
     )
     if sinks:
-        process.watch.send_alert = partial(alert_stall, sinks.wandb, state)
+        process.watch.alert_by(partial(alert_stall, sinks.wandb, state))
     path = claimed.path
     checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), process.display.print)

@@ -35,9 +35,9 @@ class Process(NamedTuple):
 
 
 def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
-    watch = Watch(world, cfg.distributed.timeout, stop)
     log = RunLog()
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
+    watch = Watch(world, cfg.distributed.timeout, stop, on_end=display.stop)
     if not in_sweep():  # A sweep logs the stderr of its jobs itself.
         log.copy_stderr(errors_only=world.rank > 0)
         if world.rank == 0:
@@ -49,13 +49,11 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 def meet(
     cfg: TrainConfig, process: Process, device: torch.device, path: Path, state: LoopState
 ) -> None:
-    """Connect the ranks, and let the watch write to the run directory `path`."""
+    """Connect the ranks; from now on, hangs are recorded in the run directory `path`."""
     torch.manual_seed(cfg.seed)
     process.watch.reached("the connection of the ranks")
     process.world.init_process_group(device, cfg.distributed)
-    process.watch.traces = path / "traces"
-    process.watch.on_end = process.display.stop
-    process.watch.on_stall = partial(record_stall, path, state)
+    process.watch.record_in(path / "traces", partial(record_stall, path, state))
 
 
 def leave(process: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
@@ -70,22 +68,26 @@ def leave(process: Process, error: BaseException | None, directory: RunDirectory
             process.watch.blame(error)
     finally:
         process.display.stop()
-        rank = process.world.rank
-        # All ranks have these errors; only rank 0 logs them.
-        is_on_all_ranks = isinstance(error, (AgreedError, ConfigError, StoppedEarly))
-        if error is not None and not in_sweep() and not (rank and is_on_all_ranks):
-            if isinstance(error, StoppedEarly):
-                text = f"stopped by {error.args[0].name} before the first step\n"
-            elif isinstance(error, KeyboardInterrupt):
-                text = f"stopped immediately by SIGINT at {process.watch.place}\n"
-            elif isinstance(error, UserError):
-                text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
-            else:
-                text = "".join(traceback.format_exception(error))
-            process.log.write(text)
+        if error is not None and not in_sweep():
+            process.log.write(log_text(process, error))
         process.log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if directory and isinstance(error, UserError):
             directory.withdraw()
         process.watch.close()
+
+
+def log_text(process: Process, error: BaseException) -> str:
+    """Return the text about `error` for the log; "" if only rank 0 logs the error."""
+    rank = process.world.rank
+    # All ranks have these errors.
+    if rank > 0 and isinstance(error, (AgreedError, ConfigError, StoppedEarly)):
+        return ""
+    if isinstance(error, StoppedEarly):
+        return f"stopped by {error.args[0].name} before the first step\n"
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped immediately by SIGINT at {process.watch.place}\n"
+    if isinstance(error, UserError):
+        return f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
+    return "".join(traceback.format_exception(error))

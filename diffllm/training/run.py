@@ -90,8 +90,6 @@ def in_process(
     try:
         claimed = claim(cfg, process)
         directory = claimed.directory
-        if directory:
-            process.stop.saved = directory.saved
         if claimed.ended:
             outcome = Outcome(claimed.path, claimed.ended)
         else:

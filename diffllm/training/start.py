@@ -1,5 +1,6 @@
 """The start of a run in its directory: config.yaml, the tokenizer and the initial loop state."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from diffllm.checkpoint.manifest import check_parameters, read_state
@@ -26,12 +27,10 @@ def begin(cfg: TrainConfig, process: Process, claimed: Claimed, data: Prepared) 
     state_dict = process.world.broadcast_from_rank0(
         "begin", lambda: begin_on_rank_0(cfg, process, claimed, data).state_dict()
     )
-    state = LoopState.of(state_dict)
-    # Before the model is built: MKL reads the mode once per process.
-    state.mkl_mode = keep_mode(state.mkl_mode)
     if process.world.rank > 0 and not in_sweep():
         process.log.open(log_file(claimed.path))
-    return state
+    # Before the model is built: MKL reads the mode once per process.
+    return LoopState.of({**state_dict, "mkl_mode": keep_mode(state_dict["mkl_mode"])})
 
 
 def begin_on_rank_0(
@@ -53,27 +52,32 @@ def begin_on_rank_0(
     }
     path = claimed.checkpoint
     saved = claimed.saved
-    stage = 0
-    previous = previous_stage(cfg, claimed.origin)
-    if previous:
-        stage = 1 + read_state(previous)["loop"].get("stage", 0)
-    state = LoopState(order=order, stage=stage)
     changes = Changes()
+    saved_id = None
     if path and saved:
         state, changes = continued(
             path, saved, order, cfg.run.allow_changes, rule_text(data.directories)
         )
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
-        if claimed.path not in path.parents:
-            state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.
-    state.wandb_id, reason = choose_wandb_id(claimed.directory, state.wandb_id, state.step, changes)
+        # The checkpoint of another run contains the id of that run.
+        if claimed.path in path.parents:
+            saved_id = state.wandb_id
+    else:
+        state = LoopState(order=order, stage=stage_of(cfg, claimed))
+    wandb_id, reason = choose_wandb_id(claimed.directory, saved_id, state.step, changes)
     claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
     process.log.open(log_file(claimed.path))
     if reason:
-        process.display.print(
-            f"wandb: the new run {state.wandb_id} gets all steps, because {reason}"
-        )
-    return state
+        process.display.print(f"wandb: the new run {wandb_id} gets all steps, because {reason}")
+    return replace(state, wandb_id=wandb_id)
+
+
+def stage_of(cfg: TrainConfig, claimed: Claimed) -> int:
+    """Return the number of earlier stages of a new run."""
+    previous = previous_stage(cfg, claimed.origin)
+    if previous is None:
+        return 0
+    return 1 + int(read_state(previous)["loop"].get("stage", 0))
 
 
 def log_file(path: Path) -> Path:
