@@ -328,7 +328,7 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
     """Measure all contestants in all segments and rounds; write results and print a table."""
     from harness.machine import facts
 
-    from diffllm.training.process import git_state
+    from diffllm.core.git import git_state
 
     known = facts() | {"device": "cpu", "seconds": args.seconds, "attention": args.attention}
     known |= {"nanochat": args.nanochat and git_state(args.nanochat)}

@@ -166,12 +166,14 @@ def test_packages_import_only_packages_of_lower_layers():
 
 
 TRAINING = (
-    ("build", "clock", "directory", "memory"),
-    ("process", "state", "step"),
-    ("initial_values", "measure", "record"),
-    ("checks", "loop", "wandb_description", "wandb_id"),
-    ("start", "summary"),
-    ("outputs",),
+    ("build", "clock", "directory", "memory", "provenance", "starting_point"),
+    ("state", "step", "wandb_description", "wandb_id"),
+    ("record", "stalls"),
+    ("process",),
+    ("measure",),
+    ("checks", "loop"),
+    ("claim", "summary"),
+    ("initial_values", "outputs", "preparation", "start"),
     ("run",),
 )
 """Layers of modules in `training`; a module imports only from earlier layers."""

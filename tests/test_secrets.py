@@ -18,7 +18,7 @@ from runs.command import (
 
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.training import process
+from diffllm.core.secrets import command_text
 
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7" + "0123456789abcdef" * 2 + "ab",
@@ -146,7 +146,7 @@ def test_config_keys_similar_to_secret_names_are_accepted():
     words = ["data.tokenizer=token.model", "data.tokenizer_sample_bytes=7", "data.eos_token=end"]
     cfg = load_config(words)
     assert (cfg.data.tokenizer, cfg.data.tokenizer_sample_bytes) == ("token.model", 7)
-    assert process.command(words) == " ".join(words)
+    assert command_text(words) == " ".join(words)
     cfg = load_config(["data.sample_prompt='the secret: key=3, token: 4'"])
     assert json.dumps(cfg.data.sample_prompt) == '"the secret: key=3, token: 4"'
     assert os.environ.get("WANDB_API_KEY") != SECRET

@@ -11,7 +11,7 @@ import torch
 from diffllm.config import load_config
 from diffllm.core.torch_versions import CPU_CAPABILITIES
 from diffllm.distributed.world import join
-from diffllm.training.process import provenance
+from diffllm.training.provenance import provenance
 
 Step = Callable[[], None]
 LIBRARIES = ("libcudnn.", "libcudnn_graph", "libcublas.", "libnccl.")

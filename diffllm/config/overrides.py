@@ -15,6 +15,7 @@ from diffllm.config.run_config import EvalConfig
 from diffllm.config.synonyms import suggestion
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.keys import class_declarations
+from diffllm.core.secrets import SECRET_IN_VALUE, SECRET_KEY
 from diffllm.data.config import DataConfig
 
 CONFIG_GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
@@ -41,10 +42,6 @@ NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+
 OF_A_SECTION = "a section cannot have a value; set its keys, such as wandb.mode=disabled"
 LIST_OR_TEXT = "a list needs brackets, a text with commas needs quotes"
 NUMBER_TYPES = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
-# The key data.eos_token names a token of the tokenizer, not a secret.
-SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)(?<!eos_token)"
-SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
-SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
 ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*|auto_tokens:)\}")
 
 

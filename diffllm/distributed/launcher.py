@@ -17,6 +17,8 @@ FIRST_PORT, PORTS = 12000, 20000
 """Range of ports derived from job ids; lower than the ports that Linux assigns to clients."""
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+SWEEP_JOB = "DIFFLLM_SWEEP_JOB"
+"""Variable with the number of a run in its sweep or study."""
 MKL_MODE = "MKL_CBWR"
 OLDER_MODE = "AVX2,STRICT"
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
@@ -129,8 +131,13 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
+def in_sweep(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `env` is the environment of a run that a sweep or study has started."""
+    return SWEEP_JOB in env
+
+
 def is_torchrun_worker() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
+    return "TORCHELASTIC_RUN_ID" in os.environ and not in_sweep()
 
 
 def stopped_status(number: int) -> int:

@@ -27,17 +27,17 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """Installs handlers of SIGTERM, SIGUSR1 and SIGINT; `close` restores the previous handlers.
 
-    The handler stores the number of the signal in `received`. If `deferred` is False, as it is
-    before training, the first signal raises StoppedEarly. A SIGINT after any earlier signal raises
-    KeyboardInterrupt. In all other cases the handler raises nothing.
+    The handler stores the number of the signal in `received`. Before `defer` is called, the first
+    signal raises StoppedEarly. A SIGINT after any earlier signal raises KeyboardInterrupt. In all
+    other cases the handler raises nothing.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
+        self.saved: Callable[[], str] = lambda: "training has not begun"
         self.cancelled = ""
         """Why `cancel` requested the stop of the run; "" if a signal did."""
-        self.saved: Callable[[], str] = lambda: "no checkpoint is saved"
         self.has_come_by_pipe = False
         self.previous: dict[int, Any] = {}
         # A Python handler runs only after the main thread returns from a collective; the wakeup
@@ -49,6 +49,14 @@ class StopRequest:
             return  # Python calls signal handlers only in the main thread.
         self.previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def defer(self, saved: Callable[[], str]) -> None:
+        """From now on, the first signal only sets `received`: the run saves before it stops.
+
+        `saved` describes the newest checkpoint, for the user who interrupts the run at once.
+        """
+        self.saved = saved
+        self.deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_repeated = bool(self.received)

@@ -59,20 +59,25 @@ class Watch:
 
     Args:
         timeout: timeout of collectives in seconds.
+        on_end: called in a background thread before this process exits, to restore the terminal.
     """
 
-    def __init__(self, world: World, timeout: float, request: StopRequest):
+    def __init__(
+        self,
+        world: World,
+        timeout: float,
+        request: StopRequest,
+        on_end: Callable[[], None] = lambda: None,
+    ):
         self.rank = world.rank
         self.size = world.size
         self.request = request
         # Shorter than the timeout of collectives, whose error does not name a rank.
         self.limit = timeout - min(10.0, timeout / 5)
+        self.on_end = on_end
         self.traces: Path | None = None
-        self.on_end: Callable[[], None] = lambda: None
-        self.on_stall: Callable[[str], None] = lambda message: None
-        """Records a stall; called with the message, in a background thread of one rank."""
+        self.record_stall: Callable[[str], None] = lambda message: None
         self.send_alert: Callable[[str], None] = lambda message: None
-        """Queues an alert about a stall; called on rank 0 with the message."""
         self.words = ""
         self.verdict = ""
         self.patience = LEAVE_S
@@ -98,6 +103,18 @@ class Watch:
         # Two threads: a hanging store must not stop the thread that judges.
         for work in (self._talk, self._judge):
             threading.Thread(target=work, name="watch", daemon=True).start()
+
+    def record_in(self, traces: Path, record_stall: Callable[[str], None]) -> None:
+        """From now on, write stack traces to the directory `traces`, and record each stall.
+
+        One rank calls `record_stall` with the message of a stall, in a background thread.
+        """
+        self.traces = traces
+        self.record_stall = record_stall
+
+    def alert_by(self, send_alert: Callable[[str], None]) -> None:
+        """From now on, call `send_alert` with the message of each stall; only for rank 0."""
+        self.send_alert = send_alert
 
     def reached(self, place: str) -> None:
         self.place = place
@@ -268,7 +285,7 @@ class Watch:
                 to_stderr(f"warning: {message}, for {waited:.0f} s now")
                 self.send_alert(message)
                 # Not in this thread: the disk with the run directory may hang, too.
-                threading.Thread(target=self.on_stall, args=[message], daemon=True).start()
+                threading.Thread(target=self.record_stall, args=[message], daemon=True).start()
 
     @property
     def _latest_beats(self) -> dict[int, Beat]:
@@ -352,7 +369,7 @@ class Watch:
             if not announcement.done() or announcement.result():
                 traces_text = traces.result() if traces.done() else ""
                 to_stderr(f"error: {message}{traces_text}")
-                wait([pool.submit(self.on_stall, message)], LAST_WORDS_S)
+                wait([pool.submit(self.record_stall, message)], LAST_WORDS_S)
             # Let other ranks read the message, and wandb's service send the alert: the store and
             # the service may end with this process.
             time.sleep(2 * BEAT_S)

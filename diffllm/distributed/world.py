@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError
 from diffllm.core.keys import key
 from diffllm.core.torch_versions import FLIGHT_RECORDERS
-from diffllm.distributed.launcher import environment, meeting_point
+from diffllm.distributed.launcher import SWEEP_JOB, environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ def join(cfg: DistributedConfig) -> World:
     try:
         store, rank, size = next(rendezvous(url, timeout=timedelta(seconds=cfg.timeout)))
         # A launcher's store can outlive its processes: restarts and jobs of a sweep share a store.
-        store = dist.PrefixStore(f"diffllm/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}", store)
+        store = dist.PrefixStore(f"diffllm/{os.environ.get(SWEEP_JOB, '')}", store)
         meeting = agree_on_name(store, rank, size, cfg.timeout)
     except (DistError, ValueError) as error:
         reason = str(error).splitlines()[0]

@@ -31,6 +31,7 @@ from diffllm.core.files import (
 from diffllm.core.held_directories import hold, missing, reserve, take_back
 from diffllm.core.printing import to_stderr
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
+from diffllm.distributed.launcher import in_sweep
 from diffllm.metrics.events import EVENTS
 from diffllm.metrics.records import read_changes, read_ending, read_record, read_summary
 
@@ -142,12 +143,6 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
-    def saved(self) -> str:
-        checkpoints = self.checkpoints
-        if not checkpoints:
-            return "no checkpoint is saved"
-        return f"the newest checkpoint is {checkpoints[-1]}"
-
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
         """Write config.yaml and the tokenizer; delete summary.json and incomplete checkpoints.
 
@@ -213,7 +208,7 @@ def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
         except InUseError:
             # A shared lock is possible if all other holders are readers.
             with shared_lock(path) as only_readers:
-                if not only_readers and "DIFFLLM_SWEEP_JOB" in os.environ:
+                if not only_readers and in_sweep():
                     # The same run of a killed sweep may still save.
                     return hold(path, *MESSAGE_WORDS, wait=True, created=created)
                 if not only_readers:

@@ -9,23 +9,50 @@ from torch import Tensor
 
 from diffllm.checkpoint.hf.model_directory import ModelDirectory
 from diffllm.checkpoint.manifest import read_state, tokens_of
-from diffllm.config import TrainConfig
 from diffllm.config.changes import changes_text, is_of_model
 from diffllm.config.compose import variant_config
-from diffllm.config.origin import named_in, origin_of
+from diffllm.config.origin import origin_of
 from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import changes_to
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.mixture import Prepared
+from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
+from diffllm.model.config import InitMatch
 from diffllm.model.init_match import write_factors
 from diffllm.training.build import Training
-from diffllm.training.state import samples_of
+from diffllm.training.claim import Claimed
+from diffllm.training.process import Process
+from diffllm.training.starting_point import carried
+from diffllm.training.state import LoopState, restore, samples_of
 
 BASELINE = "standard"
 MATCH_SEQUENCES, MATCH_TOKENS = 8, 32_768
 """Sequences that `match_initial_values` reads: as many as these tokens hold, at least one."""
+
+
+def fill(
+    t: Training, process: Process, claimed: Claimed, data: Prepared, state: LoopState
+) -> dict[str, Any]:
+    """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
+
+    Return the new entry of run.json as a dict: "weights" after resume=weights:PATH, "previous"
+    after resume=stage:PATH, "init_match" after model.init_match. Without a new entry, the dict is
+    empty. Every rank must call this function.
+    """
+    facts: dict[str, Any] = {}
+    if claimed.checkpoint:
+        process.watch.reached(f"the loading of {claimed.checkpoint.name}")
+        restore(t, state, claimed.checkpoint, claimed.ranks)
+    elif claimed.origin:
+        process.watch.reached(f"the loading of {claimed.origin}")
+        key = "previous" if carried(t.cfg) == CARRIED_PREFIXES["stage"] else "weights"
+        facts[key] = start_from(t, claimed.origin)
+    elif t.cfg.model.init_match is not InitMatch.none:
+        facts["init_match"] = match_initial_values(t, data, process.world)
+    check_tensors(t.tensors(), t.meshes.dense.size(1))
+    return facts
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
@@ -111,14 +138,3 @@ def copy_from_directory(
         for start, size in zip(offset, block.shape, strict=True):
             part.append(slice(start, start + size))
         block.copy_(directory.tensor(name)[tuple(part)])
-
-
-def carried(cfg: TrainConfig) -> tuple[str, ...]:
-    """Return the prefixes of the tensors that this run takes over from another model."""
-    named = named_in(cfg.resume)
-    return CARRIED_PREFIXES[named.kind] if named else ()
-
-
-def previous_stage(cfg: TrainConfig, origin: Path | None) -> Path | None:
-    """Return `origin` if this is the checkpoint of resume=stage:PATH, else None."""
-    return origin if carried(cfg) == CARRIED_PREFIXES["stage"] else None

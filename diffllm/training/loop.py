@@ -60,9 +60,8 @@ def train_loop(
     process.display.start(state.step)
     record = Record(t, state, clock, process.display, out.sinks)
     agreement = Agreement(process.stop, cfg.distributed.timeout)
-    # From now on, the first stop signal only sets a flag: the loop saves a checkpoint before it
-    # stops. A second Ctrl-C still stops at once.
-    process.stop.deferred = True
+    # From now on, the loop saves a checkpoint before it stops. A second Ctrl-C still stops at once.
+    process.stop.defer(out.checkpoints.newest)
     # Every rank must reach each collective below at the same step. Conditions around collectives
     # may only depend on the config, on the step and on values that the ranks have agreed on.
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))

@@ -28,10 +28,12 @@ from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
+from diffllm.training.claim import Claimed
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
-from diffllm.training.process import Process, provenance
-from diffllm.training.start import Claimed, stall
+from diffllm.training.process import Process
+from diffllm.training.provenance import provenance
+from diffllm.training.stalls import alert_stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
 from diffllm.training.wandb_description import (
@@ -63,7 +65,7 @@ def open_outputs(
         "outputs", lambda: (None, open_sinks(cfg, process, claimed, state, facts))
     )
     if sinks:
-        process.watch.send_alert = partial(alert_stall, sinks.wandb, state)
+        process.watch.alert_by(partial(alert_stall, sinks.wandb, state))
     path = claimed.path
     checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), process.display.print)
@@ -102,10 +104,6 @@ def open_sinks(
     if cfg.metrics.tensorboard:
         tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
     return Sinks(file, steps, events, wandb, tensorboard)
-
-
-def alert_stall(wandb: WandbRun, state: LoopState, message: str) -> None:
-    wandb.add_event(stall(state, message))
 
 
 def restart(directory: RunDirectory, state: LoopState) -> Event:

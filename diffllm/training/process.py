@@ -1,32 +1,27 @@
-"""Start and cleanup of a process of a run; command, code and environment for run.json."""
+"""Start and cleanup of a process of a run."""
 
-import contextlib
-import importlib.metadata
-import os
-import platform
-import re
-import shlex
 import socket
-import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
-from diffllm.config.overrides import SECRET
-from diffllm.core import VERSION
 from diffllm.core.errors import AgreedError, ConfigError, UserError
-from diffllm.distributed.consistency import code_version
+from diffllm.core.secrets import command_text
+from diffllm.distributed.launcher import in_sweep
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
 from diffllm.metrics.display import Display, RunLog
 from diffllm.training.directory import RunDirectory
+from diffllm.training.stalls import record_stall
+from diffllm.training.state import LoopState
 
 
 class Process(NamedTuple):
@@ -40,15 +35,25 @@ class Process(NamedTuple):
 
 
 def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
-    watch = Watch(world, cfg.distributed.timeout, stop)
     log = RunLog()
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
+    watch = Watch(world, cfg.distributed.timeout, stop, on_end=display.stop)
     if not in_sweep():  # A sweep logs the stderr of its jobs itself.
         log.copy_stderr(errors_only=world.rank > 0)
         if world.rank == 0:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            log.write(f"{now} on {socket.gethostname()}: {command(sys.orig_argv)}\n")
+            log.write(f"{now} on {socket.gethostname()}: {command_text(sys.orig_argv)}\n")
     return Process(world, stop, watch, display, log)
+
+
+def meet(
+    cfg: TrainConfig, process: Process, device: torch.device, path: Path, state: LoopState
+) -> None:
+    """Connect the ranks; from now on, hangs are recorded in the run directory `path`."""
+    torch.manual_seed(cfg.seed)
+    process.watch.reached("the connection of the ranks")
+    process.world.init_process_group(device, cfg.distributed)
+    process.watch.record_in(path / "traces", partial(record_stall, path, state))
 
 
 def leave(process: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
@@ -63,19 +68,8 @@ def leave(process: Process, error: BaseException | None, directory: RunDirectory
             process.watch.blame(error)
     finally:
         process.display.stop()
-        rank = process.world.rank
-        # All ranks have these errors; only rank 0 logs them.
-        is_on_all_ranks = isinstance(error, (AgreedError, ConfigError, StoppedEarly))
-        if error is not None and not in_sweep() and not (rank and is_on_all_ranks):
-            if isinstance(error, StoppedEarly):
-                text = f"stopped by {error.args[0].name} before the first step\n"
-            elif isinstance(error, KeyboardInterrupt):
-                text = f"stopped immediately by SIGINT at {process.watch.place}\n"
-            elif isinstance(error, UserError):
-                text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
-            else:
-                text = "".join(traceback.format_exception(error))
-            process.log.write(text)
+        if error is not None and not in_sweep():
+            process.log.write(log_text(process, error))
         process.log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -84,96 +78,16 @@ def leave(process: Process, error: BaseException | None, directory: RunDirectory
         process.watch.close()
 
 
-def in_sweep() -> bool:
-    return "DIFFLLM_SWEEP_JOB" in os.environ
-
-
-def log_file(path: Path) -> Path:
-    return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
-
-
-PACKAGES = (
-    "torch", "numpy", "hydra-core", "omegaconf", "torchdata", "datasets", "sentencepiece", "wandb",
-    "flash-attn", "flash-attn-4",
-)  # fmt: skip
-VARIABLES = re.compile(
-    r"(NCCL|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|CUDA|CUBLAS|GLOO|OMP|GOMP|KMP|MKL|DIFFLLM)_\w+"
-    r"|SLURM_(JOB_ID|JOB_NAME|JOB_NODELIST|NNODES|NTASKS)|(LOCAL_)?WORLD_SIZE"
-    r"|HF_HOME|HF_\w*OFFLINE|WANDB_(MODE|PROJECT|ENTITY|RUN_GROUP|TAGS|NAME|JOB_TYPE|RUN_ID|DIR)"
-)
-"""Names of environment variables that affect a run and contain no secrets."""
-SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
-
-
-def provenance() -> dict[str, Any]:
-    """Return the command line, code version, Git commit and environment as JSON values."""
-    variables = {}
-    for name, value in sorted(os.environ.items()):
-        if VARIABLES.fullmatch(name) and not SECRET_OPTION.fullmatch(name):
-            variables[name] = value
-    return {
-        "command": command(sys.orig_argv),
-        "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
-        "git": git_state(Path(__file__).parents[1]) or git_state(Path.cwd()),
-        "environment": {
-            "host": socket.gethostname(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "packages": versions(),
-            "variables": variables,
-        },
-    }
-
-
-def command(argv: list[str]) -> str:
-    """Format command line arguments for a shell; replace values of secret options by "..."."""
-    printed_words = []
-    is_secret_value = False
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        is_secret_option = bool(SECRET_OPTION.fullmatch(name))
-        if is_secret_value:
-            printed_words.append("...")
-        elif is_secret_option and equals:
-            printed_words.append(f"{name}=...")
-        else:
-            printed_words.append(word)
-        # The value of an option without "=", such as `--token VALUE`, is the next word.
-        is_secret_value = is_secret_option and not equals and word.startswith("-")
-    return shlex.join(printed_words)
-
-
-def versions() -> dict[str, str]:
-    version_by_package = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version_by_package[name] = importlib.metadata.version(name)
-    return version_by_package
-
-
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return the Git state: {"commit": hash, "dirty": whether tracked files have changed}.
-
-    Return None if Git is missing, or if Git tracks no file of the directory.
-    """
-    try:
-        # A wheel may be installed in an ignored .venv inside an unrelated repository.
-        if not git(directory, "ls-files", "--", "."):
-            return None
-        commit = git(directory, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(git(directory, "status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def git(directory: Path, *words: str) -> str:
-    return subprocess.run(
-        ["git", "-C", directory, *words],
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=True,
-        timeout=10,
-    ).stdout.strip()
+def log_text(process: Process, error: BaseException) -> str:
+    """Return the text about `error` for the log; "" if only rank 0 logs the error."""
+    rank = process.world.rank
+    # All ranks have these errors.
+    if rank > 0 and isinstance(error, (AgreedError, ConfigError, StoppedEarly)):
+        return ""
+    if isinstance(error, StoppedEarly):
+        return f"stopped by {error.args[0].name} before the first step\n"
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped immediately by SIGINT at {process.watch.place}\n"
+    if isinstance(error, UserError):
+        return f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
+    return "".join(traceback.format_exception(error))

@@ -18,7 +18,9 @@ from diffllm.metrics.streams import unfailing
 from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
+from diffllm.training.claim import Claimed, claim
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
+from diffllm.training.initial_values import fill
 from diffllm.training.loop import train_loop
 from diffllm.training.measure import Evaluation, Tasks, measure_documents
 from diffllm.training.outputs import (
@@ -29,8 +31,9 @@ from diffllm.training.outputs import (
     sample,
     say_stopped,
 )
-from diffllm.training.process import Process, enter, leave
-from diffllm.training.start import Claimed, begin, claim, fill, meet, prepare_data
+from diffllm.training.preparation import prepare_data
+from diffllm.training.process import Process, enter, leave, meet
+from diffllm.training.start import begin
 from diffllm.training.summary import describe, headline, summarise
 
 MakeTasks = Callable[[Tokenizer], Tasks]
@@ -87,8 +90,6 @@ def in_process(
     try:
         claimed = claim(cfg, process)
         directory = claimed.directory
-        if directory:
-            process.stop.saved = directory.saved
         if claimed.ended:
             outcome = Outcome(claimed.path, claimed.ended)
         else:

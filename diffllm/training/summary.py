@@ -20,6 +20,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in
+from diffllm.distributed.launcher import in_sweep
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration, frequency_text, spike_text
 from diffllm.metrics.wandb_config import resolve_mode, with_variables
@@ -27,7 +28,6 @@ from diffllm.metrics.wandb_directories import sync_command, wandb_parent
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
-from diffllm.training.process import in_sweep
 from diffllm.training.state import LoopState, samples_of
 
 

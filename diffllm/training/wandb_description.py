@@ -9,6 +9,7 @@ from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
+from diffllm.distributed.launcher import in_sweep
 from diffllm.metrics.wandb_config import WandbConfig, split_tags, with_defaults
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.training.directory import RunDirectory
@@ -61,7 +62,7 @@ def wandb_arguments(
     # Two commands with equal configs can have different defaults.
     del config["resolved"]["defaults"]
     # The runs of a sweep or study share WANDB_NAME, but need different names.
-    variable = "DIFFLLM_WANDB_NAME" if "DIFFLLM_SWEEP_JOB" in variables else "WANDB_NAME"
+    variable = "DIFFLLM_WANDB_NAME" if in_sweep(variables) else "WANDB_NAME"
     name = cfg.run.name or variables.get(variable)
     return {
         "directory": path,

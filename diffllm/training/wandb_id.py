@@ -8,6 +8,7 @@ import os
 
 from diffllm.config.changes import Changes, logs_values
 from diffllm.config.saved import differences, load_run_config
+from diffllm.distributed.launcher import in_sweep
 from diffllm.metrics.history import history
 from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_config import RUN_ID, resolve_mode, with_variables
@@ -15,7 +16,6 @@ from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.metrics.wandb_start import new_id
 from diffllm.metrics.wandb_uploads import uploaded_id
 from diffllm.training.directory import RunDirectory
-from diffllm.training.process import in_sweep
 
 
 def choose_wandb_id(

@@ -242,7 +242,7 @@ def test_communication_failure_after_stop_signal_raises_stopped_early(server):
     watch.close()
 
 
-def test_sigint_after_stop_signal_raises_keyboard_interrupt():
+def test_sigint_after_stop_signal_raises_keyboard_interrupt(capfd):
     request = StopRequest()
     try:
         with pytest.raises(StoppedEarly):
@@ -253,6 +253,20 @@ def test_sigint_after_stop_signal_raises_keyboard_interrupt():
             signal.raise_signal(signal.SIGINT)
     finally:
         request.close()
+    assert capfd.readouterr().err == "stopped immediately; training has not begun\n"
+
+
+def test_first_signal_to_deferred_stop_request_is_only_received(capfd):
+    request = StopRequest()
+    try:
+        request.defer(lambda: "step 4 is saved")
+        signal.raise_signal(signal.SIGTERM)
+        assert request.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        request.close()
+    assert capfd.readouterr().err == "stopped immediately; step 4 is saved\n"
 
 
 def test_launch_error_lists_ranks_that_did_not_connect(server):

@@ -20,12 +20,12 @@ from diffllm.compare.arms.run import load_run
 from diffllm.compare.report.step_curves import run_curves
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
+from diffllm.core.secrets import command_text
 from diffllm.metrics.sinks import TensorBoardFiles
 from diffllm.metrics.steps import read_steps
 from diffllm.metrics.table import COST_AXES, metric_of
 from diffllm.training import loop
 from diffllm.training.build import Training
-from diffllm.training.process import command
 
 WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")
 
@@ -79,7 +79,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
     assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
     assert {e["name"] for e in events if e["name"].startswith("step ")} == {"step 2", "step 3"}
     facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    assert facts["command"] == command(sys.orig_argv)
+    assert facts["command"] == command_text(sys.orig_argv)
     assert set(facts["git"]) == {"commit", "dirty"}
     assert facts["environment"]["python"].startswith("3.")
 

@@ -53,7 +53,7 @@ def main(fault: Fault, words: list[str]) -> int:
     import diffllm.training.measure as heldout
     import diffllm.training.run as run
     from diffllm.checkpoint import writer
-    from diffllm.training import process, start, state
+    from diffllm.training import claim, preparation, process, state
 
     rank, trained = int(os.environ.get("RANK", "0")), threading.Event()
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
@@ -98,10 +98,14 @@ def main(fault: Fault, words: list[str]) -> int:
             replace(command, "run", other_seed)
         elif fault.kind == "code":
             other = {"diffllm": "another", "torch": torch.__version__}
-            replace(start, "code_version", lambda: strike(other))
+            replace(claim, "code_version", lambda: strike(other))
         elif fault.kind == "corpus":
-            facts = start.corpus_facts
-            replace(start, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"}))
+            real_facts = preparation.corpus_facts
+            replace(
+                preparation,
+                "corpus_facts",
+                lambda data: strike({**real_facts(data), "tokens": "others"}),
+            )
         elif fault.kind == "slow claim":
             replace(state, "resume_checkpoint", sleep)
         elif fault.kind == "slow save":

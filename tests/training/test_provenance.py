@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.training.process import command, git_state, provenance
+from diffllm.core.git import git_state
+from diffllm.core.secrets import command_text
+from diffllm.training.provenance import provenance
 
 
 def git(directory: Path, *words: str) -> str:
@@ -42,7 +44,7 @@ def test_git_state_returns_commit_and_detects_uncommitted_changes(tmp_path):
     ],
 )
 def test_recorded_command_line_hides_values_of_secret_options(argv: list[str], shown: str):
-    assert command(argv) == shown
+    assert command_text(argv) == shown
 
 
 def test_provenance_records_only_relevant_environment_variables(monkeypatch):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import echo
-from diffllm.distributed.launcher import report_signal
+from diffllm.distributed.launcher import SWEEP_JOB, report_signal
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
@@ -78,7 +78,7 @@ class Job:
     def variables(self) -> dict[str, str]:
         """Environment variables of the child process that executes the run."""
         return {
-            "DIFFLLM_SWEEP_JOB": str(self.number),
+            SWEEP_JOB: str(self.number),
             "DIFFLLM_WANDB_NAME": self.name,
             "DIFFLLM_WANDB_GROUP": self.group,
             "DIFFLLM_WANDB_TAGS": ",".join(self.tags),
