@@ -22,6 +22,7 @@ from diffllm.core.files import open_regular, write_atomic
 from diffllm.data.shards import bits_per_byte
 from diffllm.model.attention.masks import Documents, moved
 from diffllm.model.attention.slices import Slices
+from diffllm.model.objective import Term
 
 LOSSES_DIRECTORY = "heldout"
 LARGEST_LOSSES_FILE = 2**34
@@ -72,7 +73,8 @@ def heldout_loss(
         if slices:
             inputs, targets = slices.cut(inputs), slices.cut(targets)
         inputs, targets = moved(inputs, device), moved(targets, device)
-        sums[0] += model(inputs, targets, documents=masked, slices=slices).loss.nll
+        losses = model(inputs, targets, documents=masked, slices=slices).losses
+        sums[0] += losses[Term.cross_entropy]
         sums[1] += (targets >= 0).sum()
     # A collective that every rank must call, also after an error.
     dist.all_reduce(sums)

@@ -22,7 +22,8 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, unsharded
-from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
+from diffllm.model.loss import chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
+from diffllm.model.objective import Losses, Term
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import BlockStats, Probe, block_stats, probe_at, probe_stats, stack_stats
 
@@ -93,12 +94,13 @@ class TrainOutput(NamedTuple):
     """Result of `Transformer.forward` if `targets` is given."""
 
     objective: Tensor
-    """nll plus weighted z-loss and router losses, summed over tokens; differentiable, float32."""
-    loss: Loss
+    """Weighted sum of `losses`, summed over tokens; differentiable, float32."""
+    losses: Losses
+    """Terms of the objective; terms of routers are sums over MoE layers, if any."""
     stats: BlockStats
     """Statistics by name; each is (L,), but lambda_head is (L, heads). Empty without `diagnose`."""
-    routed: Routed | None
-    """Tokens per expert and router losses summed over MoE layers; None without MoE layers."""
+    expert_counts: Tensor | None
+    """Tokens per expert without padding, (MoE layers, E) int64; None without MoE layers."""
 
 
 class Transformer(nn.Module):
@@ -203,19 +205,17 @@ class Transformer(nn.Module):
         `routed` one per MoE layer.
         """
         hidden = x.flatten(0, 1)
-        weight = self.output_weight
-        objective, loss = chunked_cross_entropy(
-            hidden, weight, targets.flatten(), self.cfg.z_loss, chunk, self.chunk_loss
+        z_weight = Term.z_loss.weight(self.cfg)
+        objective, losses = chunked_cross_entropy(
+            hidden, self.output_weight, targets.flatten(), z_weight, chunk, self.chunk_loss
         )
         if not routed:
-            return TrainOutput(objective, loss, stack_stats(stats), None)
+            return TrainOutput(objective, losses, stack_stats(stats), None)
+        for term in routed[0].losses:
+            losses[term] = torch.stack([layer.losses[term] for layer in routed]).sum()
+            objective = objective + term.weight(self.cfg) * losses[term]
         counts = torch.stack([layer.counts for layer in routed])
-        balance = torch.stack([layer.balance for layer in routed])
-        z = torch.stack([layer.z for layer in routed])
-        total = Routed(counts, balance.sum(), z.sum())
-        objective = objective + self.cfg.moe.balance_loss * total.balance
-        objective = objective + self.cfg.moe.router_z_loss * total.z
-        return TrainOutput(objective, loss, stack_stats(stats), total)
+        return TrainOutput(objective, losses, stack_stats(stats), counts)
 
     @property
     def mixtures(self) -> list[MoE]:

@@ -16,6 +16,7 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.core.targets import CONTEXT_TARGET, PADDING_TARGET
+from diffllm.model.objective import Term
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
 
@@ -98,10 +99,11 @@ def reference(overrides, padded):
         objective += add("train/z_loss", z / counted)
         if moe.n_experts:
             out = model(x, torch.full_like(y, CONTEXT_TARGET), diagnose=True)
-            balance, z = moe.balance_loss * out.routed.balance, moe.router_z_loss * out.routed.z
+            balance = moe.balance_loss * out.losses[Term.balance_loss]
+            z = moe.router_z_loss * out.losses[Term.router_z_loss]
             objective += add("train/balance_loss", balance / tokens)
             objective += add("train/router_z_loss", z / tokens)
-            counts += out.routed.counts
+            counts += out.expert_counts
             entropy += out.stats["router_entropy"] * length / tokens
     objective.backward()
     if moe.n_experts:

@@ -19,6 +19,7 @@ from torch import Tensor
 from diffllm.config import Precision, load_config
 from diffllm.config.plugins import config_directory
 from diffllm.distributed.gradients import local
+from diffllm.model.objective import Term
 from diffllm.training.build import Training, build
 from diffllm.training.step import train_step
 
@@ -77,7 +78,7 @@ def loss_and_gradients(t, step):
     (out.objective / (BATCH * SEQ_LEN)).backward()
     grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in t.params.items()}
     t.optimizer.zero_grad(set_to_none=True)
-    return out.loss.nll.item() / (BATCH * SEQ_LEN), grads
+    return out.losses[Term.cross_entropy].item() / (BATCH * SEQ_LEN), grads
 
 
 def unigram_entropy():
