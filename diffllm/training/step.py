@@ -271,13 +271,13 @@ def forward_backward(
         inputs = sliced(cpu_inputs.to(t.device, non_blocking=True), t.slices)
         targets = sliced(cpu_targets.to(t.device, non_blocking=True), t.slices)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
-        out = t.model(
+        out = t.model.loss(
             inputs,
             targets,
-            diagnose=due.diagnose,
             documents=documents,
-            probe=probe,
             slices=t.slices,
+            diagnose=due.diagnose,
+            probe=probe,
         )
         scaled(t, out, counts).backward()
         if out.expert_counts is not None:

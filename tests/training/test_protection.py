@@ -92,8 +92,8 @@ class Injected:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def __call__(self, *args, **kwargs):
-        out = self.model(*args, **kwargs)
+    def loss(self, *args, **kwargs):
+        out = self.model.loss(*args, **kwargs)
         if not self.mine:
             return out
         nll = out.losses[Term.cross_entropy] * self.nll

@@ -74,7 +74,7 @@ def copies(params):
 
 def loss_and_gradients(t, step):
     """Return the loss in nats per token, and the gradient of every parameter or None."""
-    out = t.model(*batch(step))
+    out = t.model.loss(*batch(step))
     (out.objective / (BATCH * SEQ_LEN)).backward()
     grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in t.params.items()}
     t.optimizer.zero_grad(set_to_none=True)
@@ -220,7 +220,7 @@ def test_bf16_model_computes_attention_lambda_in_float32(variant):
             layer.attention.w_lambda.register_forward_hook(
                 lambda _, args, out, i=i: logits.update({i: out.detach()})
             )
-    t.model(*batch(2), diagnose=True)
+    t.model.loss(*batch(2), diagnose=True)
     assert len(seen) == len(t.model.layers)
     for i, (dtypes, lam, kept) in seen.items():
         assert kept <= set(dtypes)
