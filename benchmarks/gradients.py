@@ -56,7 +56,7 @@ def gradient_norms(run: Path, step: int, length: int, stream: TokenStream) -> li
     window = torch.from_numpy(stream.tokens(cfg.seed * TOKENS, (cfg.seed + 1) * TOKENS + 1))
     inputs, targets = window[:-1].reshape(-1, length), window[1:].reshape(-1, length)
     for at in range(len(inputs)):
-        out = model(inputs[at : at + 1], targets[at : at + 1])
+        out = model.loss(inputs[at : at + 1], targets[at : at + 1])
         (out.objective / TOKENS).backward()
     squares = dict.fromkeys(MATRICES, 0.0)
     for name, param in model.named_parameters():

@@ -98,10 +98,10 @@ def kept_per_token(overrides: list[str], documents: int | None = None) -> float:
     t = build(cfg, CPU, DOCUMENT_END if documents else None)
     (x, y), *_ = micro_batches(cfg, CPU, documents)
     of_batch = t.documents and t.documents(x)
-    kept = t.model(x, y, documents=of_batch)  # allocates buffers that later passes reuse
+    kept = t.model.loss(x, y, of_batch)  # allocates buffers that later passes reuse
     del kept
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = t.model(x, y, documents=of_batch)
+        kept = t.model.loss(x, y, of_batch)
     assert kept is not None
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages()) / cfg.seq_len
 

@@ -22,6 +22,7 @@ from diffllm.distributed.mesh import Meshes, Reduce
 from diffllm.distributed.recompute import ActivationCheckpointing, checkpointed
 from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.init import LocalBlock, unsharded
+from diffllm.model.transformer import Transformer
 
 INDUCTOR: dict[str, Any] = {"realize_reads_threshold": 8}
 """Options of torch.compile for decoder layers. By default, Inductor stores a reused value that
@@ -30,7 +31,7 @@ layer's input, a float32 sum over four projections."""
 
 
 def parallelize(
-    model: nn.Module,
+    model: Transformer,
     meshes: Meshes,
     param_dtype: torch.dtype,
     compile: bool,
@@ -50,13 +51,16 @@ def parallelize(
     """
     layers: Any = model.layers
     if compile:
-        loss: Any = model.chunk_loss
-        model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
+        model.chunk_loss = torch.compile(model.chunk_loss, fullgraph=True)
     if meshes.one_rank:
         for layer in layers:
             wrap_forward(layer, compile, recompute, one_graph=True)
         return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -77,6 +81,8 @@ def parallelize(
     # The root last: FSDP2 omits the parameters that a layer has sharded. The backward pass
     # begins with the root's parameters, so keep them gathered.
     shard_dense(model, reshard_after_forward=False)
+    for method in model.forward_methods:
+        register_fsdp_forward_method(model, method)
 
 
 def experts_of(layer: Any) -> nn.Module | None:

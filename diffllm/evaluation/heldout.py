@@ -15,13 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
 from diffllm.data.shards import bits_per_byte
 from diffllm.model.attention.masks import Documents, moved
 from diffllm.model.attention.slices import Slices
+from diffllm.model.objective import Term
+from diffllm.model.transformer import Transformer
 
 LOSSES_DIRECTORY = "heldout"
 LARGEST_LOSSES_FILE = 2**34
@@ -31,7 +33,7 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def heldout_loss(
-    model: nn.Module,
+    model: Transformer,
     batches: Iterable[tuple[Tensor, Tensor]],
     shape: tuple[int, int],
     rounds: int,
@@ -72,7 +74,8 @@ def heldout_loss(
         if slices:
             inputs, targets = slices.cut(inputs), slices.cut(targets)
         inputs, targets = moved(inputs, device), moved(targets, device)
-        sums[0] += model(inputs, targets, documents=masked, slices=slices).loss.nll
+        losses = model.loss(inputs, targets, masked, slices).losses
+        sums[0] += losses[Term.cross_entropy]
         sums[1] += (targets >= 0).sum()
     # A collective that every rank must call, also after an error.
     dist.all_reduce(sums)
@@ -98,7 +101,7 @@ class DocumentSums:
     `documents` and `slices` have the same meaning as in `heldout_loss`.
     """
 
-    model: nn.Module
+    model: Transformer
     count: int
     device: torch.device
     documents: Callable[[Tensor], Documents] | None = None
@@ -122,12 +125,8 @@ class DocumentSums:
         masked = self.documents(inputs).to(device) if self.documents else None
         if self.slices:
             inputs, targets, owners = map(self.slices.cut, batch)
-        losses = self.model(
-            moved(inputs, device),
-            moved(targets, device),
-            documents=masked,
-            by_token=True,
-            slices=self.slices,
+        losses = self.model.token_losses(
+            moved(inputs, device), moved(targets, device), masked, self.slices
         )
         # Sums of many float32 losses would lose digits.
         nats = losses.flatten().double()

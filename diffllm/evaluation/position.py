@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from diffllm.core.errors import CheckpointError
 from diffllm.core.targets import PADDING_TARGET
@@ -165,9 +164,7 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
     documents = None
     if subject.cfg.data.mask_documents:
         documents = Documents.of(inputs, eos_id).to(device)
-    losses: Tensor = subject.model(
-        inputs.to(device), targets.to(device), documents=documents, by_token=True
-    )
+    losses = subject.model.token_losses(inputs.to(device), targets.to(device), documents)
     rows = losses.double().tolist()
     return [row[: len(text)] for text, row in zip(texts, rows, strict=True)]
 

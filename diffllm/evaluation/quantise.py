@@ -234,7 +234,7 @@ def loss_lines(
     """
     lines = []
     for i, (inputs, targets, documents) in enumerate(sequences):
-        losses = subject.model(inputs, targets, documents=documents, by_token=True)
+        losses = subject.model.token_losses(inputs, targets, documents)
         # Changes of the loss can be smaller than the rounding of a float32 sum.
         nats = losses.double().sum().item()
         if not math.isfinite(nats):

@@ -15,9 +15,10 @@ from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.masks import Documents
 from diffllm.model.attention.ops import Backend
+from diffllm.model.block import Block
 from diffllm.model.config import ModelConfig
 from diffllm.model.rope import Rope, RotaryEmbedding
-from diffllm.model.transformer import Block, initialise
+from diffllm.model.transformer import initialise
 
 M = TypeVar("M", bound=nn.Module)
 

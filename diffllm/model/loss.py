@@ -3,13 +3,14 @@
 Shapes: N tokens, D model width, V vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.auto_setting import ASKED, AutoSetting
+from diffllm.model.objective import Losses, Term
 
 GPU_CHUNK = 4096
 CPU_CHUNK = 512
@@ -36,15 +37,6 @@ def loss_chunk(setting: int | None, device: torch.device, vocab_size: int, dim: 
     return AutoSetting(CPU_CHUNK, "logits of more tokens exceed the cache")
 
 
-class Loss(NamedTuple):
-    """Cross-entropy and z-loss, each summed over tokens."""
-
-    nll: Tensor
-    """Sum of -log p(target) in nats."""
-    z: Tensor
-    """Sum of logsumexp(logits)^2."""
-
-
 def chunk_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -52,7 +44,7 @@ def chunk_loss(
     z_weight: float,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss terms nll and z of a chunk of n tokens, and a gradient.
+    """Compute the cross-entropy nll and the z-loss z of a chunk of n tokens, and a gradient.
 
     The gradient is that of nll + z_weight * z with respect to the logits of the chunk.
 
@@ -63,8 +55,9 @@ def chunk_loss(
         needs_grad: whether to compute the gradient.
 
     Returns:
-        `nll` and `z` as in `Loss`, and the gradient (n, V) in the dtype of `hidden`. If
-        `needs_grad` is False, an empty tensor takes the place of the gradient.
+        nll, the sum of -log p(target) in nats; z, the sum of logsumexp(logits)^2; and the gradient
+        (n, V) in the dtype of `hidden`. If `needs_grad` is False, an empty tensor takes the place
+        of the gradient.
     """
     logits = hidden @ weight.T
     dtype = at_least_float32(logits.dtype)
@@ -173,11 +166,11 @@ def chunked_cross_entropy(
     z_weight: float = 0.0,
     chunk: int = 2048,
     compute: Any = chunk_loss,
-) -> tuple[Tensor, Loss]:
+) -> tuple[Tensor, Losses]:
     """Compute the objective nll + z_weight * z for the logits `hidden @ weight.T`.
 
-    Returns the objective, a differentiable scalar in float32 or wider, and the detached `Loss` with
-    nll and z.
+    Returns the objective, a differentiable scalar in float32 or wider, and the detached terms nll
+    and z.
 
     Args:
         hidden: (N, D).
@@ -188,7 +181,7 @@ def chunked_cross_entropy(
         compute: `chunk_loss`, or `chunk_loss` compiled.
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
-    return total, Loss(nll, z)
+    return total, {Term.cross_entropy: nll, Term.z_loss: z}
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:

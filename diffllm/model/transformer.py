@@ -1,4 +1,4 @@
-"""The decoder and its blocks, and functions that build a decoder with initial values.
+"""The decoder, and functions that build a decoder with initial values.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
@@ -13,98 +13,43 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.targets import PADDING_TARGET
-from diffllm.model.attention.base import Attention, Aux, KVCache
+from diffllm.model.attention.base import Attention, KVCache
 from diffllm.model.attention.masks import Documents, Mask, Sliced
 from diffllm.model.attention.ops import sdpa_for_any_length
 from diffllm.model.attention.slices import Slices
 from diffllm.model.auto_setting import AutoSetting
+from diffllm.model.block import Block
 from diffllm.model.config import ModelConfig
-from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
+from diffllm.model.ffn.moe import MoE, Routed
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, unsharded
-from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
+from diffllm.model.loss import chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
+from diffllm.model.objective import Losses, Term
 from diffllm.model.rope import Rope, RotaryEmbedding
-from diffllm.model.stats import BlockStats, Probe, block_stats, probe_at, probe_stats, stack_stats
-
-
-class Block(nn.Module):
-    """Decoder layer: x + attention(norm(x)), then x + ffn(norm(x)), with RMSNorm as norm."""
-
-    def __init__(self, cfg: ModelConfig, layer_idx: int):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.attention: Attention = cfg.attention.build(cfg, layer_idx)
-        self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.routes = cfg.moe.n_experts > 0 and layer_idx >= cfg.moe.n_dense_layers
-        self.ffn: Any
-        if self.routes:
-            self.ffn = MoE(cfg.dim, cfg.moe)
-        else:
-            self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        mask: Mask = None,
-        cache: KVCache | None = None,
-        diagnose: bool = False,
-        probe: Probe | None = None,
-        padding: Tensor | None = None,
-    ) -> tuple[Tensor, BlockStats, Routed | None]:
-        """Apply the block to x (B, T, D).
-
-        Args:
-            rope: cos and sin tables of the T positions.
-            mask: see `Mask`; None means a causal mask.
-            cache: KV cache of earlier positions; the block appends the T new keys and values.
-            diagnose: whether to compute statistics.
-            probe: with diagnose=True, also measure attention maps at these query positions.
-            padding: (B, T) boolean; positions that the router of a MoE layer does not count.
-
-        Returns:
-            Three values: the output (B, T, D); statistics by name, empty if `diagnose` is False;
-            and the token counts and router losses of a MoE layer, or None in a dense layer.
-        """
-        aux: Aux | None = {} if diagnose else None
-        normed = self.attention_norm(x)
-        attended = self.attention(normed, rope, mask, cache, aux)
-        between = x + attended
-        slices = mask.slices if isinstance(mask, Sliced) else None
-        if self.routes:
-            fed, routed = self.ffn(self.ffn_norm(between), aux, slices, padding)
-        else:
-            fed, routed = self.ffn(self.ffn_norm(between)), None
-        if aux is not None:
-            aux["residual"] = x
-            aux["attn_write"] = attended
-            aux["ffn_write"] = fed
-        x = between + fed
-        stats = block_stats(x, aux, slices)
-        if aux is not None:
-            with torch.no_grad():
-                stats |= self.attention.statistics(aux)
-            if probe is not None:
-                stats |= probe_stats(self.attention, normed, aux, probe, slices)
-        return x, stats, routed
+from diffllm.model.stats import BlockStats, Probe, probe_at, stack_stats
 
 
 class TrainOutput(NamedTuple):
-    """Result of `Transformer.forward` if `targets` is given."""
+    """Result of `Transformer.loss`."""
 
     objective: Tensor
-    """nll plus weighted z-loss and router losses, summed over tokens; differentiable, float32."""
-    loss: Loss
+    """Weighted sum of `losses`, summed over tokens; differentiable, float32."""
+    losses: Losses
+    """Terms of the objective; terms of routers are sums over MoE layers, if any."""
     stats: BlockStats
     """Statistics by name; each is (L,), but lambda_head is (L, heads). Empty without `diagnose`."""
-    routed: Routed | None
-    """Tokens per expert and router losses summed over MoE layers; None without MoE layers."""
+    expert_counts: Tensor | None
+    """Tokens per expert without padding, (MoE layers, E) int64; None without MoE layers."""
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder with any attention variant."""
+    """A Llama-style decoder with any attention variant.
+
+    FSDP2 gathers parameters only for `forward` and for the methods in `forward_methods`.
+    """
 
     layers: Any  # nn.ModuleList of Block
+    forward_methods = ("loss", "token_losses")
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -122,56 +67,19 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        targets: Tensor | None = None,
         caches: list[KVCache] | None = None,
-        diagnose: bool = False,
         documents: Documents | None = None,
         last: Tensor | None = None,
-        probe: Tensor | None = None,
-        by_token: bool = False,
-        slices: Slices | None = None,
-    ) -> Any:
-        """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput if `targets` is given.
+    ) -> Tensor:
+        """Map tokens (B, T) int64 to logits (B, T, V).
 
         Args:
-            targets: (B, T) int64; negative targets are ignored. Targets equal to PADDING_TARGET
-                mark padding, which router losses and token counts of experts exclude.
             caches: one KV cache per layer, for decoding; `tokens` follow the cached tokens.
-            diagnose: with targets, also return statistics of each layer.
             documents: if given, attention stays within each document, where positions start at 0.
             last: positions (B,) or (B, n) int64; if given, return only the logits at these
                 positions, (B, V) or (B, n, V).
-            probe: (N,) int64; query positions at which `diagnose` also measures attention maps.
-            by_token: with targets, return only the loss of each token, (B, T) float32.
-            slices: if given, `tokens` and `targets` are this rank's slice of each sequence, and
-                `documents` and `probe` refer to whole sequences.
         """
-        x = self.tok_embeddings(tokens)
-        if caches:
-            rope, mask = self.continued(caches[0], tokens)
-        else:
-            rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
-        attention_probe = None
-        if probe is not None:
-            length = tokens.shape[1]
-            if slices:
-                length = length * slices.size
-            attention_probe = probe_at(probe, length, documents)
-        padding = None
-        if targets is not None and self.cfg.moe.n_experts:
-            padding = targets == PADDING_TARGET
-        stats: list[BlockStats] = []
-        routed: list[Routed] = []
-        context = sdpa_for_any_length(x.device) if caches else nullcontext()
-        with context:
-            for i, layer in enumerate(self.layers):
-                cache = caches[i] if caches else None
-                x, layer_stats, layer_routed = layer(
-                    x, rope, mask, cache, diagnose, attention_probe, padding
-                )
-                stats.append(layer_stats)
-                if layer_routed is not None:
-                    routed.append(layer_routed)
+        x, _, _ = self.through_layers(tokens, documents, caches=caches)
         # Select positions before the output layer, so that no other logits are computed.
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
@@ -179,43 +87,115 @@ class Transformer(nn.Module):
                 rows = rows[:, None]
             x = x[rows, last]
         x = self.norm(x)
-        weight = self.output_weight
-        if targets is None:
-            return F.linear(x, weight)
-        vocab_size, dim = weight.shape
-        chunk = loss_chunk(self.cfg.loss_chunk, x.device, vocab_size, dim).value
-        if by_token:
-            losses = token_losses(x.flatten(0, 1), weight, targets.flatten(), chunk)
-            return losses.view_as(targets)
-        return self.train_output(x, targets, chunk, stats, routed)
+        return F.linear(x, self.output_weight)
 
-    def train_output(
+    def loss(
         self,
-        x: Tensor,
+        tokens: Tensor,
         targets: Tensor,
-        chunk: int,
-        stats: list[BlockStats],
-        routed: list[Routed],
+        documents: Documents | None = None,
+        slices: Slices | None = None,
+        diagnose: bool = False,
+        probe: Tensor | None = None,
     ) -> TrainOutput:
-        """Compute the losses of the normalised output x (B, T, D) of the layers.
+        """Compute the objective for tokens (B, T) int64.
 
-        `chunk` is the number of tokens per chunk of logits. `stats` has one element per layer, and
-        `routed` one per MoE layer.
+        Args:
+            targets: (B, T) int64; negative targets are ignored. Targets equal to PADDING_TARGET
+                mark padding, which router losses and token counts of experts exclude.
+            documents: if given, attention stays within each document, where positions start at 0.
+            slices: if given, `tokens` and `targets` are this rank's slice of each sequence, and
+                `documents` and `probe` refer to whole sequences.
+            diagnose: whether to return statistics of each layer.
+            probe: (N,) int64; query positions at which `diagnose` also measures attention maps.
         """
-        hidden = x.flatten(0, 1)
-        weight = self.output_weight
-        objective, loss = chunked_cross_entropy(
-            hidden, weight, targets.flatten(), self.cfg.z_loss, chunk, self.chunk_loss
+        attention_probe = None
+        if probe is not None:
+            length = tokens.shape[1]
+            if slices:
+                length = length * slices.size
+            attention_probe = probe_at(probe, length, documents)
+        padding = self.padding(targets)
+        x, stats, routed = self.through_layers(
+            tokens, documents, slices, padding, diagnose=diagnose, probe=attention_probe
+        )
+        x = self.norm(x)
+        z_weight = Term.z_loss.weight(self.cfg)
+        chunk = self.loss_chunk(x.device).value
+        objective, losses = chunked_cross_entropy(
+            x.flatten(0, 1),
+            self.output_weight,
+            targets.flatten(),
+            z_weight,
+            chunk,
+            self.chunk_loss,
         )
         if not routed:
-            return TrainOutput(objective, loss, stack_stats(stats), None)
+            return TrainOutput(objective, losses, stack_stats(stats), None)
+        for term in routed[0].losses:
+            losses[term] = torch.stack([layer.losses[term] for layer in routed]).sum()
+            objective = objective + term.weight(self.cfg) * losses[term]
         counts = torch.stack([layer.counts for layer in routed])
-        balance = torch.stack([layer.balance for layer in routed])
-        z = torch.stack([layer.z for layer in routed])
-        total = Routed(counts, balance.sum(), z.sum())
-        objective = objective + self.cfg.moe.balance_loss * total.balance
-        objective = objective + self.cfg.moe.router_z_loss * total.z
-        return TrainOutput(objective, loss, stack_stats(stats), total)
+        return TrainOutput(objective, losses, stack_stats(stats), counts)
+
+    def token_losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Documents | None = None,
+        slices: Slices | None = None,
+    ) -> Tensor:
+        """Compute the cross-entropy of each token in nats, (B, T) float32; 0 if ignored.
+
+        For the arguments, see `loss`.
+        """
+        padding = self.padding(targets)
+        x, _, _ = self.through_layers(tokens, documents, slices, padding)
+        x = self.norm(x)
+        chunk = self.loss_chunk(x.device).value
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), chunk)
+        return losses.view_as(targets)
+
+    def through_layers(
+        self,
+        tokens: Tensor,
+        documents: Documents | None,
+        slices: Slices | None = None,
+        padding: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+        diagnose: bool = False,
+        probe: Probe | None = None,
+    ) -> tuple[Tensor, list[BlockStats], list[Routed]]:
+        """Apply all blocks to tokens (B, T); return (B, T, D), before the norm of the output.
+
+        The lists contain the statistics of each block, and the token counts and router losses of
+        each MoE layer. For the arguments, see `forward`, `loss` and `Block.forward`.
+        """
+        x = self.tok_embeddings(tokens)
+        if caches:
+            rope, mask = self.continued(caches[0], tokens)
+        else:
+            rope, mask = self.whole_sequences(tokens, documents, x.dtype, slices)
+        stats: list[BlockStats] = []
+        routed: list[Routed] = []
+        context = sdpa_for_any_length(x.device) if caches else nullcontext()
+        with context:
+            for i, layer in enumerate(self.layers):
+                cache = caches[i] if caches else None
+                x, layer_stats, layer_routed = layer(x, rope, mask, cache, diagnose, probe, padding)
+                stats.append(layer_stats)
+                if layer_routed is not None:
+                    routed.append(layer_routed)
+        return x, stats, routed
+
+    def padding(self, targets: Tensor) -> Tensor | None:
+        if self.cfg.moe.n_experts:
+            return targets == PADDING_TARGET
+        return None
+
+    def loss_chunk(self, device: torch.device) -> AutoSetting:
+        cfg = self.cfg
+        return loss_chunk(cfg.loss_chunk, device, cfg.vocab_size, cfg.dim)
 
     @property
     def mixtures(self) -> list[MoE]:
@@ -318,7 +298,7 @@ class Transformer(nn.Module):
         """
         cfg = self.cfg
         settings = cfg.attention.choices(cfg, device, dtype, documents)
-        settings["loss_chunk"] = loss_chunk(cfg.loss_chunk, device, cfg.vocab_size, cfg.dim)
+        settings["loss_chunk"] = self.loss_chunk(device)
         if self.mixtures:
             settings |= self.mixtures[0].choices(device, dtype)
         return settings

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
+from diffllm.model.transformer import TrainOutput
 from diffllm.plan.compiled import compiling, gpu_kernels
 from diffllm.plan.memory import Observer
 from diffllm.plan.step import Call, Kind, Step
@@ -106,8 +108,8 @@ class MeasuredTraining:
             self.memory.label(map(local, state.values()), Kind.optimizer)
         # Label the rest of the state now, so that later only memory of a step has no kind.
         self.memory.label_since(0, Kind.other)
-        t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD_PASS), prepend=True)
-        t.model.register_forward_hook(self.forward_ends)
+        self.loss = t.model.loss
+        t.model.loss = self.measured_loss  # type: ignore[method-assign]
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
     def step(self, micro_batches: int) -> Step:
@@ -156,7 +158,13 @@ class MeasuredTraining:
         self.memory.label(gradients, Kind.gradients)
         self.parts.append((self.memory.now(), len(self.calls), part))
 
-    def forward_ends(self, *_: object) -> None:
+    def measured_loss(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self.begin(FORWARD_PASS)
+        out = self.loss(*args, **kwargs)
+        self.forward_ends()
+        return out
+
+    def forward_ends(self) -> None:
         gc.collect()  # compilation leaves reference cycles that contain activations
         start_of_forward = self.parts[-1][0]
         self.memory.label_since(start_of_forward, Kind.activations)

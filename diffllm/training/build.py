@@ -29,7 +29,8 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     meshes: Meshes
-    model: Any  # A Transformer; on several ranks also an FSDPModule.
+    model: Transformer
+    """On several ranks also an FSDPModule."""
     weights: Weights
     params: dict[str, Tensor]
     """The float32 parameters by name: sharded, replicated or whole."""

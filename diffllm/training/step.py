@@ -22,6 +22,7 @@ from diffllm.metrics.diagnostics import (
 )
 from diffllm.model.attention.masks import moved
 from diffllm.model.attention.slices import Slices
+from diffllm.model.objective import Term
 from diffllm.model.transformer import TrainOutput
 from diffllm.optim import learning_rate, update
 from diffllm.training.build import Training
@@ -82,11 +83,6 @@ def due(cfg: TrainConfig, step: int) -> Due:
 
 
 NOTHING = Due()
-OVER_TARGETS = ("nll", "train/z_loss")
-"""Losses that are means over targets; the remaining losses are means over tokens.
-
-Padding is no token, and ignored targets do not count.
-"""
 
 
 class Counts(NamedTuple):
@@ -148,7 +144,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     sums = forward_backward(t, batches, due, probe(t, step, due), counts)
     means = mean_losses(t, sums, counts)
     grad_norms = finish_gradients(t.params, mesh)
-    skipped = t.guard.judge(means["nll"], grad_norms.total)
+    skipped = t.guard.judge(means[Term.cross_entropy], grad_norms.total)
     # Norms of replicas may differ by rounding, but all ranks must decide alike.
     if mesh.size(0) > 1:
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
@@ -159,18 +155,18 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     t.weights.changed()
     t.optimizer.zero_grad(set_to_none=True)
     stats = reduced_stats(t, sums, counts)
-    if sums.routed is not None:
-        dist.all_reduce(sums.routed)
-        t.model.rebalance(sums.routed, skipped)
+    if sums.expert_counts is not None:
+        dist.all_reduce(sums.expert_counts)
+        t.model.rebalance(sums.expert_counts, skipped)
         if due.statistics:
-            stats |= expert_load(sums.routed)
+            stats |= expert_load(sums.expert_counts)
             stats["router_bias_range"] = t.model.router_bias_range()
     update_norm = None
     if former_params is not None:
         update_norm = change_norm(t.params, former_params, mesh)
     target_share = None if counts is None else counts.targets / t.tokens
     return StepResult(
-        nll=means["nll"],
+        nll=means[Term.cross_entropy],
         losses=weighted_losses(cfg, means),
         skipped=skipped,
         grad_norms=grad_norms,
@@ -184,40 +180,34 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 class BatchSums(NamedTuple):
     """Sums over the micro-batches of this rank in one step."""
 
-    names: tuple[str, ...]
+    terms: tuple[Term, ...]
     losses: Tensor
-    """One sum for each element of `names`, (n,)."""
-    routed: Tensor | None
+    """One sum for each element of `terms`, (n,)."""
+    expert_counts: Tensor | None
     """Number of tokens per layer and expert, without padding, (L, E); None without experts."""
     stats: Stats
     visible_keys: Tensor | None
 
 
-def mean_losses(t: Training, sums: BatchSums, counts: Counts | None) -> dict[str, Tensor]:
-    """Return the mean of each loss over the global batch, by name. Every rank must call this."""
+def mean_losses(t: Training, sums: BatchSums, counts: Counts | None) -> dict[Term, Tensor]:
+    """Return the mean of each term over the global batch. Every rank must call this."""
     # One collective for all losses, because each collective has a latency.
     dist.all_reduce(sums.losses)
     if counts is None:
         means = sums.losses / t.tokens
     else:
-        divisors = []
-        for name in sums.names:
-            divisors.append(counts.targets if name in OVER_TARGETS else counts.tokens)
+        divisors = [getattr(counts, term.divisor) for term in sums.terms]
         means = sums.losses / torch.stack(divisors)
-    return dict(zip(sums.names, means.unbind(), strict=True))
+    return dict(zip(sums.terms, means.unbind(), strict=True))
 
 
-def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return all terms of the objective but the cross-entropy, multiplied by their weights."""
-    weights = {
-        "train/z_loss": cfg.model.z_loss,
-        "train/balance_loss": cfg.model.moe.balance_loss,
-        "train/router_z_loss": cfg.model.moe.router_z_loss,
-    }
+def weighted_losses(cfg: TrainConfig, means: dict[Term, Tensor]) -> dict[str, Tensor]:
+    """Return the terms of the objective with a weight, by metric name, multiplied by the weight."""
     losses = {}
-    for name, weight in weights.items():
-        if weight and name in means:
-            losses[name] = weight * means[name]
+    for term, mean in means.items():
+        weight = term.weight(cfg.model)
+        if weight and term is not Term.cross_entropy:
+            losses[term.metric] = weight * mean
     return losses
 
 
@@ -265,7 +255,7 @@ def forward_backward(
         counts: numbers of targets and tokens in the global batch; None if no target can be ignored.
     """
     losses = torch.zeros((), device=t.device)
-    routed = torch.zeros((), dtype=torch.int64, device=t.device)
+    expert_counts = torch.zeros((), dtype=torch.int64, device=t.device)
     keys: list[Tensor] = []
     stats: Stats = {}
     for i in range(t.micro_batches):
@@ -281,27 +271,24 @@ def forward_backward(
         inputs = sliced(cpu_inputs.to(t.device, non_blocking=True), t.slices)
         targets = sliced(cpu_targets.to(t.device, non_blocking=True), t.slices)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
-        out = t.model(
+        out = t.model.loss(
             inputs,
             targets,
-            diagnose=due.diagnose,
             documents=documents,
-            probe=probe,
             slices=t.slices,
+            diagnose=due.diagnose,
+            probe=probe,
         )
         scaled(t, out, counts).backward()
-        parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
-        if out.routed:
-            parts["train/balance_loss"] = out.routed.balance
-            parts["train/router_z_loss"] = out.routed.z
-            routed = routed + out.routed.counts
+        if out.expert_counts is not None:
+            expert_counts = expert_counts + out.expert_counts
         # Detached: the sum would keep the graphs of all micro-batches.
-        losses = losses + torch.stack(list(parts.values())).detach()
+        losses = losses + torch.stack(list(out.losses.values())).detach()
         stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
     return BatchSums(
-        names=tuple(parts),
+        terms=tuple(out.losses),
         losses=losses,
-        routed=routed if out.routed else None,
+        expert_counts=None if out.expert_counts is None else expert_counts,
         stats=stats,
         visible_keys=torch.stack(keys).sum() if keys else None,
     )
@@ -323,19 +310,21 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 def scaled(t: Training, out: TrainOutput, counts: Counts | None) -> Tensor:
     """Scale the objective of a micro-batch to its part of the mean over the global batch.
 
-    Losses of targets are divided by `counts.targets`, router losses by `counts.tokens`. If `counts`
-    is None, all losses are divided by the number of tokens in the global batch. The result is
-    multiplied by the world size, because FSDP2 averages over ranks.
+    Each term is divided by its divisor, a field of `counts`. If `counts` is None, all terms are
+    divided by the number of tokens in the global batch. The result is multiplied by the world size,
+    because FSDP2 averages over ranks.
     """
     ranks = dist.get_world_size()
     if counts is None:
         return out.objective * (ranks / t.tokens)
     over_targets = ranks / counts.targets
     objective = out.objective * over_targets
-    if out.routed:
-        moe = t.cfg.model.moe
-        routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
-        # `out.objective` contains the router losses, which are means over tokens.
+    token_losses = []
+    for term, loss in out.losses.items():
+        if term.divisor == "tokens":
+            token_losses.append(term.weight(t.cfg.model) * loss)
+    if token_losses:
+        # `out.objective` contains these losses, which are means over tokens.
         correction = ranks / counts.tokens - over_targets
-        objective = objective + routing * correction
+        objective = objective + sum(token_losses) * correction
     return objective

@@ -241,5 +241,5 @@ def test_plain_llama_model_returns_same_loss_as_diffllm_model():
     assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in model.parameters())
     tokens = torch.randint(0, cfg.vocab_size, (2, 25))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    mine = model(inputs, targets).objective / targets.numel()
+    mine = model.loss(inputs, targets).objective / targets.numel()
     torch.testing.assert_close(plain(inputs, targets), mine, rtol=1e-5, atol=1e-5)

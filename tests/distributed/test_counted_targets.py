@@ -16,6 +16,7 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.core.targets import CONTEXT_TARGET, PADDING_TARGET
+from diffllm.model.objective import Term
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
 
@@ -97,11 +98,12 @@ def reference(overrides, padded):
         objective += add("nll", -log_probs[valid].sum() / counted)
         objective += add("train/z_loss", z / counted)
         if moe.n_experts:
-            out = model(x, torch.full_like(y, CONTEXT_TARGET), diagnose=True)
-            balance, z = moe.balance_loss * out.routed.balance, moe.router_z_loss * out.routed.z
+            out = model.loss(x, torch.full_like(y, CONTEXT_TARGET), diagnose=True)
+            balance = moe.balance_loss * out.losses[Term.balance_loss]
+            z = moe.router_z_loss * out.losses[Term.router_z_loss]
             objective += add("train/balance_loss", balance / tokens)
             objective += add("train/router_z_loss", z / tokens)
-            counts += out.routed.counts
+            counts += out.expert_counts
             entropy += out.stats["router_entropy"] * length / tokens
     objective.backward()
     if moe.n_experts:
@@ -185,7 +187,7 @@ def collectives(ignores):
     cfg = config(["micro_batch_size=2"])
     t = build(cfg, CPU, ignores_targets=ignores)
     read, before, reduced = [], [], []
-    real, forward = dist.all_reduce, t.model.forward
+    real, loss = dist.all_reduce, t.model.loss
 
     def batches():
         for batch in own_part(t, *masked_batch(cfg, 0)):
@@ -194,13 +196,13 @@ def collectives(ignores):
 
     def first(*args, **kwargs):
         before.append(len(read))
-        return forward(*args, **kwargs)
+        return loss(*args, **kwargs)
 
     def noted(tensor, *args, **kwargs):
         reduced.append((str(tensor.dtype), tensor.numel()))
         return real(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_reduce", noted), mock.patch.object(t.model, "forward", first):
+    with mock.patch.object(dist, "all_reduce", noted), mock.patch.object(t.model, "loss", first):
         train_step(t, batches(), 0)
     return reduced, before[0]
 

@@ -207,7 +207,7 @@ def float32_values_under_bf16():
     routed = []
     for layer in t.model.layers:
         layer.ffn.router.register_forward_hook(lambda _, args, out: routed.append((*args, out)))
-    out = t.model(*next(iter(micro_batches(cfg, 0))), diagnose=True)
+    out = t.model.loss(*next(iter(micro_batches(cfg, 0))), diagnose=True)
     found, expected = [out.stats["lambda_mean"].tolist()], [[]]
     for i, (x, routing) in enumerate(routed):
         q1, k1, q2, k2 = (

@@ -17,6 +17,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import MetricsFile, Sinks
 from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.metrics.table import METRICS, metric_of
+from diffllm.model.objective import Term
 
 
 def strict(text: str) -> Any:
@@ -151,6 +152,11 @@ def test_each_metric_name_matches_exactly_one_metric_definition():
             assert [other for other in METRICS if other.covers(name)] == [metric]
         if not has_total(metric):
             assert metric_of(metric.quantity) is metric
+
+
+@pytest.mark.parametrize("term", Term)
+def test_each_term_of_objective_has_metric_in_nats_per_token(term):
+    assert metric_of(term.metric).unit == "nats per token"
 
 
 @pytest.mark.parametrize("name", ["train/los", "hidden_top2/layer_00", "attn_entropy_2/layer_01"])

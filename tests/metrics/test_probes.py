@@ -127,15 +127,15 @@ def test_attention_statistics_match_plain_loop_reference(variant, masked):
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_loss_is_unchanged_if_attention_statistics_are_collected(variant):
     model, tokens = tiny(variant), rows()
-    plain = model(tokens, tokens, diagnose=True)
-    probed = model(tokens, tokens, diagnose=True, probe=POSITIONS)
+    plain = model.loss(tokens, tokens, diagnose=True)
+    probed = model.loss(tokens, tokens, diagnose=True, probe=POSITIONS)
     heads = {"lambda_head"} if variant == "diff_v2" else set()
     assert set(probed.stats) == set(plain.stats) | COMMON | heads
     assert torch.equal(plain.objective, probed.objective)
     for name, value in plain.stats.items():
         assert torch.equal(value, probed.stats[name])
     assert not any(value.requires_grad for value in probed.stats.values())
-    assert model(tokens, tokens, probe=POSITIONS).stats == {}
+    assert model.loss(tokens, tokens, probe=POSITIONS).stats == {}
 
 
 def test_due_function_returns_actions_configured_for_each_step():

@@ -98,7 +98,7 @@ def test_outputs_of_masked_documents_match_separate_forward_passes(variant, extr
     alone = one_by_one(model, TOKENS)
     torch.testing.assert_close(masked, alone, rtol=0, atol=1e-10)
     assert (model(TOKENS) - masked).abs().max() > 1e-6, "the masks must change the logits"
-    objective = model(TOKENS, targets, documents=documents).objective
+    objective = model.loss(TOKENS, targets, documents).objective
     losses = torch.nn.functional.cross_entropy(
         alone.flatten(0, 1), targets.flatten(), reduction="sum"
     )

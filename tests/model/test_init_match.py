@@ -18,7 +18,7 @@ WORDS += ["model.vocab_size=64", "data.vocab_size=64", "model.n_layers=3"]
 
 def writes(model, tokens, documents=None):
     """Return the RMS that attention adds to the residual stream in each layer."""
-    return model(tokens, tokens, diagnose=True, documents=documents).stats["attn_write_rms"]
+    return model.loss(tokens, tokens, documents, diagnose=True).stats["attn_write_rms"]
 
 
 def config(variant, *words):

@@ -214,7 +214,7 @@ def test_cudnn_attention_is_disabled_on_gpu_if_kv_cache_is_used(enabled, variant
     seen, entered = enabled(device)
     model = build_model(small_config(variant).model)
     tokens = torch.randint(0, 64, (2, 12))
-    model(tokens, tokens).objective.backward()
+    model.loss(tokens, tokens).objective.backward()
     assert seen
     assert all(seen), "training"
     assert entered == []

@@ -47,7 +47,7 @@ def test_chunked_loss_equals_unchunked_loss_for_any_chunk_size(chunk):
     expected, theirs = exact(hidden, weight, targets, 1e-2, 0.3)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
     _, *sums = torch_objective(hidden, weight, targets, 1e-2)
-    for mine, other in zip(parts, sums, strict=True):
+    for mine, other in zip(parts.values(), sums, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
     ours = torch.autograd.grad(total * 0.3, (hidden, weight))
     for mine, other in zip(ours, theirs, strict=True):

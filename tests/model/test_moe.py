@@ -18,6 +18,7 @@ from moe_reference import (
 from diffllm.model.ffn import experts
 from diffllm.model.ffn.moe import MoE, MoEConfig
 from diffllm.model.ffn.router import Balance, Router, Score
+from diffllm.model.objective import Term
 
 DIM, WIDTH, EXPERTS, TOP_K = 8, 12, 5, 2
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -263,7 +264,9 @@ def test_router_losses_and_gradients_equal_paper_formulas(loss, score, biased, p
         "z": lambda: z_loss(logits[tokens]),
     }[loss]()
     assert routed.counts.tolist() == counts_of([taken[i] for i in tokens], EXPERTS)
-    found, other = (routed.z, routed.balance) if loss == "z" else (routed.balance, routed.z)
+    found, other = routed.losses[Term.balance_loss], routed.losses[Term.router_z_loss]
+    if loss == "z":
+        found, other = other, found
     assert not other.any(), "losses without weight must be 0"
     mean = found / len(tokens)
     torch.testing.assert_close(mean, expected, rtol=1e-6, atol=0)  # the load is in float32

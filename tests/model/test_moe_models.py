@@ -9,6 +9,7 @@ from variants import LOSSES, MIXTURE, VARIANTS, small_config, small_model
 
 from diffllm import build_model
 from diffllm.model.ffn.moe import MoE, SwiGLU
+from diffllm.model.objective import Term
 
 shared_model = cache(small_model)
 
@@ -21,8 +22,8 @@ def mixture(variant, *extra):
 def test_every_parameter_of_moe_model_gets_finite_nonzero_gradient(variant):
     model = mixture(variant, *LOSSES)
     tokens = torch.randint(0, 64, (4, 17))
-    out = model(tokens[:, :-1], tokens[:, 1:])
-    assert out.routed.counts.sum(1).tolist() == [2 * 64] * 2
+    out = model.loss(tokens[:, :-1], tokens[:, 1:])
+    assert out.expert_counts.sum(1).tolist() == [2 * 64] * 2
     grads = torch.autograd.grad(out.objective, list(model.parameters()))
     for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
         assert torch.isfinite(grad).all(), name
@@ -33,10 +34,11 @@ def test_every_parameter_of_moe_model_gets_finite_nonzero_gradient(variant):
 
 def test_moe_model_objective_includes_weighted_router_losses():
     model, tokens = mixture("standard", *LOSSES), torch.randint(0, 64, (2, 17))
-    out = model(tokens[:, :-1], tokens[:, 1:])
-    assert out.routed.balance > 0
-    assert out.routed.z > 0
-    expected = out.loss.nll + 0.1 * out.routed.balance + 0.01 * out.routed.z
+    out = model.loss(tokens[:, :-1], tokens[:, 1:])
+    balance, z = out.losses[Term.balance_loss], out.losses[Term.router_z_loss]
+    assert balance > 0
+    assert z > 0
+    expected = out.losses[Term.cross_entropy] + 0.1 * balance + 0.01 * z
     torch.testing.assert_close(out.objective.double(), expected.double(), rtol=1e-6, atol=0)
 
 
@@ -47,8 +49,8 @@ def test_n_dense_layers_setting_makes_first_layers_dense():
     assert model.layers[0].ffn.w1.out_features == model.cfg.ffn_dim == 32
     assert model.layers[3].ffn.experts.w1.shape == (4, 16, 24)
     tokens = torch.randint(0, 64, (2, 17))
-    out = model(tokens[:, :-1], tokens[:, 1:], diagnose=True)
-    assert out.routed.counts.shape == (1, 4)
+    out = model.loss(tokens[:, :-1], tokens[:, 1:], diagnose=True)
+    assert out.expert_counts.shape == (1, 4)
     assert out.stats["hidden_top1"].shape == (4,)
     assert out.stats["router_entropy"].shape == (1,)
 

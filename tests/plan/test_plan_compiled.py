@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from diffllm.config import load_config
+from diffllm.model.block import Block
 from diffllm.model.rope import RotaryEmbedding
-from diffllm.model.transformer import Block
 from diffllm.plan.compiled import compiling
 from diffllm.plan.memory import Observer
 

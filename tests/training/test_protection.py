@@ -12,6 +12,7 @@ from tiers import slow_but
 
 from diffllm.config import load_config
 from diffllm.metrics.spikes import SpikeMonitor
+from diffllm.model.objective import Term
 from diffllm.optim import Guard, SkipStep
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
@@ -91,12 +92,13 @@ class Injected:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def __call__(self, *args, **kwargs):
-        out = self.model(*args, **kwargs)
+    def loss(self, *args, **kwargs):
+        out = self.model.loss(*args, **kwargs)
         if not self.mine:
             return out
-        loss = out.loss._replace(nll=out.loss.nll * self.nll)
-        return out._replace(objective=out.objective * self.objective, loss=loss)
+        nll = out.losses[Term.cross_entropy] * self.nll
+        losses = {**out.losses, Term.cross_entropy: nll}
+        return out._replace(objective=out.objective * self.objective, losses=losses)
 
 
 def batch(step, cfg):

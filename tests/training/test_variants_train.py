@@ -19,6 +19,7 @@ from torch import Tensor
 from diffllm.config import Precision, load_config
 from diffllm.config.plugins import config_directory
 from diffllm.distributed.gradients import local
+from diffllm.model.objective import Term
 from diffllm.training.build import Training, build
 from diffllm.training.step import train_step
 
@@ -73,11 +74,11 @@ def copies(params):
 
 def loss_and_gradients(t, step):
     """Return the loss in nats per token, and the gradient of every parameter or None."""
-    out = t.model(*batch(step))
+    out = t.model.loss(*batch(step))
     (out.objective / (BATCH * SEQ_LEN)).backward()
     grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in t.params.items()}
     t.optimizer.zero_grad(set_to_none=True)
-    return out.loss.nll.item() / (BATCH * SEQ_LEN), grads
+    return out.losses[Term.cross_entropy].item() / (BATCH * SEQ_LEN), grads
 
 
 def unigram_entropy():
@@ -219,7 +220,7 @@ def test_bf16_model_computes_attention_lambda_in_float32(variant):
             layer.attention.w_lambda.register_forward_hook(
                 lambda _, args, out, i=i: logits.update({i: out.detach()})
             )
-    t.model(*batch(2), diagnose=True)
+    t.model.loss(*batch(2), diagnose=True)
     assert len(seen) == len(t.model.layers)
     for i, (dtypes, lam, kept) in seen.items():
         assert kept <= set(dtypes)

@@ -22,6 +22,7 @@ from diffllm.model.ffn.router import (
     sequence_balance,
     tokens_per_expert,
 )
+from diffllm.model.objective import Losses, Term
 
 
 class SwiGLU(nn.Module):
@@ -46,17 +47,12 @@ class SwiGLU(nn.Module):
 
 
 class Routed(NamedTuple):
-    """Tokens per expert and router losses of one MoE layer, or of all MoE layers of a model.
-
-    Padding is no token.
-    """
+    """Tokens per expert and router losses of one MoE layer. Padding is no token."""
 
     counts: Tensor
-    """Tokens per expert, int64: (E,) for one layer, (MoE layers, E) for a model."""
-    balance: Tensor
-    """Load-balancing loss, summed over tokens; differentiable; 0 if its weight is 0."""
-    z: Tensor
-    """logsumexp(router logits)^2, summed over tokens; differentiable; 0 if its weight is 0."""
+    """Tokens per expert, (E,) int64."""
+    losses: Losses
+    """Differentiable load-balancing loss and logsumexp(router logits)^2; 0 if the weight is 0."""
 
 
 class MoE(nn.Module):
@@ -132,7 +128,7 @@ class MoE(nn.Module):
         if self.cfg.router_z_loss:
             squares = routing.logits.logsumexp(-1).square()
             z = squares.masked_fill(is_padding, 0).sum()
-        return Routed(counts, balance, z)
+        return Routed(counts, {Term.balance_loss: balance, Term.router_z_loss: z})
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
         """Return the algorithm chosen for each matrix product, with the reason for the choice."""
