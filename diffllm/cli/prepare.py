@@ -6,8 +6,8 @@ from diffllm.cli.arguments import take_json
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
 from diffllm.core.printing import echo, echo_json
-from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
 from diffllm.data.text.skipped import skipped_text

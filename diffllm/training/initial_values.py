@@ -16,7 +16,7 @@ from diffllm.config.origin import named_in, origin_of
 from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import changes_to
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
 from diffllm.model.init_match import write_factors

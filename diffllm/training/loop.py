@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data.loader import TrainLoader
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.stop import Agreed, Agreement, raise_together
 from diffllm.distributed.watch import Watch

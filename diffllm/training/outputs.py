@@ -14,7 +14,7 @@ import torch.distributed as dist
 from diffllm.config import TrainConfig
 from diffllm.config.changes import changes_text
 from diffllm.core.errors import AgreedByAll, UserError
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.events import EVENTS, Event, EventsFile

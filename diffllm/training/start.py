@@ -20,8 +20,8 @@ from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.errors import UserError
 from diffllm.core.keys import declaration_of, declarations
-from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
+from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import packing_counts
 from diffllm.data.text.skipped import rule_text, skipped_text
 from diffllm.data.tokenizer import tokenizer_in
