@@ -11,12 +11,12 @@ from diffllm.data.prepared import Prepared
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.stop import Agreed, Agreement, raise_together
 from diffllm.distributed.watch import Watch
-from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks
 from diffllm.training.build import Training
 from diffllm.training.clock import Clock
 from diffllm.training.measure import Evaluation
 from diffllm.training.process import Process
+from diffllm.training.profiling import StepProfiler
 from diffllm.training.record import Record
 from diffllm.training.state import LoopState, samples_of, save
 from diffllm.training.step import due, train_step

@@ -19,7 +19,6 @@ from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.events import EVENTS, Event, EventsFile
 from diffllm.metrics.history import history
-from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
 from diffllm.metrics.wandb_config import with_variables
@@ -31,6 +30,7 @@ from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, provenance
+from diffllm.training.profiling import StepProfiler
 from diffllm.training.start import Claimed, stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
