@@ -9,7 +9,6 @@ import torch
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.metrics.diagnostics import named_values
-from diffllm.metrics.profiling import peak_flops
 from diffllm.model import ModelConfig, Transformer
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
@@ -17,7 +16,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import build, chosen_precision
 from diffllm.training.memory import GIB
-from diffllm.training.record import grad_norm_by_group
+from diffllm.training.record import grad_norm_by_group, peak_flops
 from diffllm.training.step import Due, train_step
 from harness.machine import Step, join_alone, seconds, synchronize
 from harness.plain_llama import PlainLlama

@@ -13,8 +13,8 @@ from types import FrameType
 from diffllm.core import VERSION
 from diffllm.core.errors import AgreedError, ConfigError, UserError, choose_from, hint
 from diffllm.core.printing import echo
+from diffllm.core.standard_streams import never_fail, open_closed_descriptors, result
 from diffllm.distributed.launcher import own_rank, report_signal, set_variables
-from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
 
 COMMANDS = {
     "train": "train a decoder, or a sweep with -m; the same as python train.py",

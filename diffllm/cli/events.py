@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from diffllm.config import TrainConfig
-    from diffllm.data.mixture import Prepared
+    from diffllm.data.prepared import Prepared
     from diffllm.data.tokenizer import Tokenizer
 
 EVENTS_USAGE = """\

@@ -3,8 +3,8 @@
 from typing import Any
 
 from diffllm.config.overrides import key_of_word
+from diffllm.core.console import stages
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.data.progress import stages
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import DAY, RunPlan, idealised, plan

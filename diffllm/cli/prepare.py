@@ -6,13 +6,13 @@ from diffllm.cli.arguments import take_json
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
 from diffllm.core.printing import echo, echo_json
-from diffllm.data.mixture import Prepared
+from diffllm.core.standard_streams import messages_on_stderr, result
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split, thin_heldout
 from diffllm.data.text.skipped import skipped_text
 from diffllm.data.tokenizer import eos_text, guesses_eos
-from diffllm.metrics.streams import messages_on_stderr, result
 
 USAGE = """\
 diffllm prepare [overrides as for train.py] [--json], e.g. data=files data.paths=[a.parquet]

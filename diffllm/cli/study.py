@@ -19,8 +19,8 @@ from diffllm.compare.arms.sentences import (
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.core.printing import Table, echo, echo_json
+from diffllm.core.standard_streams import messages_on_stderr, result
 from diffllm.distributed.launcher import own_rank
-from diffllm.metrics.streams import messages_on_stderr, result
 from diffllm.statistics.gap_tests import ALPHA, MOST_ALPHA
 from diffllm.statistics.seed_variance import UPPER
 
@@ -158,7 +158,7 @@ def dry_run(study: "Study", out: Path, args: StudyRunArguments) -> None:
         spending_table,
     )
     from diffllm.compare.study.running import check_study_runs, design_notes
-    from diffllm.metrics.devices import DEVICES, device_named
+    from diffllm.core.gpus import DEVICES, device_named
 
     device = device_named(args.gpu)
     if args.gpu and device is None:

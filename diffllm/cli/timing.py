@@ -28,8 +28,8 @@ from diffllm.compare.arms.sentences import (
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.printing import Table, echo, echo_json, to_stderr
+from diffllm.core.standard_streams import messages_on_stderr, result
 from diffllm.distributed.launcher import own_rank
-from diffllm.metrics.streams import messages_on_stderr, result
 
 if TYPE_CHECKING:
     from diffllm.compare.sweep.plan import RunPlan

@@ -19,7 +19,7 @@ from diffllm.config.overrides import flag_suggestion, one_line  # noqa: E402
 from diffllm.config.plugins import load_plugins, take_directories  # noqa: E402
 from diffllm.core.errors import ConfigError  # noqa: E402
 from diffllm.core.printing import echo, echo_json  # noqa: E402
-from diffllm.metrics.streams import messages_on_stderr, result  # noqa: E402
+from diffllm.core.standard_streams import messages_on_stderr, result  # noqa: E402
 
 
 class Parser(ArgumentParser):

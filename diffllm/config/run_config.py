@@ -1,9 +1,10 @@
-"""Config sections of a run: its name and directory, its evaluations, and the computed values."""
+"""Config sections of a run: name and directory, evaluations, profile and computed values."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from diffllm.config.matching import Matched
+from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 
 CARRIED_PREFIXES = {"weights": ("model.",), "stage": ("model.", "optim.")}
@@ -112,6 +113,26 @@ class EvalConfig:
         help="Difficulty of tasks in eval.suites, for example {mqar: {filler: 64}}. All other "
         "tasks use all levels that fit seq_len.",
     )
+
+
+@dataclass
+class ProfileConfig:
+    """Range of training steps to profile."""
+
+    steps: list[int] = key(
+        [],
+        effect="speed",
+        help="First and last step to trace, such as [10,12], on every rank; empty: no trace.",
+    )
+
+    def validate(self, steps: int) -> None:
+        if self.steps and not (
+            len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= steps
+        ):
+            raise ConfigError(
+                f"profile.steps={self.steps} must be [first,last] with "
+                f"1 <= first <= last <= {steps}, the last training step"
+            )
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 from diffllm.checkpoint.directory import CheckpointConfig
-from diffllm.config.run_config import EvalConfig, ResolvedConfig, RunConfig
+from diffllm.config.run_config import EvalConfig, ProfileConfig, ResolvedConfig, RunConfig
 from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
@@ -18,7 +18,6 @@ from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.distributed.world import DistributedConfig
 from diffllm.metrics.diagnostics import DiagnosticsConfig
-from diffllm.metrics.profiling import ProfileConfig
 from diffllm.metrics.sinks import MetricsConfig
 from diffllm.metrics.visible_keys import expected_visible_keys
 from diffllm.metrics.wandb_config import WandbConfig

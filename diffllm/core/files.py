@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from diffllm.core.errors import CheckpointError, ConfigError, printable
+from diffllm.core.printing import to_stderr
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096 - 128
 """Limits in bytes; names below a run directory need up to 128 bytes."""
@@ -253,9 +254,18 @@ def acquire(path: Path, wait: bool = True) -> FileLock:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Lock a file while this context is active; arguments and errors are as in `acquire`."""
-    lock = acquire(path, wait)
+def locked(path: Path, activity: str = "") -> Iterator[None]:
+    """Lock a file while this context is active; wait while another process holds the lock.
+
+    If `activity` is not empty, print "waiting for PROCESS, which ACTIVITY" on stderr before a wait.
+    Raises OSError if the file cannot be locked.
+    """
+    try:
+        # With an activity, the first attempt does not wait, so that a message can name the holder.
+        lock = acquire(path, wait=not activity)
+    except Timeout:
+        to_stderr(f"waiting for {holder(path)}, which {activity}")
+        lock = acquire(path)
     try:
         yield
     finally:

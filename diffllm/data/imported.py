@@ -9,6 +9,7 @@ import numpy as np
 from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
+from diffllm.data.prepared import TokenData
 from diffllm.data.shards import LARGEST_SHARE, LEAST_TOKENS, MANIFEST, Manifest, Shard, Split
 from diffllm.data.streams import JoinedTokens, check_range, document_end, spans, token_counts
 from diffllm.data.text.file_index import (
@@ -20,7 +21,6 @@ from diffllm.data.text.file_index import (
 )
 from diffllm.data.text.local_files import paths_of
 from diffllm.data.text.skipped import Skipped, report_again, report_skipped
-from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import (
     OPENERS,
     documents_in,

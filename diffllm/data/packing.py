@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.core.console import track
 from diffllm.core.printing import to_stderr
 from diffllm.core.typed import read_typed
-from diffllm.data.progress import track
 from diffllm.data.shards import HashedFile
 from diffllm.data.streams import FileArray, Stream, check_size, checked_array, document_ends
 from diffllm.data.verified import identity_of, leave_mark, usable

@@ -15,9 +15,9 @@ from diffllm.core.bounds import check_counts
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.typed import made
 from diffllm.data.config import DataConfig
-from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.mixture_order import SAMPLE_LIMIT, MixtureOrder, MixturePlace
 from diffllm.data.mixture_plan import Segments, from_sample, limited, segments
+from diffllm.data.prepared import MixtureData, Prepared, of_source
 from diffllm.data.sequences import Batch, Sequences, training_sequences
 from diffllm.data.shards import Split
 

@@ -15,7 +15,6 @@ from diffllm.core.bounds import check_counts
 from diffllm.core.errors import DataError
 from diffllm.core.targets import PADDING_TARGET
 from diffllm.data.config import DataConfig, Packing
-from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.packing import (
     PACKING_WINDOW,
     PLAN_VERSION,
@@ -23,10 +22,10 @@ from diffllm.data.packing import (
     PackingPlan,
     write_plan,
 )
+from diffllm.data.prepared import MixtureData, Prepared, TokenData, of_source
 from diffllm.data.shards import Manifest
 from diffllm.data.streams import Stream, as_targets
 from diffllm.data.text.file_index import combined_hash
-from diffllm.data.token_data import TokenData
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, (m, T) int64 each; negative targets are ignored (diffllm/core/targets.py)."""

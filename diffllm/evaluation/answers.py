@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
-from diffllm.data.progress import track
 from diffllm.data.tasks import TASKS_VERSION
 from diffllm.data.tasks.task import Example, Task
 from diffllm.data.tokenizer import Tokenizer

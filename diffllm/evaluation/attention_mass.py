@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffllm.core.console import track
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.data.progress import track
 from diffllm.data.tasks.task import Example, Task
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import Answers, questions

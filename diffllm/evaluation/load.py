@@ -18,8 +18,8 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
-from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
+from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import StreamSequences, sequences_in
 from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffllm.core.console import track
 from diffllm.core.errors import CheckpointError
-from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import (
     Evaluation,
     EvaluationOptions,

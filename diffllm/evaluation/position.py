@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from diffllm.core.console import track
 from diffllm.core.errors import CheckpointError
 from diffllm.core.targets import PADDING_TARGET
 from diffllm.data.heldout import heldout_documents
-from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import (
     Evaluation,
     EvaluationOptions,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diffllm.core.console import track
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import (
     Evaluation,
     EvaluationOptions,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.devices import DEVICES, Device, device_named
+from diffllm.core.gpus import DEVICES, Device, device_named
 from diffllm.plan.step import Call, Collective
 
 POSITIVE_BOUNDS = {"above": 0, "below": float("inf")}

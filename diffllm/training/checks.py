@@ -9,7 +9,7 @@ from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.files import read_bytes
 from diffllm.core.registry import SCHEMAS
 from diffllm.data.config import DataConfig
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import (
     FAST,

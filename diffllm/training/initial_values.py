@@ -15,7 +15,7 @@ from diffllm.config.origin import origin_of
 from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import changes_to
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data.loader import TrainLoader
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.stop import Agreed, Agreement, raise_together
 from diffllm.distributed.watch import Watch
-from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks
 from diffllm.training.build import Training
 from diffllm.training.clock import Clock
 from diffllm.training.measure import Evaluation
 from diffllm.training.process import Process
+from diffllm.training.profiling import StepProfiler
 from diffllm.training.record import Record
 from diffllm.training.state import LoopState, samples_of, save
 from diffllm.training.step import due, train_step

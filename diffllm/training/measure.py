@@ -13,7 +13,7 @@ from torch import Tensor
 from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedByAll
 from diffllm.data.heldout import HeldoutDocuments, HeldoutSample, heldout_documents
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.data.shards import bits_per_byte
 from diffllm.distributed.stop import Agreement, raise_together, read_together
 from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from diffllm.config import TrainConfig
 from diffllm.config.changes import changes_text
 from diffllm.core.errors import AgreedByAll, UserError
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.events import EVENTS, Event, EventsFile
 from diffllm.metrics.history import history
-from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
 from diffllm.metrics.wandb_config import with_variables
@@ -32,6 +31,7 @@ from diffllm.training.claim import Claimed
 from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process
+from diffllm.training.profiling import StepProfiler
 from diffllm.training.provenance import provenance
 from diffllm.training.stalls import alert_stall
 from diffllm.training.state import LoopState

@@ -6,8 +6,8 @@ import torch
 
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
-from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import packing_counts
 from diffllm.data.text.skipped import skipped_text
 from diffllm.distributed.consistency import check_same

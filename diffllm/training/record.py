@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diffllm.core.gpus import DEVICES
 from diffllm.data.loader import TrainLoader
 from diffllm.distributed.gradients import Norms, parameter_norm
 from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, evaluation_texts
 from diffllm.metrics.events import BatchPlace, Event, events_of_step, short_hash
-from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.metrics.steps import STEP_DTYPE
 from diffllm.model.attention.masks import moved
@@ -280,3 +280,19 @@ def grad_norm_by_group(norms: Norms) -> dict[str, float]:
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square
     return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the data sheet's dense bf16 FLOP/s of a GPU in DEVICES; None for other devices.
+
+    Model FLOPs utilisation (MFU) is the model's training FLOPs per second, divided by this peak
+    (PaLM, arXiv 2204.02311, appendix B). The FLOPs of the forward and backward matrix products are
+    counted. Attention counts as causal, and recomputation is not counted.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for known_device in DEVICES:
+        if known_device.name in name:
+            return known_device.peak_flops
+    return None

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from diffllm.config import TrainConfig
 from diffllm.core.errors import UserError
 from diffllm.core.printing import echo
+from diffllm.core.standard_streams import unfailing
 from diffllm.data.sequences import ignores_targets
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.distributed.launcher import environment, keep_memory
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
-from diffllm.metrics.streams import unfailing
 from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named

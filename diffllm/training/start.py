@@ -6,7 +6,7 @@ from pathlib import Path
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.launcher import in_sweep, keep_mode

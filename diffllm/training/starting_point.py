@@ -12,7 +12,7 @@ from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import changes_to
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch

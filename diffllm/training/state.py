@@ -25,7 +25,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.data.samples import Samples, training_samples
 from diffllm.distributed.launcher import MKL_MODE
 from diffllm.metrics.records import read_record, read_summary

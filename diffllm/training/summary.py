@@ -16,7 +16,7 @@ from diffllm.config.help import variant_line
 from diffllm.config.plugins import plugin_versions
 from diffllm.core.errors import ConfigError
 from diffllm.data.heldout import heldout_tokens
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.data.shards import thin_heldout
 from diffllm.data.tokenizer import eos_text, guesses_eos, tokenizer_in

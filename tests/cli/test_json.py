@@ -15,7 +15,7 @@ from runs.written import study_file, write_arms
 
 import diffllm
 from diffllm.cli import COMMANDS, main, run, train
-from diffllm.metrics.streams import messages_on_stderr
+from diffllm.core.standard_streams import messages_on_stderr
 from diffllm.training.run import Outcome
 
 PAGE = Path(diffllm.__file__).parents[1] / "docs" / "tools.md"

@@ -1,4 +1,4 @@
-"""Printing without control characters of untrusted files, and tables in four formats."""
+"""Printing without control characters of untrusted files, status lines and tables."""
 
 import csv
 import io
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffllm.core import console
 from diffllm.core.console import Console
 from diffllm.core.printing import Cell, Table, TableColumn, echo, echo_json, to_stderr
 from diffllm.metrics.display import Display
@@ -67,6 +68,22 @@ def test_rich_console_escapes_control_characters_of_untrusted_text(show):
     show(screen)
     assert not acted_on(OWN.sub("", screen.getvalue()))
     assert ESCAPED in screen.getvalue()
+
+
+def test_stage_names_are_written_to_stderr_if_console_is_not_a_terminal(monkeypatch, capsys):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr(console, "Console", lambda **_: terminal)
+    with console.stages() as say:
+        say("first [a]")
+        say("second")
+    assert "second" in screen.getvalue()
+    assert capsys.readouterr().err == ""
+    monkeypatch.undo()
+    with console.stages() as say:
+        say("first [a]")
+        say("second")
+    assert capsys.readouterr().err == "first [a]\nsecond\n"
 
 
 LABELS = TableColumn("Row", [Cell("stan_dard"), Cell("<b>|", icon="<i></i>")], left=True)

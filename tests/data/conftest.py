@@ -13,9 +13,9 @@ from diffllm.data import shards
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.loader import TrainLoader
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import TokenData
 from diffllm.data.shards import Manifest, ShardWriter, Split
 from diffllm.data.streams import TokenStream
-from diffllm.data.token_data import TokenData
 
 
 @pytest.fixture

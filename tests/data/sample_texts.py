@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.data.config import DataConfig
-from diffllm.data.mixture import Prepared
+from diffllm.data.prepared import Prepared, TokenData
 from diffllm.data.text.corpus import Corpus, open_corpus
-from diffllm.data.token_data import TokenData
 
 
 def sample_documents(count: int, seed: int = 0) -> list[str]:

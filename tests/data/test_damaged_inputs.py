@@ -24,8 +24,8 @@ from tiers import slow_but
 from diffllm.core.errors import DataError, UserError
 from diffllm.data import verified
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.prepared import TokenData
 from diffllm.data.text.corpus import open_corpus
-from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import open_tokens
 from diffllm.data.tokenizer import Tokenizer
 

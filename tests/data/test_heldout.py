@@ -17,8 +17,8 @@ from diffllm.data.heldout import (
     heldout_tokens,
     predicted_text,
 )
+from diffllm.data.prepared import TokenData
 from diffllm.data.streams import TokenStream
-from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 
 EOS = 0

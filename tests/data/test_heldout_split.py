@@ -13,9 +13,9 @@ from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.encoding import HASH_OFFSET, Document, document_hashes
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.workers import PrepareConfig
+from diffllm.data.prepared import TokenData
 from diffllm.data.shards import LEAST_TOKENS, thin_heldout
 from diffllm.data.text import files
-from diffllm.data.token_data import TokenData
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 MakeConfig = Callable[..., DataConfig]

@@ -19,8 +19,8 @@ from sample_texts import sample_documents
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import TokenData
 from diffllm.data.text import hub
-from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(300)

@@ -16,7 +16,7 @@ from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.imported import FilesStream, ImportedData
 from diffllm.data.preparation.prepare import prepare
-from diffllm.data.token_data import TokenData
+from diffllm.data.prepared import TokenData
 from diffllm.data.token_files import MAGIC, MEGATRON_HEADER, TokenFile, WithEnds, open_tokens
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"

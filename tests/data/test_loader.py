@@ -17,10 +17,10 @@ from tiers import slow_but
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.heldout import HeldoutSample
 from diffllm.data.loader import TrainLoader
+from diffllm.data.prepared import TokenData
 from diffllm.data.samples import ShuffledSequences, permute
 from diffllm.data.sequences import StreamSequences
 from diffllm.data.streams import TokenStream
-from diffllm.data.token_data import TokenData
 
 SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12
 TOKENS = 8 * 50 + 5

@@ -11,12 +11,11 @@ import torch
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.curriculum import Between, Point
-from diffllm.data.mixture import MixtureData
 from diffllm.data.mixture_order import check_place
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import MixtureData, TokenData
 from diffllm.data.samples import MixedSequences, Place
 from diffllm.data.streams import JoinedStream, TokenStream
-from diffllm.data.token_data import TokenData
 
 SEQ_LEN, SEED, BATCH, STEPS = 8, 5, 12, 40
 SIZES = {"code": 50, "web": 700, "books": 90}

@@ -22,8 +22,8 @@ from diffllm.data import packing, streams
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream
 from diffllm.data.loader import TrainLoader
-from diffllm.data.mixture import MixtureData
 from diffllm.data.packing import PackingPlan, best_fit_decreasing, write_plan
+from diffllm.data.prepared import MixtureData, TokenData
 from diffllm.data.samples import ShuffledSequences, permute, training_samples
 from diffllm.data.sequences import (
     PackedSequences,
@@ -34,7 +34,6 @@ from diffllm.data.sequences import (
 )
 from diffllm.data.shards import Manifest
 from diffllm.data.streams import TokenStream
-from diffllm.data.token_data import TokenData
 from diffllm.model.attention.masks import Documents
 
 EOS = 0

@@ -27,9 +27,9 @@ from diffllm.data.preparation.encoding import Document, document_hashes
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import PrepareConfig
+from diffllm.data.prepared import TokenData
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Part, TextBatch, open_corpus
-from diffllm.data.token_data import TokenData
 
 TEXTS = sample_documents(1200)
 MakeConfig = Callable[..., DataConfig]

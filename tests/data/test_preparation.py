@@ -17,9 +17,9 @@ from diffllm.cli.prepare import prepared_text
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.prepare import RunHashes, held_out_pieces, prepare
+from diffllm.data.prepared import TokenData
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.skipped import report_again, skipped_text
-from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 

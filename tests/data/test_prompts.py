@@ -13,9 +13,9 @@ from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.workers import PrepareConfig
+from diffllm.data.prepared import TokenData
 from diffllm.data.samples import training_samples
 from diffllm.data.text import files
-from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(400)

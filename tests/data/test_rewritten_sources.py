@@ -12,12 +12,11 @@ from tiers import slow_but
 
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
-from diffllm.data.mixture import Prepared
 from diffllm.data.preparation import prepare as preparation
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.tokens import TokensJob
+from diffllm.data.prepared import Prepared, TokenData
 from diffllm.data.text import files
-from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 WRITERS: dict[str, Callable[[list[str]], str]] = {

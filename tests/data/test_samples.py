@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from sample_texts import sample_documents
 
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
-from diffllm.data.mixture import MixtureData
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import MixtureData, TokenData
 from diffllm.data.samples import mean_bits_per_nat, permute, training_samples
-from diffllm.data.token_data import TokenData
 
 SEEDS = st.integers(min_value=0, max_value=2**63)
 EPOCHS = st.integers(min_value=0, max_value=2**31)

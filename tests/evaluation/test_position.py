@@ -11,7 +11,7 @@ import torch
 from runs.written import data_words, made, subject_of
 
 from diffllm.data.heldout import heldout_documents
-from diffllm.data.token_data import TokenData
+from diffllm.data.prepared import TokenData
 from diffllm.evaluation.evaluation import EvaluationOptions, Line, Subject
 from diffllm.evaluation.position import octave, sums
 from diffllm.evaluation.suite import EVALUATIONS

@@ -23,8 +23,8 @@ from runs.planted_train import Fault
 
 from diffllm import load_config
 from diffllm.config.saved import load_run_config
-from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.prepared import Prepared
 from diffllm.data.samples import Place, training_samples
 from diffllm.evaluation.load import own_data
 from diffllm.metrics.events import read_events

@@ -15,7 +15,7 @@ from diffllm.config import load_config
 from diffllm.config.saved import load_run_config
 from diffllm.data.heldout import HeldoutSample
 from diffllm.data.preparation.prepare import prepare
-from diffllm.data.token_data import TokenData
+from diffllm.data.prepared import TokenData
 from diffllm.evaluation.heldout import document_losses
 
 STEPS = 3

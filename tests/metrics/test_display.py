@@ -7,7 +7,6 @@ from typing import Any
 
 from diffllm.core.console import Console
 from diffllm.core.printing import to_stderr
-from diffllm.data import progress
 from diffllm.metrics.display import Copied, Display, RunLog, frequency_text, spike_text
 
 STEPS = 2000
@@ -84,22 +83,6 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
         "warning: after it",
     ]
     assert not isinstance(sys.stderr, Copied)
-
-
-def test_stage_names_are_written_to_stderr_if_console_is_not_a_terminal(monkeypatch, capsys):
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
-    with progress.stages() as say:
-        say("first [a]")
-        say("second")
-    assert "second" in screen.getvalue()
-    assert capsys.readouterr().err == ""
-    monkeypatch.undo()
-    with progress.stages() as say:
-        say("first [a]")
-        say("second")
-    assert capsys.readouterr().err == "first [a]\nsecond\n"
 
 
 def test_texts_at_end_of_run_name_loss_against_word_frequencies_and_spikes():

@@ -31,7 +31,7 @@ from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
 from diffllm.core.files import write_atomic
 from diffllm.data.preparation.prepare import prepare, train_tokenizer
-from diffllm.data.token_data import TokenData
+from diffllm.data.prepared import TokenData
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.model import Transformer

@@ -23,8 +23,8 @@ from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_d
 from diffllm.compare.study.unequal import settings_of
 from diffllm.config import TrainConfig
 from diffllm.config.similar import SimilarConfigs
+from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
-from diffllm.data.progress import track
 from diffllm.metrics.facts import facts_of
 from diffllm.metrics.records import finite, read_record
 from diffllm.metrics.table import metric_of

@@ -42,9 +42,9 @@ from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config, plugin_changes
 from diffllm.config.words import typed_override
+from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
-from diffllm.data.progress import track
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import World
 from diffllm.metrics.wandb_config import check_wandb

@@ -14,14 +14,13 @@ from diffllm.core.machine import usable_cpus
 from diffllm.core.printing import to_stderr
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported import prepare_tokens
-from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import PrepareConfig, work_through
+from diffllm.data.prepared import MixtureData, Prepared, TokenData, of_source
 from diffllm.data.shards import FORMAT_VERSION, LARGEST_SHARE, LEAST_TOKENS
 from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.text.skipped import report_again
-from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import FAST, MODEL, Tokenizer, check_tokenizer, located
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import DataError
+from diffllm.core.files import locked
 from diffllm.core.machine import usable_cpus
 from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.encoding import HASH_OFFSET, Encoding, PartRecord, next_held_out
@@ -27,7 +28,6 @@ from diffllm.data.preparation.workers import (
     report,
     work_through,
 )
-from diffllm.data.progress import held
 from diffllm.data.shards import LARGEST_SHARE, SPLITS, Manifest, Split, together, unigram_entropy
 from diffllm.data.streams import TokenStream, as_targets, token_counts
 from diffllm.data.text.corpus import Corpus
@@ -67,7 +67,7 @@ class TokensJob:
         killed, and OSError if a write fails. After an error, the next call skips encoded parts.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
+        with locked(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             # Another process may have finished while this process waited for the lock.
             if self.final.is_dir():
                 return

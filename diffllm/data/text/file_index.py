@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from diffllm.core.console import track
 from diffllm.core.errors import DataError, printable
-from diffllm.core.files import read_json, replace_file
-from diffllm.data.progress import held, track
+from diffllm.core.files import locked, read_json, replace_file
 from diffllm.data.verified import identity_of, settled_identity, usable
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -72,7 +72,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
     if all(_is_known(path, index) for path in paths):
         return [index[str(path)] for path in paths]
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
+    with locked(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
         # Another process may have extended the index while this process waited for the lock.
         index = _read_index(index_path)
         unknown = [path for path in paths if not _is_known(path, index)]

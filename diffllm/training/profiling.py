@@ -1,43 +1,14 @@
-"""Speed of training steps: traces by torch.profiler, and peak FLOP/s for MFU.
-
-Model FLOPs utilisation (MFU) is the model's training FLOPs per second, divided by the device's
-dense bf16 peak (PaLM, arXiv 2204.02311, appendix B). The FLOPs of the forward and backward matrix
-products are counted. Attention counts as causal, and recomputation is not counted.
-"""
+"""Traces of training steps by torch.profiler."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch.profiler import profile, record_function, schedule
 
-from diffllm.core.errors import ConfigError
-from diffllm.core.keys import key
+from diffllm.config.run_config import ProfileConfig
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.devices import DEVICES
-
-
-@dataclass
-class ProfileConfig:
-    """Range of training steps to profile."""
-
-    steps: list[int] = key(
-        [],
-        effect="speed",
-        help="First and last step to trace, such as [10,12], on every rank; empty: no trace.",
-    )
-
-    def validate(self, steps: int) -> None:
-        if self.steps and not (
-            len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= steps
-        ):
-            raise ConfigError(
-                f"profile.steps={self.steps} must be [first,last] with "
-                f"1 <= first <= last <= {steps}, the last training step"
-            )
 
 
 class StepProfiler:
@@ -98,14 +69,3 @@ class StepProfiler:
             to_stderr(f"warning: cannot write {self.file}, training continues: {error}")
         else:
             self.say(f"profile: {self.file} (open with ui.perfetto.dev)")
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the data sheet's dense bf16 FLOP/s of a GPU in DEVICES; None for other devices."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for known_device in DEVICES:
-        if known_device.name in name:
-            return known_device.peak_flops
-    return None

@@ -1,4 +1,4 @@
-"""A mixture of prepared sources that share one tokenizer."""
+"""Prepared data on disk: one corpus, or a mixture of corpora that share one tokenizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,9 @@ import numpy as np
 
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.shards import Manifest, Split, together
-from diffllm.data.streams import JoinedStream
+from diffllm.data.streams import JoinedStream, Stream, TokenStream
 from diffllm.data.text.file_index import combined_hash
-from diffllm.data.token_data import TokenData
-from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer import Tokenizer, check_tokenizer, tokenizer_in
 
 
 @contextmanager
@@ -26,7 +25,44 @@ def of_source(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class TokenData:
+    """One prepared corpus: manifest, tokenizer and token shards."""
+
+    directory: Path
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return Manifest.load(self.directory)
+
+    @property
+    def sources(self) -> "dict[str, TokenData]":
+        return {}
+
+    @property
+    def directories(self) -> list[Path]:
+        return [self.directory]
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(tokenizer_in(self.directory))
+
+    def check(self) -> None:
+        """Raise DataError if manifest, tokenizer or a shard is missing or has a wrong size."""
+        for name in self.manifest.splits:
+            self.split(name)
+        check_tokenizer(tokenizer_in(self.directory))
+
+    def split(self, name: str) -> Stream:
+        """Open the tokens of the split `name`, "train" or "heldout".
+
+        Raises DataError if a shard is missing or has a wrong size.
+        """
+        return TokenStream(self.directory, self.manifest, name)
+
+
+@dataclass(frozen=True)
 class MixtureData:
+    """Several prepared corpora that share one tokenizer."""
+
     sources: dict[str, TokenData]
 
     @property
