@@ -25,6 +25,20 @@ def families(variants: Iterable[str]) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
 
 
+def variant_cases(variants: Iterable[str], *parameters: Sequence[Any]) -> list[Any]:
+    """Return cases (variant, value of each parameter); cases of ablations are slow.
+
+    Families take all combinations of values. Each ablation takes only the next combination, because
+    it shares the code of its family.
+    """
+    names = list(variants)
+    combinations = list(itertools.product(*parameters))
+    fast = [(name, *values) for name in families(names) for values in combinations]
+    ablations = [name for name in names if name not in families(names)]
+    slow = list(zip(ablations, itertools.cycle(combinations)))
+    return slow_but(fast, [*fast, *((name, *values) for name, values in slow)])
+
+
 def pairs(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return few cases in which any two values of two parameters occur together at least once.
 

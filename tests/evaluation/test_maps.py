@@ -4,10 +4,12 @@ Shapes: B batch, T tokens, h heads.
 """
 
 import math
+from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
-from tiers import families, slow_but
+from tiers import families, slow_but, variant_cases
 
 from diffllm import build_model, load_config
 from diffllm.config.plugins import config_directory
@@ -20,6 +22,7 @@ VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob(
 HEADS, KV_HEADS, LENGTH = 4, 2, 9
 
 
+@cache
 def float64_model(variant, *overrides):
     cfg = load_config(
         [
@@ -90,7 +93,7 @@ def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
 
 
 def test_each_row_of_clamped_diff_v1_map_sums_to_0_or_1():
-    model = float64_model("diff_v1_clamped")
+    model = deepcopy(float64_model("diff_v1_clamped"))
     whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
     with torch.no_grad():
@@ -112,7 +115,7 @@ def test_difference_map_matches_definition_of_differential_attention():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
+@pytest.mark.parametrize(("variant", "index"), variant_cases(VARIANTS, [1, 0, 2]))
 def test_layer_maps_function_matches_maps_of_recorded_layer_input(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(

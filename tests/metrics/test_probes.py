@@ -4,11 +4,12 @@ Shapes: B batch, T tokens, N probed positions, h heads.
 """
 
 import math
+from functools import cache
 
 import pytest
 import torch
 from runs.one_rank import gloo_group
-from tiers import families, slow_but
+from tiers import variant_cases
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import variants
@@ -34,6 +35,7 @@ def group():
         yield
 
 
+@cache
 def tiny(variant):
     overrides = ["model=tiny", "model.init_std=0.3", "model.vocab_size=64", "data.vocab_size=64"]
     cfg = load_config([*overrides, f"attention={variant}", f"seq_len={LENGTH}"])
@@ -96,8 +98,7 @@ def expected(attention, x, rope, mask, allowed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
+@pytest.mark.parametrize(("variant", "masked"), variant_cases(variants(), [False, True]))
 def test_attention_statistics_match_plain_loop_reference(variant, masked):
     model, tokens = tiny(variant), rows()
     documents = Documents.of(tokens, END) if masked else None
