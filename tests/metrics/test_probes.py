@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, N probed positions, h heads.
 """
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -35,7 +34,6 @@ def group():
         yield
 
 
-@cache
 def tiny(variant):
     overrides = ["model=tiny", "model.init_std=0.3", "model.vocab_size=64", "data.vocab_size=64"]
     cfg = load_config([*overrides, f"attention={variant}", f"seq_len={LENGTH}"])
