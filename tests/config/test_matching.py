@@ -1,5 +1,6 @@
 """`model.match_params_to`: totals compared with the equations, width with an exhaustive search."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -27,6 +28,13 @@ def matched(model, own, target):
     return match(model, target, cached_variant(target))
 
 
+def cases(*targets):
+    """Return all targets for two sizes, and the next target for each other size (slow)."""
+    fast = [(size, target) for size in ("tiny", "moe_mini") for target in targets]
+    others = [size for size in SIZES if size not in ("tiny", "moe_mini")]
+    return slow_but(fast, [*fast, *zip(others, itertools.cycle(targets))])
+
+
 def by_trying(model, own, target):
     """Return (modulus, smallest difference) for the largest modulus within 0.5% of the target.
 
@@ -44,10 +52,7 @@ def by_trying(model, own, target):
     return 0, closest
 
 
-@pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
-@pytest.mark.parametrize(
-    "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
-)
+@pytest.mark.parametrize(("size", "target"), cases("diff_v2", "standard_1p5x_heads", "gated"))
 def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
     model = shape(size)
     if not has_shape(model, target):
@@ -78,8 +83,7 @@ def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
             assert found.ffn_dim % modulus == 0
 
 
-@pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
-@pytest.mark.parametrize("target", ["diff_v2", "standard"])
+@pytest.mark.parametrize(("size", "target"), cases("diff_v2", "standard"))
 def test_ffn_dim_for_equal_flops_matches_exhaustive_search(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)

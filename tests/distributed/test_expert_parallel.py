@@ -9,6 +9,7 @@ import torch.distributed as dist
 from runs.one_rank import resume
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, heldout_losses, micro_batches
+from tiers import slow_but
 from torch.distributed.tensor import DTensor
 
 from diffllm import build_model
@@ -148,19 +149,21 @@ def one_process(tmp_path_factory):
     return result
 
 
-SLOW = pytest.mark.slow
-
-
-def in_tiers():
-    """Yield all layouts; all except one are slow tests."""
-    for layout in LAYOUTS:
-        for sparing in (False, True):
-            name = f"{layout}-{'accumulated_checkpointed' if sparing else 'plain'}"
-            fast = layout == "expert4" and not sparing
-            yield pytest.param(layout, sparing, id=name, marks=() if fast else SLOW)
-
-
-@pytest.mark.parametrize(("layout", "sparing"), list(in_tiers()))
+@pytest.mark.parametrize(
+    ("layout", "sparing"),
+    slow_but(
+        [("expert4", False)],
+        [
+            ("expert2", True),
+            ("expert4", False),
+            ("shard2_expert2", True),
+            ("shard2_expert2", False),
+            ("replicate2_expert2", True),
+            ("shard2", False),
+            ("shard4", True),
+        ],
+    ),
+)
 def test_expert_parallel_training_matches_training_in_single_process(
     layout, sparing, one_process, tmp_path
 ):
@@ -196,8 +199,8 @@ def test_moe_training_on_four_ranks_matches_training_on_single_rank(
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        pytest.param(4, ["parallel.expert=2"], marks=SLOW),
-        pytest.param(4, ["parallel.expert=1"], marks=SLOW),
+        (4, ["parallel.expert=2"]),
+        (4, ["parallel.expert=1"]),
         (2, ["parallel.expert=2"]),
     ],
 )
@@ -233,7 +236,7 @@ def test_expert_parallel_training_is_correct_if_one_rank_receives_no_tokens(layo
 def test_compiled_expert_parallel_training_matches_training_in_single_process(
     one_process, tmp_path
 ):
-    for extra in ([], SPARING, ["activation_checkpointing=selective"]):
+    for extra in (SPARING, ["activation_checkpointing=selective"]):
         overrides = ["parallel.expert=2", "compile=true", *extra]
         assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
 

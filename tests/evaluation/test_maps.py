@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tiers import families, slow_but
+from tiers import families, slow_but, variant_cases
 
 from diffllm import build_model, load_config
 from diffllm.config.plugins import config_directory
@@ -112,7 +112,7 @@ def test_difference_map_matches_definition_of_differential_attention():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
+@pytest.mark.parametrize(("variant", "index"), variant_cases(VARIANTS, [1, 0, 2]))
 def test_layer_maps_function_matches_maps_of_recorded_layer_input(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from runs.one_rank import gloo_group
-from tiers import families, slow_but
+from tiers import variant_cases
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import variants
@@ -96,8 +96,7 @@ def expected(attention, x, rope, mask, allowed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
+@pytest.mark.parametrize(("variant", "masked"), variant_cases(variants(), [False, True]))
 def test_attention_statistics_match_plain_loop_reference(variant, masked):
     model, tokens = tiny(variant), rows()
     documents = Documents.of(tokens, END) if masked else None

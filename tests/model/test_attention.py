@@ -7,7 +7,7 @@ from references import (
     clamp_and_renormalise,
     rope,
 )
-from tiers import families, slow_but
+from tiers import families, slow_but, variant_cases
 from variants import SHAPES, VARIANTS, refused, small_config
 
 from diffllm import build_model
@@ -71,9 +71,7 @@ def test_context_scale_multiplies_attention_output(variant):
     torch.testing.assert_close(scaled["context"], 0.5 * shown["context"], rtol=0, atol=1e-15)
 
 
-@pytest.mark.fast_cases(22)
-@pytest.mark.parametrize("length", [1, 2, 31])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "length"), variant_cases(VARIANTS, [31, 1, 2]))
 def test_attention_equals_paper_reference_at_any_sequence_length(variant, length):
     assert_equals_the_reference(variant, *layer_of(variant, 4, 2, 8), length)
 

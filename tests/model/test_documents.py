@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import families, slow_but
+from tiers import variant_cases
 from variants import MIXTURE, VARIANTS, small_model
 
 from diffllm.model.attention.masks import Documents
@@ -14,9 +14,6 @@ from diffllm.model.attention.masks import Documents
 END = 0
 SPLIT = ("model.attention.values=split",)
 REFERENCE = ("model.attention.backend=reference",)
-EVERY = [(variant, extra) for variant in VARIANTS for extra in ((), MIXTURE)]
-EVERY += [("diff_v1", SPLIT)]
-FEW = [(variant, ()) for variant in families(VARIANTS)]
 TOKENS = torch.tensor(
     [
         # Rows: documents of 4, 1, 1, 5 and 3 tokens; of 9 and 5; of 14; of 1, 11 and 2.
@@ -86,10 +83,14 @@ def grads_of(model, scalar):
     return torch.autograd.grad(scalar, list(model.parameters()))
 
 
-@pytest.mark.fast_cases(15)
-@pytest.mark.parametrize(("variant", "extra"), EVERY)
-@pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
-def test_outputs_of_masked_documents_match_separate_forward_passes(variant, extra, shape):
+@pytest.mark.parametrize(
+    ("variant", "shape", "extra"),
+    [
+        *variant_cases(VARIANTS, [(8, 4, 8), (8, 2, 8)], [(), MIXTURE]),
+        ("diff_v1", (8, 4, 8), SPLIT),
+    ],
+)
+def test_outputs_of_masked_documents_match_separate_forward_passes(variant, shape, extra):
     """Compares logits, loss and all gradients."""
     model = shared_model(variant, *shape, extra)
     targets = torch.randint(0, 64, TOKENS.shape)
@@ -122,9 +123,11 @@ def test_rope_positions_restart_at_0_in_every_document():
             assert torch.equal(table[row, first:last], whole[: last - first])
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("variant", "extra"), slow_but(FEW, EVERY))
-def test_reference_attention_backend_matches_sdpa(variant, extra, masked):
+@pytest.mark.parametrize(
+    ("variant", "masked", "extra"),
+    [*variant_cases(VARIANTS, [False, True], [()]), ("diff_v1", True, SPLIT)],
+)
+def test_reference_attention_backend_matches_sdpa(variant, masked, extra):
     """Compare forward and gradients of backend=reference with backend=sdpa."""
     documents = Documents.of(TOKENS, END) if masked else None
     weights = torch.randn(*TOKENS.shape, 64, dtype=torch.float64)

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from stand_ins import MAIN
-from tiers import families, slow_but
+from tiers import variant_cases
 from variants import VARIANTS, small_model
 
 from diffllm.model.generate import draw_tokens, generate
@@ -93,8 +93,7 @@ def alone(model, prompts, *args, **kwargs):
     return [generate(model, [prompt], *args, **kwargs)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
+@pytest.mark.parametrize(("variant", "temperature"), variant_cases(VARIANTS, [0.0, 0.9]))
 def test_batched_prompts_get_same_continuations_as_single_prompts(variant, temperature):
     """Some prompts have room for only two or zero tokens, and some continuations stop early."""
     model, count = shared_model(variant), 12

@@ -33,7 +33,7 @@ def scaled(cfg, factors):
     return model
 
 
-CASES = [(variant, more) for variant in VARIANTS for more in ((), MIXTURE)]
+CASES = [*((variant, ()) for variant in VARIANTS), ("standard", MIXTURE), ("diff_v2", MIXTURE)]
 FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 

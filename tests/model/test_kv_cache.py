@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import families, slow_but
-from variants import MIXTURE, SHAPES, VARIANTS, allowed, refused, small_config, small_model
+from tiers import variant_cases
+from variants import MIXTURE, SHAPES, VARIANTS, refused, small_config, small_model
 
 from diffllm import build_model
 from diffllm.model.attention.base import KVCache
@@ -71,14 +71,11 @@ def test_refused_append_leaves_kv_cache_unchanged():
     assert torch.equal(held.append(k2, v2)[0], torch.cat((k, k2), 1))
 
 
-DENSE = [(*case, ()) for case in allowed(VARIANTS, [(4, 4, 8), (8, 2, 8)])]
-MIXTURES = [(variant, (4, 2, 8), MIXTURE) for variant in VARIANTS]
-FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
-
-
-@pytest.mark.fast_cases(16)
 @torch.no_grad()
-@pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
+@pytest.mark.parametrize(
+    ("variant", "shape", "extra"),
+    variant_cases(VARIANTS, [(8, 2, 8), (4, 4, 8)], [(), MIXTURE]),
+)
 def test_decoding_with_kv_cache_equals_full_forward_pass(variant, shape, extra):
     model = shared_model(variant, *shape, extra)
     tokens = torch.randint(0, 64, (3, 16))
@@ -188,8 +185,10 @@ def assert_read_in_place(part, cached, heads, width, positions):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
+@pytest.mark.parametrize(
+    ("variant", "shape", "ragged"),
+    variant_cases(ONE_READ, [(8, 2, 8), (4, 4, 8), (4, 1, 8)], [False, True]),
+)
 def test_decoding_step_reads_each_kv_cache_in_one_kernel_call(kernel_calls, variant, shape, ragged):
     heads, kv_heads, d = shape
     model = shared_model(variant, *shape)

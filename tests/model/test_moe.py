@@ -1,7 +1,5 @@
 """The mixture of experts against a per-token reference: outputs, counts and every gradient."""
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +12,7 @@ from moe_reference import (
     sequence_balance,
     z_loss,
 )
+from tiers import pairs
 
 from diffllm.model.ffn import experts
 from diffllm.model.ffn.moe import MoE, MoEConfig
@@ -89,11 +88,10 @@ def assert_equals_the_reference(moe, x):
     return routed.counts
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("n_shared", [0, 1, 2])
-@pytest.mark.parametrize("scaling", [1.0, 2.5])
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("score", Score)
+@pytest.mark.parametrize(
+    ("score", "renormalise", "scaling", "n_shared", "biased"),
+    pairs(list(Score), [True, False], [1.0, 2.5], [0, 1, 2], [False, True]),
+)
 def test_moe_layer_equals_loop_reference_for_all_routing_options(
     score, renormalise, scaling, n_shared, biased
 ):
@@ -230,9 +228,10 @@ PADDED = {
 """Rows of tokens (t) and padding (-)."""
 
 
-@pytest.mark.parametrize("padded", PADDED)
-@pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
-@pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
+@pytest.mark.parametrize(
+    ("loss", "score", "biased", "padded"),
+    pairs(["sequence", "global_batch", "z"], list(Score), [False, True], list(PADDED)),
+)
 def test_router_losses_and_gradients_equal_paper_formulas(loss, score, biased, padded):
     """Formulas cover tokens without padding; sequences count by their numbers of tokens."""
     weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}

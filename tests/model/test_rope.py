@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tiers import pairs
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -56,10 +57,11 @@ def theirs(scaling, fields, theta, head_dim):
     return ROPE_INIT_FUNCTIONS[scaling](config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
-@pytest.mark.parametrize(("scaling", "fields"), CASES)
-def test_rope_frequencies_and_tables_match_transformers_library(scaling, fields, theta, head_dim):
+@pytest.mark.parametrize(
+    ("case", "theta", "head_dim"), pairs(CASES, [10_000.0, 500_000.0], [16, 64, 128])
+)
+def test_rope_frequencies_and_tables_match_transformers_library(case, theta, head_dim):
+    scaling, fields = case
     cfg = RopeConfig(theta=theta, scaling=RopeScaling[scaling], **fields)
     expected, factor = theirs(scaling, fields, theta, head_dim)
     ours = frequencies(cfg, head_dim)

@@ -68,8 +68,3 @@ def refused(variant, heads, kv_heads):
     except ConfigError:
         return True
     return False
-
-
-def allowed(variants, shapes):
-    """List (variant, shape) of all supported combinations."""
-    return [(v, shape) for v in variants for shape in shapes if not refused(v, *shape[:2])]
