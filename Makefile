@@ -63,7 +63,7 @@ test-torch: .venv-torch-$(TORCH)/.ready
 test-transformers: $(READY) .venv-transformers-$(TRANSFORMERS)/.ready
 	TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers-$(TRANSFORMERS)/bin/python \
 	  $(BIN)/python -m pytest tests/interop/test_export.py -m slow -rs \
-	  -k "reads_export and $(if $(filter 4.%,$(TRANSFORMERS)),foreign,all)"
+	  -k "reproduces_logits_and_tokens and $(if $(filter 4.%,$(TRANSFORMERS)),foreign,all)"
 
 test-vllm: $(READY) .venv-vllm/.ready
 	VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/interop/test_serving.py -m slow -rs

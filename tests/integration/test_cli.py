@@ -4,29 +4,28 @@ import json
 import os
 import pty
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from runs.command import (
+    ForkedRun,
     Result,
     call,
     changes,
     command,
     metrics,
+    run_train,
     snapshot,
+    the_error,
     tool,
     train,
     train_command,
 )
+from runs.planted_train import Fault
 
 from diffllm import cli as tools
 
 SWEPT = ["diff_v1", "standard"]
-TORCHRUN = [
-    sys.executable,
-    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -208,17 +207,20 @@ def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
 # Two ranks
 
 
+def train_on_rank(fault: Fault, words: list[str]) -> int:
+    return run_train(words)
+
+
 @pytest.mark.slow
-def test_command_on_two_ranks_prints_each_message_only_once(tmp_path, tiny, environment):
-    words = [*TORCHRUN, *train_command([])[1:]]
-    refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
-    errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, refused.err
-    assert "global_batch_size=5 must be a multiple of 2, the number of ranks" in errors[0]
+def test_command_on_two_ranks_prints_each_message_only_once(tmp_path, tiny, cache_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DIFFLLM_CACHE", str(cache_dir))
+    refused = ForkedRun([*tiny, "global_batch_size=5"], ranks=2, main=train_on_rank).finish(2)
+    error = the_error(refused)
+    assert "global_batch_size=5 must be a multiple of 2, the number of ranks" in error
     assert not list(tmp_path.iterdir())
-    swept = ["-m", "attention=standard,diff_v2", *tiny, "run.sweep=pair"]
-    result = command([*words, *swept], tmp_path, environment)
-    assert result.code == 0, result.err
+    words = ["-m", "attention=standard,diff_v2", *tiny, "run.sweep=pair"]
+    output = ForkedRun(words, ranks=2, main=train_on_rank).finish()
     for variant in ("diff_v2", "standard"):
         assert_complete(tmp_path / "outputs" / "pair" / variant)
-        assert len(re.findall(rf"^outputs/pair/{variant} +held-out loss", result.out, re.M)) == 1
+        assert len(re.findall(rf"^outputs/pair/{variant} +held-out loss", output, re.M)) == 1

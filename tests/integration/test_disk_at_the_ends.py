@@ -26,8 +26,7 @@ def fill(disk: Path, pages: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("pages", "ranks"),
-    slow_but([(0, 1)], [(p, ranks) for p in range(8) for ranks in (1, 2)]),
+    ("pages", "ranks"), slow_but([(0, 1)], [(pages, 1 + pages % 2) for pages in range(8)])
 )
 def test_resume_on_full_disk_fails_without_data_loss(corpus, small_disk, pages, ranks):
     run = small_disk / "run"
@@ -71,8 +70,9 @@ def test_sweep_on_full_disk_leaves_no_file(small_disk, environment, tiny):
     assert list(small_disk.iterdir()) == []
 
 
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-@pytest.mark.parametrize("instead", slow_but(["nothing"], ["nothing", "another directory"]))
+@pytest.mark.parametrize(
+    ("instead", "ranks"), slow_but([("nothing", 1)], [("nothing", 1), ("another directory", 2)])
+)
 def test_training_stops_if_run_directory_is_removed(corpus, tmp_path, ranks, instead):
     run = tmp_path / "run"
     gate = Gate(run, 5)

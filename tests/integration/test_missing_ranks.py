@@ -141,7 +141,8 @@ def test_rank_0_whose_store_freezes_before_first_read_is_reported_as_stopped():
 
 @pytest.mark.slow
 def test_rank_is_not_reported_as_missing_during_slow_checkpoint_save(corpus, tmp_path):
-    with ranks(corpus, tmp_path / "run", Fault("slow save", 1), "steps=6") as run:
+    words = ("steps=6", "checkpoint.interval=6")  # each save takes 20 s
+    with ranks(corpus, tmp_path / "run", Fault("slow save", 1), *words) as run:
         assert "held-out loss" in run.finish()
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
 

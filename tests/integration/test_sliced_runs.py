@@ -70,6 +70,7 @@ def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(corpus,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", ["causal"], indirect=True)
 def test_compiled_run_on_slices_logs_metrics_of_run_in_one_process(corpus, whole, tmp_path):
     words, expected = whole
     finish(corpus, tmp_path / "run", *words, "parallel.context=2", "compile=true", ranks=2)

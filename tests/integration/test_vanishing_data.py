@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import Gate, finish, prepared_corpus, start, the_error
-from tiers import slow_but
+from tiers import pairs, slow_but
 
 from diffllm.checkpoint.directory import list_checkpoints
 
@@ -47,8 +47,6 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "heldout removed": removed,
     "all deleted": deleted,
 }
-CASES = [(damage, ranks, workers) for damage in DAMAGE for ranks in (1, 2) for workers in (0, 1)]
-FAST = [("train cut off", 1, 0)]
 
 
 def samples(run: Path, rank: int) -> dict[int, list[str]]:
@@ -72,7 +70,7 @@ def undisturbed(workplace: Path, ranks: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
+@pytest.mark.parametrize(("damage", "ranks", "workers"), pairs(tuple(DAMAGE), (1, 2), (0, 1)))
 def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
     workplace, tmp_path, damage, ranks, workers
 ):

@@ -100,7 +100,6 @@ def run_until(
     [
         ("online", None),
         ("online", signal.SIGUSR1),
-        ("offline", None),
         ("offline", signal.SIGUSR1),
         ("synced between", None),
         ("then online", None),

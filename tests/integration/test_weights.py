@@ -61,12 +61,11 @@ def heldout(run: Path) -> float:
     return json.loads((run / "summary.json").read_text(encoding="utf-8"))["heldout_loss"]
 
 
-NAMES = ("run", "checkpoint", "export", "import", "converted")
+SOURCES = [("run", 1), ("checkpoint", 2), ("export", 2), ("import", 1), ("converted", 1)]
+"""Each source, and a world size: one rank and two ranks for checkpoints and for exports."""
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-@pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
+@pytest.mark.parametrize(("name", "ranks"), slow_but([("converted", 1)], SOURCES))
 def test_resume_from_weights_accepts_every_kind_of_source(corpus, sources, tmp_path, name, ranks):
     words = [*WORDS, *STILL, weights_of(sources[name]), "model.rope.theta=5000"]
     said = finish(corpus, tmp_path / "run", *words, ranks=ranks)

@@ -1,13 +1,14 @@
-"""Experiments of the DIFF V2 writeup train at their own widths, with two layers.
+"""Experiments of the DIFF V2 writeup train at their own widths, with one layer.
 
-Memory and time limit the mixture to 16 of its 128 experts and to a vocabulary of 2,048.
+Memory and time limit both models to a vocabulary of 2,048, and the mixture to 16 of 128 experts.
 """
 
 import pytest
 from runs.command import metrics, train
 
 SMALL = (
-    *("model.n_layers=2", "data.vocab_size=300", "data.tokenizer=null", "compile=false"),
+    *("model.n_layers=1", "model.vocab_size=2048", "data.vocab_size=300", "data.tokenizer=null"),
+    "compile=false",
     *("steps=2", "seq_len=64", "global_batch_size=1", "micro_batch_size=1", "optim.warmup_steps=1"),
     *("eval.sequences=1", "eval.tokens=100", "wandb.mode=disabled", "run.report=false"),
     *("diagnostics.interval=1", "diagnostics.probe_interval=1"),
@@ -17,9 +18,9 @@ SMALL = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "shape"),
-    [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=16", "model.vocab_size=2048"])],
+    [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=16"])],
 )
-def test_writeup_experiment_with_two_layers_trains_two_steps_and_logs_spikes_and_outliers(
+def test_writeup_experiment_with_one_layer_trains_two_steps_and_logs_spikes_and_outliers(
     corpus, tmp_path, environment, experiment, shape
 ):
     data = ["data=files", f"data.paths=[{corpus}]"]

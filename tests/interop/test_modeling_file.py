@@ -34,6 +34,8 @@ NAMES = (
     "diff_v1_clamped", "mixture",
 )  # fmt: skip
 """Cases that run different code of the modelling file."""
+COMPILED = ("diff_v2", "diff_v1_clamped")
+"""A case with a kernel of softmax attention, and a case with maps."""
 WITH_MAPS = ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
 IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(0))
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -95,9 +97,13 @@ def test_exported_model_refuses_unsupported_attn_implementation(opened, name):
             model(IDS)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    slow_but(
+        [("standard_sink", "eager")],
+        [("standard_sink", "eager"), ("diff_v2", "eager"), *((name, "sdpa") for name in NAMES)],
+    ),
+)
 def test_continuous_batching_returns_same_tokens_as_generate(opened, name, implementation):
     model = opened(name, attn_implementation=implementation)
     found = model.generate_batch(
@@ -161,7 +167,12 @@ def compiled(model: nn.Module, backend: str) -> list[list[int]]:
     ("name", "backend"),
     [
         ("diff_v2", "eager"),
-        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in NAMES[:-1]),
+        *(
+            pytest.param(name, "eager", marks=pytest.mark.slow)
+            for name in NAMES[:-1]
+            if name != "diff_v2"
+        ),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in COMPILED),
     ],
 )
 def test_exported_model_generates_same_tokens_after_compilation(opened, name, backend):
