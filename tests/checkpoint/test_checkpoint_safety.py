@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from runs.json_files import read_json
 from runs.one_rank import SMALL, gloo_group, resume, sign, trained_run
 from tiers import slow_but
 from torch.distributed.checkpoint.api import CheckpointException
@@ -250,7 +251,7 @@ def also(run: Path, name: str) -> str:
     """Return the manifest with an additional file `name`, whose record fits a file outside."""
     outside = run.parent / "outside"
     outside.write_text("not of the checkpoint", encoding="utf-8")
-    manifest = json.loads((checkpoint_of(run) / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(checkpoint_of(run) / "manifest.json")
     files = {**manifest["files"], name: vars(file_records([outside])["outside"])}
     return json.dumps({**manifest, "files": files})
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs.json_files import write_json
 from runs.written import study_file, write_arms
 
 import diffllm
@@ -75,9 +76,7 @@ def test_json_of_study_lists_costs_and_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", "")  # the command sets it for its runs
     study, out = study_file(tmp_path / "study.yaml", RULE), tmp_path / "out"
     write_arms(study, out, LOSSES)
-    (out / "sweep.json").write_text(
-        json.dumps({"runs": {"v2-seed1": ["run.study=a"]}}), encoding="utf-8"
-    )
+    write_json(out / "sweep.json", {"runs": {"v2-seed1": ["run.study=a"]}})
     words = ["study", "run", str(study.path), f"out={out}", "json=true"]
     assert main([*words, "--dry-run"]) == 0
     planned = json.loads(capsys.readouterr().out)

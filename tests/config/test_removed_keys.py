@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from runs.json_files import write_json
 
 from diffllm.cli import main
 from diffllm.compare.sweep.plan import plan_sweep, split_overrides
@@ -81,9 +82,7 @@ def test_error_for_removed_key_mentions_experiment_that_sets_the_key():
 
 
 def test_removed_key_in_data_recipe_or_sweep_raises_config_error():
-    Path("r.yaml").write_text(
-        json.dumps({"source": "files", "paths": ["a.txt"], "old": True}), encoding="utf-8"
-    )
+    write_json(Path("r.yaml"), {"source": "files", "paths": ["a.txt"], "old": True})
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
     swept = split_overrides(["model=tiny", "run.sweep=mine", "prepare.old=1,2"])[0]

@@ -3,7 +3,6 @@
 Small programs replace SLURM and run the jobs locally.
 """
 
-import json
 import re
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from processes import PATIENCE_S
+from runs.json_files import read_json, write_json
 from sample_texts import sample_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -57,7 +57,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save("tokenizer.json")
-    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}), encoding="utf-8")
+    write_json(Path("tokenizer_config.json"), {"eos_token": "<eos>"})
     Path("bin").mkdir()
     for name, content in SLURM.items():
         Path("bin", name).write_text(f"#!/bin/bash\n{content}\n", encoding="utf-8")
@@ -122,4 +122,4 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
     assert tokens.tolist() == list(chain(*everything))
     assert sum(split.documents for split in data.manifest.splits.values()) == len(workplace)
     train(cfg)
-    assert json.loads(Path("outputs/first/summary.json").read_text(encoding="utf-8"))["steps"] == 2
+    assert read_json(Path("outputs/first/summary.json"))["steps"] == 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs.json_files import read_jsonl
 from runs.written import small_tokenizer, write_weights
 
 from diffllm.cli import main
@@ -64,9 +65,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     first = capsys.readouterr().out
     directory = run / "evaluation" / "step-00000000"
     assert sorted(path.name for path in directory.iterdir()) == ["icl.jsonl", "mqar.jsonl"]
-    head, *lines = map(
-        json.loads, (directory / "mqar.jsonl").read_text(encoding="utf-8").splitlines()
-    )
+    head, *lines = read_jsonl(directory / "mqar.jsonl")
     assert head["key"]["evaluation"] == "mqar"
     assert head["scores"] == json.loads(first)["mqar"]["scores"]
     assert len(lines) == sum(score["examples"] for score in head["scores"])

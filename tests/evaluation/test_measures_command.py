@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs.json_files import read_json, read_jsonl, write_json
 from runs.written import data_words, made
 
 from diffllm.checkpoint.writer import write_parameters
@@ -48,9 +49,7 @@ def test_repeated_evaluate_command_prints_stored_results(
     assert list(said) == NAMES
     directory = run / "evaluation" / "step-00000000"
     for name, number in {"position": 9, "outliers": 2, "quantise": 16 * 9}.items():
-        head, *lines = map(
-            json.loads, (directory / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        )
+        head, *lines = read_jsonl(directory / f"{name}.jsonl")
         assert head["key"]["evaluation"] == name
         assert head["scores"] == said[name]["scores"]
         assert len(head["scores"]) > 10
@@ -74,7 +73,7 @@ def test_outliers_evaluation_matches_outliers_command(
     assert main(["evaluate", f"run={run}", "tasks=[outliers]", "limit=5", "--json"]) == 0
     scores = {s["of"]: s for s in json.loads(capsys.readouterr().out)["outliers"]["scores"]}
     kept = run / "evaluation" / "step-00000000" / "outliers.jsonl"
-    _, *lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines())
+    _, *lines = read_jsonl(kept)
     about = {"sequences": told["sequences"], "tokens": told["tokens"]}
     assert lines == [layer | about for layer in told["layers"]]
     assert about == {"sequences": 5, "tokens": 320}
@@ -109,8 +108,8 @@ def test_evaluate_command_requires_original_corpus_for_new_results(
     for name in NAMES:
         assert "corpus.jsonl" in error_of(capsys, "evaluate", own, f"tasks=[{name}]", "limit=1")
     other = copied(run, tmp_path / "other")
-    facts = json.loads((other / "run.json").read_text(encoding="utf-8"))
-    (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}), encoding="utf-8")
+    facts = read_json(other / "run.json")
+    write_json(other / "run.json", facts | {"corpus": "0" * 64})
     for name in NAMES:
         error = error_of(capsys, "evaluate", f"run={other}", f"tasks=[{name}]")
         assert "has changed since training" in error

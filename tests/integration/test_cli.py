@@ -1,6 +1,5 @@
 """Commands as run by a user, on a tiny corpus."""
 
-import json
 import os
 import pty
 import re
@@ -19,6 +18,7 @@ from runs.command import (
     train,
     train_command,
 )
+from runs.json_files import read_json
 
 from diffllm import cli as tools
 
@@ -32,7 +32,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 def assert_complete(run: Path) -> None:
     assert [line["step"] for line in metrics(run)][-1] == 4
-    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 4
+    assert read_json(run / "summary.json")["steps"] == 4
     assert (run / "config.yaml").is_file()
     assert (run / "tokenizer.model").is_file()
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -89,16 +89,14 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
     assert re.fullmatch(r"tiny-gated-\d{8}-\d{6}", run.name)
     assert_complete(run)
     assert f"outputs/{run.name}" in result.out.splitlines()[0]
-    for name, choice in json.loads((run / "run.json").read_text(encoding="utf-8"))[
-        "choices"
-    ].items():
+    for name, choice in read_json(run / "run.json")["choices"].items():
         line = rf"^  {name.replace('_', ' ')} +{re.escape(str(choice['value']))} \("
         assert re.search(line, result.out, re.M), result.out
         assert f"({choice['reason']})" in result.out
     for step in (2, 4):
         line = rf"^step {step}/4  loss \d+\.\d+ \(\d\.\d\d b/B\)  grad"
         assert re.search(line, result.out, re.M), result.out
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], (
         "a file was written outside of outputs/"
@@ -188,7 +186,7 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
     assert sorted(run.name for run in runs) == sorted(SWEPT)
     for run in runs:
         assert_complete(run)
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(run / "summary.json")
         assert summary["variant"] == run.name
         loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits per byte"
         last = rf"^{run.relative_to(cwd)} +{loss}$"

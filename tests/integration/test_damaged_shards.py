@@ -1,6 +1,5 @@
 """Damaged token shards stop a run with one error line; checkpoints are kept."""
 
-import json
 import shutil
 
 import numpy as np
@@ -15,6 +14,7 @@ from runs.command import (
     the_error,
     write_jsonl,
 )
+from runs.json_files import read_json, write_json
 from runs.one_rank import flip_bit
 
 from diffllm.checkpoint.directory import list_checkpoints
@@ -104,10 +104,10 @@ def truncate(directory):
 
 
 def shorten_in_manifest(directory):
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(directory / "manifest.json")
     for counted in (manifest["splits"]["train"], manifest["splits"]["train"]["shards"][1]):
         counted["tokens"] -= 1
-    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(directory / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize(

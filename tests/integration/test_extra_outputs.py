@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runs.command import overrides_of, unfinish
+from runs.json_files import read_json, read_jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from wandb_file import OfflineRun
@@ -39,7 +40,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def written(path: Path) -> dict[str, dict[int, float]]:
     """Return the values in metrics.jsonl by name and step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for line in map(json.loads, (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+    for line in read_jsonl(path / "metrics.jsonl"):
         for name, value in line.items():
             if name != "step":
                 found[name][line["step"]] = value
@@ -78,7 +79,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
     assert {e["name"] for e in events if e["name"].startswith("step ")} == {"step 2", "step 3"}
-    facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(path / "run.json")
     assert facts["command"] == command(sys.orig_argv)
     assert set(facts["git"]) == {"commit", "dirty"}
     assert facts["environment"]["python"].startswith("3.")

@@ -14,6 +14,7 @@ from runs.command import (
     prepared_corpus,
     the_error,
 )
+from runs.json_files import read_json, read_jsonl, write_json
 from test_same_data import samples
 from tiers import slow_but
 
@@ -59,7 +60,7 @@ def test_packed_run_on_two_ranks_matches_single_rank_run(corpus, tmp_path):
     counts = packing_counts(prepare(cfg.data), cfg.data, cfg.seq_len)
     assert f"packing: {counts.text()}" in said
     for file in ("run.json", "summary.json"):
-        assert json.loads((one / file).read_text(encoding="utf-8"))["packing"] == counts.numbers()
+        assert read_json(one / file)["packing"] == counts.numbers()
     epochs = STEPS * BATCH / counts.sequences
     assert f"{epochs:.2g} epochs" in said
 
@@ -78,7 +79,7 @@ def test_resume_refuses_changed_packing_without_allow_changes(corpus, tmp_path):
         assert "data.packing: stream in the run, best_fit in this command" in refused.text()
     allowed = "run.allow_changes=[steps,data.packing]"
     ForkedRun(words(corpus, run, *packed, "steps=6", allowed), 1, run).finish()
-    (note,) = map(json.loads, (run / "changes.jsonl").read_text(encoding="utf-8").splitlines())
+    (note,) = read_jsonl(run / "changes.jsonl")
     assert note["changes"]["data.packing"] == ["stream", "best_fit"]
     ForkedRun(words(corpus, fresh, *packed), 1, fresh).finish()
     later, begun = samples(run), samples(fresh)
@@ -87,7 +88,7 @@ def test_resume_refuses_changed_packing_without_allow_changes(corpus, tmp_path):
 
 def mask_every_third(directory: Path) -> dict[str, int]:
     """Write masks next to all shards; return the number of unmasked tokens per split."""
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(directory / "manifest.json")
     left = {}
     for name, split in manifest["splits"].items():
         left[name] = 0
@@ -97,7 +98,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
             shard["mask"] = f"{shard['file']}.mask"
             shard["mask_sha256"] = hashlib.sha256(mask.tobytes()).hexdigest()
             (directory / shard["mask"]).write_bytes(mask.tobytes())
-    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(directory / "manifest.json", manifest)
     return left
 
 
@@ -112,11 +113,11 @@ def test_training_and_heldout_losses_ignore_masked_tokens(tmp_path, packing):
     found = [line["train/target_share"] for line in metric_lines(run)]
     assert found == pytest.approx(shares(overrides))
     assert max(found) < 0.7
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     split = Manifest.load(directory).splits["heldout"]
     assert summary["heldout_tokens"] == left["heldout"] < split.tokens
     assert 0 < summary["heldout_loss"] < 7
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(run / "run.json")
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == left["heldout"]
 
 

@@ -1,6 +1,5 @@
 """Runs that are killed, stopped and resumed, in real processes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from runs.command import (
     train_command,
     wait_for,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 STEPS, HALF = 24, 12
@@ -110,9 +110,7 @@ def test_resume_uses_mkl_and_compile_settings_of_checkpoint(corpus, tmp_path):
     whole = trained("whole", MKL_CBWR="AVX2,STRICT")
     half_way = whole / "checkpoints" / HALF_WAY
     again = trained("again", f"resume={half_way}")
-    state = json.loads(
-        (again / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text(encoding="utf-8")
-    )
+    state = read_json(again / "checkpoints" / f"step-{STEPS:08d}" / "state.json")
     assert (state["loop"]["mkl_mode"], state["loop"]["compiled"]) == ("AVX2,STRICT", False)
     assert_same_weights(whole, again, STEPS)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import ForkedRun, Gate, metric_lines, overrides_of, the_error
+from runs.json_files import read_jsonl
 from runs.planted_train import Fault
 
 STEPS = 24
@@ -24,7 +25,7 @@ def samples(run: Path) -> dict[int, list[str]]:
     """Return the sorted samples of each step over all ranks, from its last execution."""
     by_rank: list[dict[int, list[str]]] = []
     for file in run.glob("samples-*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = read_jsonl(file)
         by_rank.append({line["step"]: line["samples"] for line in lines})
     return {
         step: sorted(name for of_rank in by_rank for name in of_rank.get(step, []))

@@ -1,6 +1,5 @@
 """Stages: runs that continue training of another run with other settings."""
 
-import json
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from runs.command import (
     train,
     trained_on,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 from diffllm.checkpoint.manifest import read_state
@@ -94,7 +94,7 @@ def test_killed_stage_resumes_bit_identically(corpus, first, tmp_path, ranks):
     assert "resumes from step 2" in finish(corpus, broken, *words, ranks=ranks)
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, 4)
-    assert "previous" in json.loads((broken / "run.json").read_text(encoding="utf-8"))
+    assert "previous" in read_json(broken / "run.json")
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +118,7 @@ def test_each_stage_reads_samples_in_another_order(stages):
 def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
     (first, second, third), said = stages
     assert f"next stage of {second}/checkpoints/step-00000004, step 4;" in said
-    tokens = [
-        json.loads((run / "run.json").read_text(encoding="utf-8"))["previous"]
-        for run in (second, third)
-    ]
+    tokens = [read_json(run / "run.json")["previous"] for run in (second, third)]
     before = [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
     assert [each["tokens"] for each in tokens] == before
     runs, starts = zip(*stages_of(load_run(third)), strict=True)

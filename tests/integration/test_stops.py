@@ -20,6 +20,7 @@ from runs.command import (
     train_command,
     trained_on,
 )
+from runs.json_files import read_json
 from runs.planted_train import Fault
 from tiers import slow_but
 
@@ -68,7 +69,7 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     marker = run / "requeue"
     assert marker.exists() == marked
     if marked:
-        assert json.loads(marker.read_text(encoding="utf-8")) == {
+        assert read_json(marker) == {
             "signal": number.name,
             "step": step,
         }
@@ -157,7 +158,7 @@ def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path, ranks)
     output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output
-    assert json.loads((run / "requeue").read_text(encoding="utf-8")) == {
+    assert read_json(run / "requeue") == {
         "signal": "SIGUSR1",
         "step": None,
     }

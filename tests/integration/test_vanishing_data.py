@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import Gate, finish, prepared_corpus, start, the_error
+from runs.json_files import read_json
 from tiers import slow_but
 
 from diffllm.checkpoint.directory import list_checkpoints
@@ -125,7 +126,7 @@ def test_damaged_heldout_tokens_stop_run_before_evaluation(workplace, tmp_path, 
     shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
     finish(Path(corpus), run, *WORDS, ranks=ranks)
     losses = [
-        json.loads((path / "summary.json").read_text(encoding="utf-8"))["heldout_loss"]
+        read_json(path / "summary.json")["heldout_loss"]
         for path in (run, undisturbed(workplace, ranks))
     ]
     assert losses[0] == losses[1]

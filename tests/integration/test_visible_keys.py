@@ -1,12 +1,12 @@
 """Counts of visible keys in runs with masked documents, and costs of runs: tokens and FLOPs."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import planted_train
 from runs.command import ForkedRun, Gate, finish, metrics, overrides_of
+from runs.json_files import read_json, write_json
 from runs.one_rank import sign
 from runs.planted_train import Fault
 
@@ -71,10 +71,7 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
         flops = model.flops_per_token(means[line["step"]])
         expected = flops * line["perf/tokens_per_s"] / PEAK
         assert line["perf/mfu"] * ranks[line["step"]] == pytest.approx(expected, rel=1e-12)
-    summary, facts = (
-        json.loads((run / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("summary", "run")
-    )
+    summary, facts = (read_json(run / f"{name}.json") for name in ("summary", "run"))
     mean = sum(keys) / (STEPS * queries)
     assert 1 < mean < (cfg.seq_len + 1) / 2 - 1
     assert summary["visible_keys"] == mean
@@ -114,17 +111,17 @@ def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus
         assert "data/visible_keys" not in line
         if "perf/mfu" in line:
             assert line["perf/mfu"] == flops * line["perf/tokens_per_s"] / 1 / PEAK
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     assert (summary["visible_keys"], summary["flops_per_token"]) == (None, flops)
 
 
 def forget_costs(run: Path, step: int) -> None:
     """Remove the entries of state.json that older versions did not write."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = read_json(checkpoint / "state.json")
     for name in ("tokens", "training_flops", "visible_keys"):
         del state["loop"][name]
-    (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    write_json(checkpoint / "state.json", state)
     sign(checkpoint)
 
 
@@ -178,6 +175,6 @@ def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches,
     assert f"tokens        {tokens[-1]:,} in " in said
     assert load_run(run).summary["tokens"] == load_run(run).planned_tokens == tokens[-1]
     finish(corpus, tmp_path / "next", *common, "steps=2", f"resume=stage:{run}")
-    facts = json.loads((tmp_path / "next" / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(tmp_path / "next" / "run.json")
     assert facts["previous"]["tokens"] == tokens[-1]
     assert np.load(tmp_path / "next" / "steps.npy")["tokens"].tolist() == [512, 1024]

@@ -1,6 +1,5 @@
 """Import of models of transformers, export after import, and conversion to DIFF V2 and back."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_runs import CASES, MIXTURE
+from runs.json_files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from tiers import slow_but
 from torch import Tensor
@@ -198,9 +198,7 @@ def test_perturb_argument_changes_only_second_query_head_of_each_pair(make_run, 
 
 def changed_config(directory: Path, **values: object) -> None:
     file = directory / "config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text(encoding="utf-8")), **values}), encoding="utf-8"
-    )
+    write_json(file, {**read_json(file), **values})
 
 
 def changed_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs.json_files import read_jsonl
 
 import diffllm
 from diffllm.data.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ def write_tasks(directory: Path) -> None:
 
 def samples(directory: Path, task: str) -> list[dict[str, Any]]:
     (file,) = directory.rglob(f"samples_{task}_*.jsonl")
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = read_jsonl(file)
     return sorted(lines, key=lambda line: line["doc_id"])
 
 

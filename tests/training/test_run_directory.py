@@ -1,6 +1,5 @@
 """Run directories: names, comparison with the existing run, and protection of foreign files."""
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import PATIENCE_S, call_together, wait_until
+from runs.json_files import write_json
 from runs.one_rank import write_checkpoint
 from tiers import families, slow_but
 
@@ -298,15 +298,11 @@ def test_new_run_refuses_name_that_older_version_read_as_number(
     monkeypatch.chdir(tmp_path)
     assert choose_path(tiny(word))
     Path(former).mkdir(parents=True)
-    (Path(former) / "run.json").write_text(
-        json.dumps({"command": f"train.py {word} seed=0"}), encoding="utf-8"
-    )
+    write_json(Path(former) / "run.json", {"command": f"train.py {word} seed=0"})
     with pytest.raises(ConfigError, match=f"to resume, set {re.escape(corrected)};"):
         choose_path(tiny(word))
     assert choose_path(tiny(corrected))
-    (Path(former) / "run.json").write_text(
-        json.dumps({"command": f"train.py {corrected}"}), encoding="utf-8"
-    )
+    write_json(Path(former) / "run.json", {"command": f"train.py {corrected}"})
     assert choose_path(tiny(word))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sample_comparison as sample
+from runs.json_files import read_json
 from runs.written import LOWER, edit_json, study_file, sweep, write_arms
 from wandb_server import WandbServer
 
@@ -64,7 +65,7 @@ def server(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer
 
 def dashboard_of(directory: Path) -> dict[str, Any]:
     """Return the content of dashboard.json."""
-    return json.loads((directory / "dashboard.json").read_text(encoding="utf-8"))
+    return read_json(directory / "dashboard.json")
 
 
 def error_line(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -1,11 +1,11 @@
 """`diffllm report`: search for runs, location of files, output and errors."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 from report_pages import without_drawing
+from runs.json_files import write_json
 from runs.written import sweep, write_run
 
 import diffllm.compare.report.report_page
@@ -109,13 +109,13 @@ def test_report_lists_sweep_runs_that_have_not_started(swept):
     def notes(*paths):
         return [n for n in read([Path(path) for path in paths])[0].notes if "not started" in n]
 
-    record.write_text(json.dumps({"runs": {key: [] for key in planned}}), encoding="utf-8")
+    write_json(record, {"runs": {key: [] for key in planned}})
     (swept / "cmp1/gated-seed0.log").write_text("it failed", encoding="utf-8")
     few = ", ".join(f"gated-seed{seed}" for seed in range(8))
     expected = [f"10 of 14 runs of cmp1 have not started: {few} and 2 more."]
     assert notes("cmp1") == notes(".", "cmp1") == expected
     assert notes("cmp1/*") == []
-    record.write_text(json.dumps({"runs": {key: [] for key in names}}), encoding="utf-8")
+    write_json(record, {"runs": {key: [] for key in names}})
     assert notes("cmp1") == []
     record.write_text("[]", encoding="utf-8")
     assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)

@@ -1,11 +1,11 @@
 """Studies whose arms train with equal FLOPs or equal seconds."""
 
-import json
 import math
 import re
 from dataclasses import asdict, replace
 
 import pytest
+from runs.json_files import write_json
 from runs.written import config_of, edit_text, study_file, write_ended, write_train_seconds
 
 from diffllm.cli import main
@@ -50,7 +50,7 @@ def write_profile(path, step_seconds=STEP_SECONDS, **settings):
         facts = RunFacts(**MACHINE, torch="2.13.0")
         arms[arm] = ArmTiming(variant, [*words], timed, facts, 256, [[seconds], [1.02 * seconds]])
     profile = TimingProfile(PROFILE_FORMAT, "2026-11-28", 2, 5, 25, arms)
-    path.write_text(json.dumps(asdict(profile)), encoding="utf-8")
+    write_json(path, asdict(profile))
 
 
 def seconds_study(tmp_path, **more):

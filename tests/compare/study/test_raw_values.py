@@ -1,11 +1,11 @@
 """values.json of a study: size, equal verdicts, and errors for damaged files."""
 
-import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from runs.json_files import read_json, write_json
 from runs.written import LOWER, SOONER, TWO_ARMS, study_file, write_ended, write_lines
 
 from diffllm.cli import main
@@ -172,9 +172,9 @@ def test_verdict_command_prints_one_error_line_for_invalid_values_json(
     forty, tmp_path, capsys, edit, message
 ):
     study, file = forty
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     edit(content)
-    (tmp_path / "values.json").write_text(json.dumps(content), encoding="utf-8")
+    write_json(tmp_path / "values.json", content)
     words = ["study", "verdict", str(study.path), f"values={tmp_path / 'values.json'}"]
     assert main(words) == 2
     error = capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Plans of sweeps into directories with existing runs, without training."""
 
-import json
 import math
 import os
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from runs.command import clean_environment, snapshot, tool
+from runs.json_files import write_json
 from runs.written import LOWER, edit_json, edit_text, study_file, write_run
 
 from diffllm.cli import main
@@ -50,7 +50,7 @@ def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
 
 def write_summary(path: Path, **values: Any) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    (path / "summary.json").write_text(json.dumps(values), encoding="utf-8")
+    write_json(path / "summary.json", values)
 
 
 def write_script(path: Path, text: str) -> None:
