@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # runs/, tiers.py
@@ -26,6 +27,7 @@ import pytest
 import torch
 from hypothesis.internal.conjecture import providers
 
+from diffllm.cli import main
 from diffllm.distributed.launcher import set_variables
 
 set_variables()  # tests fork runs from this process, so MKL must compute here as in train.py
@@ -69,6 +71,36 @@ def _seeded() -> None:
 def pytest_runtest_teardown() -> None:
     # wandb sets this variable. Processes of later tests would share the service of this process.
     os.environ.pop("WANDB_SERVICE", None)
+
+
+@pytest.fixture
+def output_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a `diffllm` command to exit code 0 and returns its stdout."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a failing `diffllm` command and returns its error line."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2, words
+        out, err = capsys.readouterr()
+        assert out == ""
+        (line,) = err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
 
 
 LONG = ("integration", "plan", "distributed")

@@ -67,9 +67,8 @@ def test_saved_config_with_former_value_of_checkpointing_loads(before, now):
         (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
-def test_error_for_removed_argument_mentions_replacement(words, said, capsys):
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+def test_error_for_removed_argument_mentions_replacement(words, said, error_of):
+    assert error_of(*words).startswith(f"error: {said}")
 
 
 def test_error_for_removed_key_mentions_experiment_that_sets_the_key():

@@ -246,14 +246,13 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, capsys):
+def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, output_of):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")
             run = write_weights(tmp_path / f"{variant}{seed}", small_tokenizer(), *words)
     words = ["evaluate", f"run={run}", "tasks=[attention_mass_recall]"]
-    assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["attention_mass_recall"]
+    told = json.loads(output_of(*words, "--json"))["attention_mass_recall"]
     file = run / "evaluation/step-00000000/attention_mass_recall.jsonl"
     texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()[1:]]
     assert texts == [i // 2 for i in range(50)] * 2
@@ -266,12 +265,10 @@ def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, 
         assert score["interval"][0] <= score["value"] <= score["interval"][1]
         assert (score["examples"], score["independent"], len(score["by_layer"])) == (100, 50, 2)
     assert set(scores["target"]["by_level"]) == {"pairs 4", "pairs 6"}
-    assert main([*words, "level={pairs: 5}", "limit=16"]) == 0
-    table = capsys.readouterr().out
+    table = output_of(*words, "level={pairs: 5}", "limit=16")
     assert "attention of the last token, mean over heads and layers" in table
     assert re.search(r"attention_mass_recall +target +0\.\d+ +0\.\d+ +0\.\d+ to 0\.\d+ +16", table)
-    assert main(["evaluate", f"run={tmp_path}", *words[2:], "limit=16"]) == 0
-    compared = capsys.readouterr().out
+    compared = output_of("evaluate", f"run={tmp_path}", *words[2:], "limit=16")
     for of in ("target", "sink, no key", "map 2 filler"):
         assert re.search(rf"attention_mass_recall +{of} ", compared)
     assert main(["report", str(tmp_path)]) == 0
@@ -280,13 +277,11 @@ def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, 
     assert "target, layer 1" in page
 
 
-def test_attention_mass_is_refused_if_task_is_unknown_or_has_no_evidence(tmp_path, capsys):
+def test_attention_mass_is_refused_if_task_is_unknown_or_has_no_evidence(tmp_path, error_of):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")
     for name, said in (
         ("attention_mass_icl", "attention_mass_icl: the examples of the task icl have no evidence"),
         ("attention_mass_neddle", "did you mean attention_mass_needle?"),
     ):
-        assert main(["evaluate", f"run={run}", f"tasks=[{name}]", "limit=2"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("error: ")
+        error = error_of("evaluate", f"run={run}", f"tasks=[{name}]", "limit=2")
         assert said in error

@@ -40,7 +40,7 @@ def model_directory(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: P
 
 @pytest.mark.fast_cases(1)
 @torch.no_grad()
-def test_imported_model_continues_prompts_like_transformers(model_directory, tmp_path, capsys):
+def test_imported_model_continues_prompts_like_transformers(model_directory, tmp_path, output_of):
     run, again = tmp_path / "run", tmp_path / "again"
     theirs = transformers.AutoTokenizer.from_pretrained(model_directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_directory)
@@ -51,18 +51,17 @@ def test_imported_model_continues_prompts_like_transformers(model_directory, tmp
     options["suppress_tokens"] = list(range(380, 416))  # ids without a token
     continued = model.generate(**inputs, **options)
 
-    assert main(["import", f"hf={model_directory}", f"out={run}"]) == 0
-    said = capsys.readouterr().out
+    said = output_of("import", f"hf={model_directory}", f"out={run}")
     assert f"BOS: {theirs.bos_token}, before each text" in said
     assert f"EOS: {theirs.eos_token}, token {eos_id}\n" in said
     facts = read_json(run / "run.json")
     assert facts["imported"]["bos_token"] == theirs.bos_token
     assert facts["eos_token"] == theirs.eos_token
     words = [f"prompt={PROMPT}", "temperature=0", "max_new_tokens=20"]
-    assert main(["generate", f"run={run}", *words]) == 0
     ours = diffllm.load_model(run)[1]
     # The library of transformers decodes incomplete characters to more U+FFFD.
-    assert capsys.readouterr().out == f"{printable(ours.decode(continued[0].tolist()), KEPT)}\n"
+    text = printable(ours.decode(continued[0].tolist()), KEPT)
+    assert output_of("generate", f"run={run}", *words) == f"{text}\n"
     settings = {"seed": 0, "examples": [2], "levels": [TASKS["icl"].levels(64)[0]]}
     for _, _, question in questions(TASKS["icl"], settings, ours, 10_000):
         assert question.context[0] == ours.start_id == ours.bos_id == bos_id
@@ -129,9 +128,8 @@ def test_imported_prefix_equals_tokens_that_transformers_puts_before_texts(
 
 
 @pytest.mark.parametrize("model_directory", ["bos"], indirect=True)
-def test_import_refuses_tokenizer_with_two_tokens_before_texts(model_directory, tmp_path, capsys):
+def test_import_refuses_tokenizer_with_two_tokens_before_texts(model_directory, tmp_path, error_of):
     KINDS["two_tokens"](model_directory)
-    assert main(["import", f"hf={model_directory}", f"out={tmp_path / 'run'}"]) == 2
-    error = capsys.readouterr().err
+    error = error_of("import", f"hf={model_directory}", f"out={tmp_path / 'run'}")
     assert f"the post-processor puts 2 tokens before each text ('{BOS}', '{UNK}')" in error
     assert not (tmp_path / "run").exists()

@@ -268,13 +268,14 @@ def test_budget_in_flops_needs_visible_keys_with_document_masks(tmp_path):
 
 
 @pytest.mark.slow
-def test_study_with_equal_flops_runs_and_agrees_in_measured_flops(tmp_path, capsys):
+def test_study_with_equal_flops_runs_and_agrees_in_measured_flops(tmp_path, output_of):
     base = "[model=tiny, data=stdlib, steps=20, seq_len=32, global_batch_size=4, eval.tokens=2000]"
     more = {**ARMS, "base": base, "seeds": "[0, 1]", "budget": "flops"}
     study = study_file(tmp_path / "study.yaml", LOWER, **more)
     out = tmp_path / "out"
-    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run"]) == 0
-    assert "Budget: the training FLOPs of the runs of standard." in capsys.readouterr().out
+    assert "Budget: the training FLOPs of the runs of standard." in output_of(
+        "study", "run", study.path, f"out={out}", "--dry-run"
+    )
     assert main(["study", "run", str(study.path), f"out={out}"]) == 0
     verdict = judge(study, out)
     assert verdict.verdict not in ("not comparable", "exploratory"), verdict.reasons

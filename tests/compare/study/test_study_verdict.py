@@ -283,7 +283,7 @@ def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
 # Written pages
 
 
-def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys):
+def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, output_of):
     verdict = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     page = verdict_page(verdict)
     html, text = page.html(), page.markdown()
@@ -299,12 +299,10 @@ def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, cap
     assert f"<title>{title}</title>" in html
     assert sentence in html
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
-    assert main([*words, "--json"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
+    numbers = json.loads(output_of(*words, "--json"))
     assert numbers["verdict"] == "shown"
     assert numbers["rules"][0]["gap"] == pytest.approx(-0.09967, abs=1e-4)
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    out = output_of(*words)
     assert str(tmp_path / "out/verdict.html") in out
     assert (tmp_path / "out/verdict.md").read_text(encoding="utf-8") == text
 
@@ -385,15 +383,10 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     json.dumps(verdict.numbers(), allow_nan=False)
 
 
-def dry_run(study, out, capsys, *words):
-    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", *words]) == 0
-    return capsys.readouterr().out
-
-
-def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
+def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, output_of):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
-    pilot = tmp_path / "pilot"
-    output = dry_run(study, out, capsys)
+    pilot, words = tmp_path / "pilot", ("study", "run", study.path, f"out={out}", "--dry-run")
+    output = output_of(*words)
     assert "6 runs. Left: 30.72k tokens" in output
     assert "unknown time" in output
     assert not out.exists()
@@ -403,26 +396,26 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys):
     assert (half.seconds, half.hours) == pytest.approx((9, 3 * 9 / 3600))
     assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
     assert v2.flops > half.flops
-    assert f"about 0:{3 * (9 + v2.seconds):02.0f} here" in dry_run(
-        study, out, capsys, f"pilot={pilot}"
-    )
+    time = f"about 0:{3 * (9 + v2.seconds):02.0f} here"
+    assert time in output_of(*words, f"pilot={pilot}")
 
     write_arms(study, out, {"v2": [4.3]})
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
-    assert "6 runs; 1 finished. Left: 25.6k tokens" in dry_run(study, out, capsys)
+    assert "6 runs; 1 finished. Left: 25.6k tokens" in output_of(*words)
 
 
-def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys):
+def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, output_of, error_of):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
-    output = dry_run(study, out, capsys, "gpu=h100", "mfu=1e-6")
+    words = ("study", "run", study.path, f"out={out}")
+    output = output_of(*words, "--dry-run", "gpu=h100", "mfu=1e-6")
     arms = costs(study, out, [])
     seconds = sum(3 * (20 + arm.flops / 989.4e6) for arm in arms)
     assert f"about {clock(seconds)} on one H100, one run after another" in output
     assert "assumed, not measured: mfu=1e-06, 20 s to start each run" in output
-    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", "gpu=k80"]) == 2
-    assert "error: gpu=k80 is unknown; choose from GB200," in capsys.readouterr().err
-    assert main(["study", "run", str(study.path), f"out={out}", "gpu=h100"]) == 2
-    assert "error: gpu=h100 is only for estimates; add --dry-run" in capsys.readouterr().err
+    error = error_of(*words, "--dry-run", "gpu=k80")
+    assert "error: gpu=k80 is unknown; choose from GB200," in error
+    error = error_of(*words, "gpu=h100")
+    assert "error: gpu=h100 is only for estimates; add --dry-run" in error
     assert not out.exists()
     assert not (out / "sweep.json").exists()
 

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from runs.command import clean_environment, snapshot, tool
 from runs.json_files import write_json
 from runs.written import LOWER, edit_json, edit_text, study_file, write_run
 
-from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import Pace, print_outcomes
@@ -372,16 +372,14 @@ def test_slurm_world_size_equals_total_number_of_tasks() -> None:
 
 
 def test_train_command_prints_single_error_line_if_submitit_folder_is_invalid(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, error_of: Callable[..., str]
 ) -> None:
     (workplace / "file").touch()
     words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=file/logs"]
-    assert main(["train", *words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
-    error = capsys.readouterr().err
+    error = error_of("train", *words, "model=tiny", "seed=0", "run.sweep=mine")
     assert error.startswith(
         "error: hydra.launcher.submitit_folder=file/logs cannot be used: Not a directory"
     )
-    assert error.count("\n") == 1
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
