@@ -9,7 +9,7 @@ import pytest
 import torch
 from damage import BOMB, damaged, edited, outcome, try_all
 from runs.json_files import read_json, write_json
-from runs.one_rank import gloo_group, sign, trained_run, write_checkpoint
+from runs.one_rank import sign, write_checkpoint
 from tiers import slow_but
 
 from diffllm.checkpoint.directory import newest_good
@@ -22,14 +22,6 @@ from diffllm.config.words import with_recipe
 from diffllm.config.yaml_file import MOST_NODES, read_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.training.state import LoopState
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trained")
-    with gloo_group():
-        trained_run(path, ["attention=standard"])
-    return path
 
 
 @pytest.fixture

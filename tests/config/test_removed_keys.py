@@ -22,9 +22,8 @@ OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def registered_removed_keys(workplace, monkeypatch):
     """Register removed keys for the tests, and reset the added YAML directories."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     for key, default in OLD.items():
         monkeypatch.setitem(REMOVED_KEYS, key, Removed(default, "use something else"))

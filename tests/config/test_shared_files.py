@@ -34,15 +34,14 @@ PLUGIN = "plugin_that_no_file_imports"
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def secret_and_plugin(workplace, monkeypatch):
     """Set a secret in the environment, add a plugin to the path, reset added YAML directories."""
-    monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "MY_VARIABLE"):
         monkeypatch.setenv(name, SECRET)
-    (tmp_path / f"{PLUGIN}.py").write_text("", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (workplace / f"{PLUGIN}.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workplace))
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
-    return tmp_path
+    return workplace
 
 
 def of_recipe(key: str, value: object) -> None:

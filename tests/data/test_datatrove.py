@@ -38,9 +38,8 @@ SLURM = {"sbatch": SBATCH, "srun": 'exec "${@:4}"', "scontrol": "echo node1"}
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def corpus_texts(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write a tokenizer and files that share texts; return the distinct texts."""
-    monkeypatch.chdir(tmp_path)
     texts = sample_documents(200)
     documents = [*texts, *texts[:70], *texts[40:60]]
     np.random.default_rng(0).shuffle(documents)
@@ -90,7 +89,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 @pytest.mark.slow
 def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
-    workplace: list[str],
+    corpus_texts: list[str],
 ) -> None:
     pytest.importorskip("datatrove")
     run_deduplication()
@@ -107,7 +106,7 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
         assert all(document.index(eos) == len(document) - 1 for document in documents)
         everything += documents
     texts = [tokenizer.decode(document[:-1]) for document in everything]
-    assert sorted(texts) == sorted(workplace), "each text occurs once"
+    assert sorted(texts) == sorted(corpus_texts), "each text occurs once"
 
     (command,) = re.findall(
         r"^diffllm train (data=tokens .*ds\].*)$",
@@ -120,6 +119,6 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
     splits = [data.split(name) for name in ("train", "heldout")]
     tokens = np.concatenate([split.tokens(0, len(split)) for split in splits])
     assert tokens.tolist() == list(chain(*everything))
-    assert sum(split.documents for split in data.manifest.splits.values()) == len(workplace)
+    assert sum(split.documents for split in data.manifest.splits.values()) == len(corpus_texts)
     train(cfg)
     assert read_json(Path("outputs/first/summary.json"))["steps"] == 2

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runs.models import float64_model
 from runs.written import small_tokenizer, write_weights
 
-from diffllm import build_model, load_config
 from diffllm.cli import main
 from diffllm.core.errors import ConfigError
 from diffllm.data.tasks.task import TASKS, Example, Task, task
@@ -34,16 +34,9 @@ CONTEXTS = [[5, 9, 2, 7, 7, 1, 3], [8, 4, 6, 1], [3, 3, 2, 9, 5]]
 KINDS = [[2, 1, 0, 0, 1, 1, 1], [2, 0, 1, 1], [2, 1, 1, 1, 0]]
 
 
-def float64_model(variant):
-    words = "model=tiny model.dim=24 model.n_heads=4 model.n_kv_heads=2 model.head_dim=8 seq_len=16"
-    more = "model.n_layers=3 model.ffn_dim=32 model.vocab_size=64 model.init_std=0.4"
-    cfg = load_config([*words.split(), *more.split(), f"attention={variant}"])
-    model = build_model(cfg.model).double()
-    model.reset_parameters()
+def three_layer_model(variant):
+    model = float64_model(f"attention={variant}", "model.n_layers=3")
     with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim == 1:
-                param.add_(0.3 * torch.randn_like(param))
         for name, param in model.named_parameters():
             if "lambda_" in name and variant == "diff_v1":
                 param.fill_(0.2 if name.endswith("1") else 0.1)  # lambda is 0.5 to 0.9
@@ -92,7 +85,7 @@ def summed(weights, kinds):
 def test_attention_mass_matches_reference_if_batch_is_padded(
     variant,
 ):
-    model = float64_model(variant)
+    model = three_layer_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
     by_kind = torch.nn.functional.one_hot(kinds, 3).double()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.json_files import read_jsonl
+from runs.json_files import read_jsonl, write_jsonl
 from runs.written import small_tokenizer, write_weights
 
 from diffllm.cli import main
@@ -138,7 +138,7 @@ def test_evaluate_command_skips_task_that_exceeds_the_context_length(
 ) -> None:
     runs = tmp_path / "runs"
     short = write_weights(runs / "short", tokenizer, "seq_len=16")
-    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     why = r"the task mqar needs \d+ tokens, but the model reads 15"
     line = f"{why}; skipped for {short}\n"
     for tasks in (f"[mqar,{own}]", f"[{own},mqar]"):
@@ -234,20 +234,14 @@ def test_evaluate_command_runs_task_from_plugin_file(
     assert score["chance"] == pytest.approx(1 / 3)
 
 
-def write_lines(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def test_evaluate_command_runs_task_from_examples_file(
     run: Path, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
-    own = write_lines(
-        tmp_path / "own.ndjson",
-        *({"prompt": f"a b{i}", "answer": " c", "candidates": [" c", " d"]} for i in range(60)),
-        {"prompt": "a b", "answer": " c", "level": {"kind": "open"}},
-        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # too long
-    )
+    choice = {"answer": " c", "candidates": [" c", " d"]}
+    lines = [{"prompt": f"a b{i}", **choice} for i in range(60)]
+    lines.append({"prompt": "a b", "answer": " c", "level": {"kind": "open"}})
+    lines.append({"prompt": "a b " * 200, **choice})  # too long
+    own = write_jsonl(tmp_path / "own.ndjson", lines)
     words = ["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]
     first, second = json.loads(output_of(*words))["own"]["scores"]
     assert (first["of"], first["examples"], first["chance"]) == ("", 60, 0.5)
@@ -262,8 +256,8 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
     example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
     for folder in ("arc", "piqa"):
         (tmp_path / folder).mkdir()
-    arc = write_lines(tmp_path / "arc" / "test.jsonl", example)
-    piqa = write_lines(tmp_path / "piqa" / "test.jsonl", example, example)
+    arc = write_jsonl(tmp_path / "arc" / "test.jsonl", [example])
+    piqa = write_jsonl(tmp_path / "piqa" / "test.jsonl", [example, example])
     words = ["evaluate", f"run={run}", "--json"]
     error = error_of(*words, f"tasks=[{arc},{piqa}]")
     assert error.startswith(f"error: tasks: {arc} and {piqa} have the same name test,")
@@ -282,7 +276,7 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
     assert stored.read_bytes() == before
     assert not stored.with_name("mqar.jsonl").exists()
     # An edited file replaces its results, and a copy reuses them.
-    write_lines(arc, example, example)
+    write_jsonl(arc, [example, example])
     assert main([*words, f"tasks=[{arc}]"]) == 0
     edited = stored.read_bytes()
     assert edited != before
@@ -293,7 +287,7 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
 def test_evaluate_command_reads_examples_file_with_byte_order_mark(
     run: Path, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
-    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     outputs = []
     for mark in (b"", codecs.BOM_UTF8):
         own.write_bytes(mark + own.read_bytes())
@@ -313,7 +307,7 @@ def test_evaluate_command_reads_examples_file_with_byte_order_mark(
 def test_error_of_invalid_examples_file_contains_line_number(
     run: Path, tmp_path: Path, error_of: Callable[..., str], line: Any, said: str
 ) -> None:
-    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a", "answer": "b"}, line])
     error = error_of("evaluate", f"run={run}", f"tasks=[{own}]")
     assert error.startswith(f"error: tasks: {own}, {said}")
 
@@ -326,8 +320,8 @@ def test_evaluate_command_refuses_invalid_task_and_level_arguments(
     assert (score["of"], score["examples"]) == ("filler 6", 50)
     scores = json.loads(output_of(*words, "level={filler: [4, 6]}", "limit=8"))["mqar"]["scores"]
     assert [score["level"] for score in scores] == [{"filler": 4}, {"filler": 6}]
-    mqar = write_lines(tmp_path / "mqar.jsonl", {"prompt": "a", "answer": "b"})
-    mass = write_lines(tmp_path / "attention_mass_mqar.jsonl", {"prompt": "a", "answer": "b"})
+    mqar = write_jsonl(tmp_path / "mqar.jsonl", [{"prompt": "a", "answer": "b"}])
+    mass = write_jsonl(tmp_path / "attention_mass_mqar.jsonl", [{"prompt": "a", "answer": "b"}])
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),

@@ -44,17 +44,19 @@ def assert_complete(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_command_changes_no_file_of_finished_run(workplace, finished_run, tiny, environment):
+def test_train_command_changes_no_file_of_finished_run(
+    shared_directory, finished_run, tiny, environment
+):
     assert_complete(finished_run)
-    before = snapshot(workplace)
+    before = snapshot(shared_directory)
     words = [*tiny, "attention=standard", "run.name=finished"]
-    again = train(words, workplace, environment)
+    again = train(words, shared_directory, environment)
     assert (again.code, again.err) == (0, "")
     assert re.fullmatch(
         r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; to train further, .*\n",
         again.out,
     )
-    assert not changes(before, snapshot(workplace))
+    assert not changes(before, snapshot(shared_directory))
 
 
 def test_run_log_contains_output_of_every_launch_except_refused_launches(
@@ -104,8 +106,7 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
 
 
 @pytest.mark.slow
-def test_train_shows_live_progress_on_a_terminal(tmp_path, tiny, environment, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_train_shows_live_progress_on_a_terminal(workplace, tiny, environment, monkeypatch):
     for name, value in (environment | {"TERM": "xterm-256color", "COLUMNS": "160"}).items():
         monkeypatch.setenv(name, value)
     output = b""

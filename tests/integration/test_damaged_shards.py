@@ -12,7 +12,7 @@ from runs.command import (
     metrics,
     snapshot,
     the_error,
-    write_jsonl,
+    write_texts,
 )
 from runs.json_files import read_json, write_json
 from runs.one_rank import flip_bit
@@ -37,7 +37,7 @@ WORDS = [
 def original(tmp_path_factory):
     """Return a directory of tokens with three training shards, and the overrides of a run."""
     path = tmp_path_factory.mktemp("original")
-    corpus = write_jsonl(path / "corpus.jsonl", documents(100))
+    corpus = write_texts(path / "corpus.jsonl", documents(100))
     words = [*WORDS, f"data.paths=[{corpus}]", f"data.cache_dir={path / 'cache'}"]
     data = prepare(load_config(words).data)
     shutil.rmtree(data.directory)

@@ -1,6 +1,5 @@
 """Diverging runs: end, summary, report and sweep; and a preset with loss spikes."""
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from runs.command import (
     tool,
     train,
 )
-from runs.json_files import read_json, read_jsonl
+from runs.json_files import read_json, read_jsonl, strict_json
 from tiers import slow_but
 
 from diffllm.compare.arms.run import load_run
@@ -35,15 +34,6 @@ def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
     return finish(corpus, path, *words, ranks=2 if shape == "2 ranks" else 1)
 
 
-def strict(file: Path) -> dict:
-    """Read a JSON file; fail for NaN and infinity, which are not valid JSON."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    return json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
 def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
@@ -51,7 +41,7 @@ def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, sha
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
     assert "not written" not in output
-    summary = strict(path / "summary.json")
+    summary = strict_json((path / "summary.json").read_text(encoding="utf-8"))
     assert summary["diverged"] is True
     assert summary["heldout_loss"] is None
     assert (summary["state"], summary["reason"]) == ("diverged", "no finite held-out loss")

@@ -69,7 +69,7 @@ def charts_of(path: Path) -> dict[str, dict[str, list[str]]]:
 
 def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, capfd):
     path = tmp_path / "run"
-    words = [*overrides_of(corpus, path), *WORDS, "data.num_workers=0"]
+    words = overrides_of(corpus, path, *WORDS, "data.num_workers=0")
     words += ["metrics.tensorboard=true", "profile.steps=[2,3]", "diagnostics.interval=3"]
     run(load_config(words))
     said = capfd.readouterr()
@@ -122,7 +122,7 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
     monkeypatch.setattr(loop, "train_step", train_step)
     words = ["steps=60", "log_interval=10", "data.num_workers=0", "run.report=true"]
     words += ["wandb.mode=offline", "metrics.tensorboard=true"]
-    run(load_config([*overrides_of(corpus, path), *words]))
+    run(load_config(overrides_of(corpus, path, *words)))
 
     assert spike not in written(path)["train/loss"]
     rows = read_steps(path / "steps.npy")
@@ -159,7 +159,7 @@ def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):
 
 def test_train_refuses_tensorboard_metrics_if_package_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    cfg = load_config([*overrides_of(tmp_path, tmp_path / "run"), "metrics.tensorboard=true"])
+    cfg = load_config(overrides_of(tmp_path, tmp_path / "run", "metrics.tensorboard=true"))
     with pytest.raises(ConfigError, match=r"pip install .* '\.\[tensorboard\]'"):
         run(cfg)
     assert not (tmp_path / "run").exists()

@@ -92,7 +92,7 @@ def assert_ended_as(run: Path, straight: Path) -> None:
 def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
-    first = ForkedRun([*overrides_of(corpus, run), *WORDS], 1, tmp_path)
+    first = ForkedRun(overrides_of(corpus, run, *WORDS), 1, tmp_path)
     first.wait_for(gate.reached, "evaluation of documents")
     first.kill()
     assert (run / "checkpoints" / LAST).is_dir()
@@ -109,7 +109,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     corpus, straight, tmp_path, ranks, number
 ):
     run = tmp_path / "run"
-    first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
+    first = ForkedRun(overrides_of(corpus, run, *WORDS), ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
     assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
     assert read_json(run / "requeue") == {
@@ -128,7 +128,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
 def test_error_mentions_rank_killed_during_heldout_evaluation(corpus, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
-    process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)
+    process = ForkedRun(overrides_of(corpus, run, *WORDS), 2, tmp_path)
     process.wait_for(gate.reached, "evaluation of documents")
     process.signal(signal.SIGKILL, 1)
     gate.open()

@@ -26,12 +26,11 @@ GREEDY = ("prompt=Document 3: 3 times", "temperature=0", "max_new_tokens=12")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(workplace: Path) -> Path:
     """Copy the files to the current directory, as if a user had moved them."""
-    shutil.copytree(MADE, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "runs").rename(tmp_path / "outputs")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    shutil.copytree(MADE, workplace, dirs_exist_ok=True)
+    (workplace / "runs").rename(workplace / "outputs")
+    return workplace
 
 
 @pytest.fixture

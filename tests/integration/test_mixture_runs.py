@@ -1,7 +1,7 @@
 """A run on a mixture with a curriculum: sources in metrics, summary and report."""
 
 import pytest
-from runs.command import documents, finish, metric_lines, write_jsonl
+from runs.command import documents, finish, metric_lines, write_texts
 from runs.json_files import read_json
 
 from diffllm.compare.report import write_report
@@ -12,8 +12,8 @@ RAMP = "data.curriculum=[{at: 0.1, weights: {code: 3, prose: 1}}, {at: 0.9, weig
 @pytest.mark.slow
 def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     run, prose = tmp_path / "run", tmp_path / "prose.jsonl"
-    code = write_jsonl(tmp_path / "code.jsonl", documents(60), "content")
-    write_jsonl(prose, [f"Document {i} tells of {i * 7} days. " * (i % 9 + 2) for i in range(300)])
+    code = write_texts(tmp_path / "code.jsonl", documents(60), "content")
+    write_texts(prose, [f"Document {i} tells of {i * 7} days. " * (i % 9 + 2) for i in range(300)])
     sources = (
         f"{{code: {{source: files, paths: [{code}], text_column: content, weight: 0.75}},"
         f" prose: {{source: files, paths: [{prose}], weight: 0.25}}}}"

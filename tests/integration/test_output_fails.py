@@ -87,7 +87,7 @@ def test_prepare_command_succeeds_if_stdout_or_stderr_fails(
 @pytest.mark.slow
 def test_training_continues_after_terminal_is_closed(corpus, tmp_path):
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), "steps=8", "log_interval=1"]
+    words = overrides_of(corpus, run, "steps=8", "log_interval=1")
     reader, terminal = os.openpty()
     gate = Gate(run, 4)
     process = ForkedRun(words, said=[os.ttyname(terminal)])

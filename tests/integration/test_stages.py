@@ -189,7 +189,7 @@ def test_stage_of_different_model_is_refused_in_one_line(
     if what == "export":
         assert main(["export", f"run={first}", f"out={first}-hf"]) == 0
     words = [f"resume=stage:{first}", *(word.format(run=first) for word in words)]
-    ended = train([*overrides_of(corpus, tmp_path / "run"), *WORDS, *words], tmp_path, environment)
+    ended = train(overrides_of(corpus, tmp_path / "run", *WORDS, *words), tmp_path, environment)
     assert ended.code == 2, ended
     assert said in ended.err.splitlines()[-1]
     assert ended.err.count("error: ") == 1, ended

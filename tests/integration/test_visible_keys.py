@@ -21,6 +21,10 @@ from diffllm.model.attention.masks import Documents
 from diffllm.training import record
 
 BATCH, STEPS, PEAK = 8, 7, 1e12
+SETTINGS = (
+    *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=4", "compile=false"),
+    *("checkpoint.interval=1000", "eval.interval=1000", "precision=fp32"),
+)
 MASKED = ("data.mask_documents=true", "data.packing=best_fit")
 INTERVALS = {1: (0, 1), 4: (1, 4), 7: (4, 7)}
 """Steps counted from 0 that a logged line covers, (first, last + 1), by the line's step."""
@@ -31,16 +35,12 @@ def main_with_known_peak(fault: Fault, words: list[str]) -> int:
     return planted_train.main(fault, words)
 
 
-def words(corpus: Path, run: Path, *more: str) -> list[str]:
-    return [
-        *overrides_of(corpus, run),
-        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=4", "compile=false"),
-        *("checkpoint.interval=1000", "eval.interval=1000", "precision=fp32", *more),
-    ]
+def masked_words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return overrides_of(corpus, run, *SETTINGS, *more)
 
 
 def started(corpus: Path, run: Path, *more: str, ranks: int = 1) -> ForkedRun:
-    return ForkedRun(words(corpus, run, *more), ranks, run, main=main_with_known_peak)
+    return ForkedRun(masked_words(corpus, run, *more), ranks, run, main=main_with_known_peak)
 
 
 def keys_in_masks(overrides: list[str]) -> list[int]:
@@ -91,7 +91,7 @@ def test_visible_keys_metric_matches_reference_if_resume_changes_rank_count(corp
     assert "stopped by SIGTERM after step 5" in said or "after step 6" in said
     said = started(corpus, run, *MASKED).finish()
     assert "visible keys  " in said
-    assert_counted(run, words(corpus, run, *MASKED), {1: 2, 4: 2, 7: 1})
+    assert_counted(run, masked_words(corpus, run, *MASKED), {1: 2, 4: 2, 7: 1})
 
 
 @pytest.mark.slow
@@ -100,13 +100,13 @@ def test_visible_keys_metric_matches_reference(corpus, tmp_path, packing):
     run = tmp_path / "run"
     masked = ("data.mask_documents=true", f"data.packing={packing}", "micro_batch_size=1")
     started(corpus, run, *masked, ranks=2).finish()
-    assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
+    assert_counted(run, masked_words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
 def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus, tmp_path):
     run = tmp_path / "run"
     started(corpus, run).finish()
-    flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()
+    flops = without_storage(load_config(masked_words(corpus, run)).model).flops_per_token()
     for line in metrics(run):
         assert "data/visible_keys" not in line
         if "perf/mfu" in line:
@@ -165,7 +165,8 @@ def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches,
         row = by_step[line["step"]]
         assert line["tokens"] == row["tokens"]
         assert line["training_flops"] == row["training_flops"]
-    flops_per_token = without_storage(load_config(words(corpus, run)).model).flops_per_token()
+    cfg = load_config(masked_words(corpus, run))
+    flops_per_token = without_storage(cfg.model).flops_per_token()
     if more:
         assert rows["training_flops"][-1] < flops_per_token * tokens[-1]
     else:

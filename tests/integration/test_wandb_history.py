@@ -239,7 +239,7 @@ def test_late_refusal_of_wandb_records_id_of_offline_run(
     shutil.rmtree(run / "wandb")
     server.away = True
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
-    words = [*overrides_of(corpus, run), *ONLINE]
+    words = overrides_of(corpus, run, *ONLINE)
     output = ForkedRun(words, main=main_without_wait).finish()
     assert wandb_id(run) != online_id
     server.away = False

@@ -162,7 +162,7 @@ NO_FITS = {
 def test_train_refuses_missing_or_unsuitable_weights(environment, corpus, sources, tmp_path, what):
     resume, words, said = NO_FITS[what]
     words = [*WORDS, f"resume={resume.format(**sources)}", *words]
-    ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
+    ended = train(overrides_of(corpus, tmp_path / "run", *words), tmp_path, environment)
     assert ended.code == 2, ended
     assert said.format(**sources) in ended.err.splitlines()[-1]
     assert ended.err.count("error: ") == 1, ended

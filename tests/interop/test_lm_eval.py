@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.json_files import read_jsonl
+from runs.json_files import read_jsonl, write_jsonl
 
 import diffllm
 from diffllm.data.tokenizer import Tokenizer
@@ -83,9 +83,7 @@ def write_tasks(directory: Path) -> None:
         content = json.dumps({**task, "dataset_kwargs": files})  # JSON is valid YAML
         (directory / f"{task['task']}.yaml").write_text(content, encoding="utf-8")
     for name, rows in ROWS.items():
-        (directory / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
+        write_jsonl(directory / f"{name}.jsonl", rows)
 
 
 def samples(directory: Path, task: str) -> list[dict[str, Any]]:

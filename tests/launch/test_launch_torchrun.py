@@ -177,7 +177,7 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
     last = 0
     stops = ((signal.SIGTERM, "1", 0), (signal.SIGUSR1, "1", 0), (signal.SIGINT, "2", 130))
     for number, ranks, code in stops:
-        words = [*overrides_of(corpus, run), *SMALL]
+        words = overrides_of(corpus, run, *SMALL)
         process = started([SCRIPT, *words], NPROC_PER_NODE=ranks)
         wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
         process.send_signal(number)

@@ -67,10 +67,11 @@ def trained_run(run: Path, overrides: list[str]) -> tuple[torch.Tensor, dict[str
     with torch.no_grad():
         logits = t.model(TOKENS)
     values = {**t.params, **t.model.router_state()}
-    return logits, {name: whole(value) for name, value in values.items()}
+    return logits, {name: unsharded(value) for name, value in values.items()}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor or of all shards of a DTensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 

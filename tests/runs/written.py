@@ -35,7 +35,7 @@ from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.model import Transformer
-from runs.json_files import read_json, write_json
+from runs.json_files import read_json, write_json, write_jsonl
 
 if TYPE_CHECKING:
     from diffllm.evaluation.evaluation import Subject
@@ -203,8 +203,7 @@ def runs_in(root: Path) -> list[Run]:
 
 def write_lines(run: Path, lines: list[dict[str, Any]]) -> None:
     """Write metrics.jsonl."""
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    write_jsonl(run / "metrics.jsonl", lines)
 
 
 def edit_json(file: Path, **values: Any) -> None:

@@ -53,14 +53,14 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    stand_in = WandbServer()
-    monkeypatch.setenv("WANDB_BASE_URL", stand_in.address)
+def server(
+    swept: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WandbServer]:
+    monkeypatch.setenv("WANDB_BASE_URL", wandb_server.address)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    yield stand_in
+    yield wandb_server
     abandon_service()  # The next test has another server.
-    stand_in.close()
 
 
 def dashboard_of(directory: Path) -> dict[str, Any]:

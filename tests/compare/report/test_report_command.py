@@ -17,13 +17,12 @@ LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
 
 @pytest.fixture
-def swept(tmp_path, monkeypatch):
+def swept(workplace):
     """Create cmp1/ and cmp2/ with runs in the current directory; reports draw no figures."""
-    monkeypatch.chdir(tmp_path)
     sweep(Path("cmp1"), LOSSES)
     sweep(Path("cmp2"), {"gated": [4.0]})
     with without_drawing():
-        yield tmp_path
+        yield workplace
 
 
 def variants(table):

@@ -167,10 +167,9 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
     ],
 )
 def test_study_command_prints_one_error_line_for_wrong_arguments(
-    tmp_path, error_of, monkeypatch, words, message
+    workplace, error_of, words, message
 ):
-    monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, GOOD)
+    path = written(workplace, GOOD)
     error = error_of("study", *(word.format(path=path) for word in words))
     assert message.format(path=path) in error
 

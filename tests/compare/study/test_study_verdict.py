@@ -67,15 +67,14 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
 def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
-    tmp_path, monkeypatch, capsys, words, counts
+    workplace, capsys, words, counts
 ):
-    monkeypatch.chdir(tmp_path)
-    judged(tmp_path, LOWER, BETTER)
+    judged(workplace, LOWER, BETTER)
     documents, tokens = counts
-    for file in tmp_path.glob("out/*/summary.json"):
+    for file in workplace.glob("out/*/summary.json"):
         edit_json(file, heldout_documents=documents, heldout_tokens=tokens)
     assert main(words) == 0
-    pages = [page.read_text(encoding="utf-8") for page in tmp_path.glob("out/*.html")]
+    pages = [page.read_text(encoding="utf-8") for page in workplace.glob("out/*.html")]
     warning = f"held-out text: only {documents} documents and {tokens:,} tokens (minimum: 20 "
     expected_count = 0 if counts == (20, 50_000) else 1
     for shown in (capsys.readouterr().out, *pages):
@@ -496,7 +495,7 @@ def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):
     out = tmp_path / "out"
     write_arms(study, out, {"v2": [4.4]})
     line = {"step": 20, "tokens": 5120, "tasks/mqar": 0.95}
-    (out / "v2-seed0" / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    write_lines(out / "v2-seed0", [line])
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "underpowered")
     assert "0 of 0 runs of half reach it" in verdict.reasons[-1]
